@@ -1,0 +1,31 @@
+# make run | make test | make test-full | make check: each sets up .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test test-full check clean
+
+run: $(VENV)/.ready
+	@$(BIN)/python infer.py $(ARGS)
+
+test: $(VENV)/.ready
+	@$(BIN)/python -m pytest -m "not full"
+
+test-full: $(VENV)/.ready
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory test
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; '$(PYTHON)' is older or missing. Try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@

@@ -1,0 +1,96 @@
+"""N-gram assisted speculative decoding (NASD): a storage as a Drafter, filled from the prompt, the text and the target's own runners-up.
+
+The loop and the exact rule for one-hot drafts are sampling's. Here: what to draft from the storage, and what to enter after a round.
+Relatives: prompt lookup decoding; ANPD (arXiv 2404.08698).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ngram_assisted.ngram_storage import NGramStorage
+from sampling.drafting import Draft, Verified
+from sampling.speculative import speculative_steps
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.errors import UserError
+from utils.logits_processor import LogitsProcessor, top_tokens
+from utils.printing import traced
+from utils.results import acceptance_of, tokens_of
+from utils.seeding import Domain, Noise
+
+MAX_FILLER = 64
+
+
+class NGramDrafter:
+    """Drafts the storage's most frequent followers, one after the other.
+
+    storage: filled in `begin` from the prompt, never reset here. filler_top_k: at each new position the generated token and the rest of
+    the target's top k are entered; 1 enters only what was generated. stop_if_unknown: end a draft at an unknown context; otherwise
+    unknown positions get ids drawn from the seed.
+    """
+
+    def __init__(self, storage: NGramStorage, noise: Noise, *, filler_top_k: int = 3, stop_if_unknown: bool = True) -> None:
+        if not 1 <= filler_top_k <= MAX_FILLER:
+            raise UserError(f"filler_top_k {filler_top_k} is out of range: 1 to {MAX_FILLER}.")
+        self._storage, self._noise = storage, noise
+        self._filler_top_k, self._stop_if_unknown = filler_top_k, stop_if_unknown
+        self._origin = 0
+        self._reach = storage.n - 1  # how far back a context matters
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._origin = len(context)
+        self._storage.initialize(prompt)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        start = len(context) - self._origin
+        window = context[-self._reach :]
+        tokens: list[int] = []
+        for position in range(start, start + count):
+            token = self._storage.next_token(window)
+            if token is None:
+                if self._stop_if_unknown:
+                    break
+                token = int(self._noise.uniform(Domain.FILL, position, start) * self._storage.vocab_size)
+            tokens.append(token)
+            window = [*window, token][-self._reach :]
+        return Draft(tokens)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        for row, index in enumerate(range(verified.start, len(context))):
+            followers = [context[index]]
+            if self._filler_top_k > 1:
+                best = top_tokens(verified.logits[row], self._filler_top_k)
+                followers += [token for token in best if token != context[index]]
+            self._storage.update(context[max(0, index - self._reach) : index], followers)
+
+
+def ngram_assisted_speculative_generate(
+    inputs: list[int],
+    ngramstorage: NGramStorage,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor | None = None,
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Iterable[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = True,
+    first_target: bool = True,
+    stop_if_unknown: bool = False,
+    debug: bool = False,
+    *,
+    seed: int | None = None,
+) -> tuple[list[int], float]:
+    """New token ids (end token included, prompt left out) and the acceptance rate, 0.0 where nothing was drafted.
+
+    inputs: flat list of prompt ids, entered into `ngramstorage` by its initialize(); it is never reset here. target: causal or
+    encoder-decoder model. tokenizer: only for readable text with debug=True. first_target: the first round drafts nothing.
+    Raises UserError (a ValueError) for an unusable prompt, argument, cache or logits.
+    """
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    drafter = NGramDrafter(ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown)
+    session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
+    rounds = speculative_steps(inputs, drafter, session, decoding, gamma=gamma, first_target=first_target)
+    steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
+    return tokens_of(steps), acceptance_of(steps) or 0.0

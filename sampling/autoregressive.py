@@ -1,0 +1,52 @@
+"""Plain decoding, one token per forward: the baseline of every comparison and the oracle of every test."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.events import Step
+from utils.logits_processor import LogitsProcessor
+from utils.printing import traced
+from utils.results import tokens_of
+
+
+def autoregressive_steps(prompt: list[int], session: ModelSession, decoding: Decoding) -> Iterator[Step]:
+    """Yield one Step per new token. Raises UserError for an unusable prompt or unusable logits."""
+    context = session.begin(prompt)
+    start = len(context)
+    limit = decoding.length_limit(session.room(context))
+    while len(context) - start < limit:
+        law = decoding.processor(session.feed(context, keep=1))  # (1, V)
+        token = decoding.noise.sample(law[0], len(context) - start)
+        context.append(token)
+        finish = decoding.finish_of(token, len(context) - start, limit)
+        yield Step(drafted=(), accepted=0, token=token, finish=finish)
+        if finish:
+            return
+
+
+def autoregressive_generate(
+    inputs: list[int],
+    model: Any,
+    max_gen_len: int = 40,
+    logits_processor: LogitsProcessor | None = None,
+    eos_tokens_id: int | Iterable[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = True,
+    debug: bool = False,
+    *,
+    seed: int | None = None,
+) -> list[int]:
+    """New token ids, end token included, the prompt left out.
+
+    inputs: flat list of prompt ids. model: causal or encoder-decoder (`inputs` then feed the encoder).
+    pad_token_id: the decoder's first id where an encoder-decoder config names none. debug: print every round.
+    Raises UserError (a ValueError) for an unusable prompt or unusable logits.
+    """
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    session = ModelSession(model, use_cache=use_cache, rewinds=False, start_token=pad_token_id)
+    return tokens_of(traced(autoregressive_steps(inputs, session, decoding), enabled=debug))
+
+
+autoregressive_generate_encoder_decoder = autoregressive_generate

@@ -1,0 +1,114 @@
+"""Beam search with length penalty, cached, yielding the steps of the best beam once it is known.
+
+Scores are log-probabilities summed, divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016, arXiv 1609.08144).
+Beams live in the rows of one session; a beam that ended stays among the candidates with the score it ended with.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.errors import UserError
+from utils.events import FinishReason, Step
+from utils.logits_processor import top_tokens
+from utils.printing import traced
+from utils.results import tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """New tokens so far, their summed log-probability, the session row they came from, and why the beam ended."""
+
+    tokens: tuple[int, ...] = ()
+    log_prob: float = 0.0
+    row: int = 0
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamWidth:
+    """How wide to search (num_beams kept, top_k continuations of each) and how to score (min_length, alpha)."""
+
+    num_beams: int = 4
+    top_k: int = 3
+    min_length: float = 5.0
+    alpha: float = 1.2
+
+    def __post_init__(self) -> None:
+        if self.num_beams < 1 or self.top_k < 1:
+            raise UserError(f"num_beams {self.num_beams} and top_k {self.top_k} must both be at least 1.")
+        if self.min_length < 0:
+            raise UserError(f"min_length {self.min_length} is out of range: 0 or more.")
+
+    def score(self, beam: Beam) -> float:
+        penalty = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
+        return beam.log_prob / penalty
+
+
+def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decoding, width: BeamWidth) -> Iterator[Step]:
+    """Yield the best beam's tokens, a Step each; the first carries the forwards of the whole search. The processor plays no part.
+
+    Raises UserError for an unusable prompt or unusable logits.
+    """
+    context = session.begin(prompt)
+    limit = decoding.length_limit(session.room(context))
+    if limit < 1:
+        return
+    beams, forwards = [Beam()], 0
+    while any(beam.finish is None for beam in beams):
+        live = [beam for beam in beams if beam.finish is None]
+        if forwards:
+            session.select([beam.row for beam in live])
+        logits = session.feed_rows([[*context, *beam.tokens] for beam in live], keep=1)  # (B, 1, V)
+        forwards += 1
+        grown = [beam for beam in beams if beam.finish is not None]
+        for row, beam in enumerate(live):
+            grown.extend(_continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit))
+        beams = sorted(grown, key=width.score, reverse=True)[: width.num_beams]
+    yield from _steps_of(beams[0], forwards)
+
+
+def _continuations(
+    beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int
+) -> Iterator[Beam]:
+    log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
+    for token in top_tokens(log_probs, top_k):
+        tokens = (*beam.tokens, token)
+        finish = decoding.finish_of(token, len(tokens), limit)
+        yield Beam(tokens, beam.log_prob + float(log_probs[token]), row, finish)
+
+
+def _steps_of(beam: Beam, forwards: int) -> Iterator[Step]:
+    last = len(beam.tokens) - 1
+    for index, token in enumerate(beam.tokens):
+        yield Step((), 0, token, beam.finish if index == last else None, forwards=0 if index else forwards)
+
+
+def beam_search_generate(
+    inputs: list[int],
+    model: Any,
+    max_gen_len: int = 40,
+    num_beams: int = 4,
+    top_k: int = 3,
+    min_length: float = 5.0,
+    alpha: float = 1.2,
+    eos_tokens_id: int | Iterable[int] | None = 1,
+    pad_token_id: int = 0,
+    debug: bool = False,
+    tokenizer: Any = None,
+    *,
+    seed: int | None = None,
+) -> list[int]:
+    """New token ids of the best beam, end token included, the prompt left out.
+
+    inputs: flat list of prompt ids. pad_token_id: the decoder's first id where an encoder-decoder config names none. seed: beam search
+    draws nothing; it is accepted so that decoders can be exchanged. Raises UserError (a ValueError) for arguments out of range.
+    """
+    decoding = Decoding.of(None, max_gen_len, end_ids=eos_tokens_id, seed=0 if seed is None else seed)
+    session = ModelSession(model, rewinds=False, start_token=pad_token_id)
+    width = BeamWidth(num_beams, top_k, min_length, alpha)
+    return tokens_of(traced(beam_search_steps(inputs, session, decoding, width), enabled=debug, tokenizer=tokenizer))

@@ -1,0 +1,89 @@
+"""Drafts and who makes them: the Draft value, the Drafter protocol, and a model as a drafter.
+
+The draft-verify loop sees only the protocol. A drafter keeps its own state (a cache, a storage) and is told after every round what became
+of its draft.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.seeding import Domain
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where the draft law is one-hot."""
+
+    tokens: list[int]
+    probs: Tensor | None = None
+
+
+NO_DRAFT = Draft([])
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target said in a round that began at context length `start`: its raw logits and its processed law, both (k+1, V)."""
+
+    start: int
+    logits: Tensor
+    law: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to verify."""
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        """A new run: the prompt's ids, and the context new tokens will be appended to (another one for encoder-decoder targets)."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        """At most `count` drafts for what follows the context; fewer, or none, is a fair answer."""
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        """The context as it stands after the round, and what the target said in it."""
+
+
+class ModelDrafter:
+    """A model that drafts by plain decoding under the target's own processor.
+
+    session: the drafter model's own. vocab_size: the target's; q is cut or zero-filled to it, since vocabularies of one family differ in
+    their padding. It declines from where its context ends, or where the text holds an id that it has no embedding for.
+    """
+
+    def __init__(self, session: ModelSession, decoding: Decoding, vocab_size: int) -> None:
+        self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
+        self._known = min(vocab_size, session.vocab_size)
+        self._origin = 0  # context length at which the new tokens begin
+        self._readable = True
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._origin = len(context)
+        bound = self._session.context_length
+        self._readable = max(prompt) < self._session.vocab_size and (bound is None or len(prompt) < bound)
+        if self._readable:
+            self._session.begin(prompt)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        room = self._session.room(context)
+        count = count if room is None else min(count, room)
+        if count < 1 or not self._readable:
+            return NO_DRAFT
+        start = len(context) - self._origin
+        tokens: list[int] = []
+        laws: list[Tensor] = []
+        for position in range(start, start + count):
+            logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
+            law = self._decoding.processor(logits)[0]  # q, (V,)
+            tokens.append(self._decoding.noise.pick(law, Domain.DRAFT, position, start))
+            laws.append(law)
+        return Draft(tokens, pad(torch.stack(laws), (0, self._vocab_size - self._known)))
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size
+        self._session.rewind(len(context) - 1)

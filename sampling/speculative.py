@@ -1,0 +1,109 @@
+"""The draft-verify loop: every drafter, every rule and every model kind goes through speculative_steps.
+
+It holds no positions, no cache branch, no greedy branch, no text, no clock and no screen: sessions, drafters, processors and consumers of
+steps own those.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sampling.drafting import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
+from sampling.verification import verify
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.errors import UserError
+from utils.events import FinishReason, Step
+from utils.logits_processor import LogitsProcessor
+from utils.printing import traced
+from utils.results import acceptance_of, tokens_of
+from utils.seeding import Noise
+
+
+class Rule(Protocol):
+    """A verification rule: see sampling.verification."""
+
+    def __call__(self, law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
+
+
+def speculative_steps(
+    prompt: list[int],
+    drafter: Drafter,
+    target: ModelSession,
+    decoding: Decoding,
+    *,
+    gamma: int,
+    first_target: bool = False,
+    rule: Rule = verify,
+) -> Iterator[Step]:
+    """Yield one Step per round of at most `gamma` drafts and one target forward (Leviathan et al. 2023; gamma 0 is plain decoding).
+
+    first_target: the first round drafts nothing. Raises UserError for an unusable prompt, gamma, cache or logits.
+    """
+    if gamma < 0:
+        raise UserError(f"gamma {gamma} is out of range: 0 or more drafts per round.")
+    context = target.begin(prompt)
+    origin = len(context)
+    limit = decoding.length_limit(target.room(context))
+    drafter.begin(prompt, context)
+    finish: FinishReason | None = None
+    while finish is None and (left := limit - (len(context) - origin)) > 0:
+        start = len(context)
+        drafts_nothing = first_target and start == origin
+        draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
+        logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
+        law = decoding.processor(logits)  # p, (k+1, V)
+        accepted, token = rule(law, draft, decoding.noise, start=start - origin)
+        step = _cut(draft.tokens, accepted, token, decoding.end_ids)
+        context.extend(step.tokens)
+        finish = decoding.finish_of(context[-1], len(context) - origin, limit)
+        target.rewind(len(context) - 1)
+        drafter.commit(context, Verified(start, logits, law))
+        yield Step(step.drafted, step.accepted, step.token, finish)
+
+
+def _cut(drafted: list[int], accepted: int, token: int, end_ids: frozenset[int]) -> Step:
+    """The round up to its first end token: drafts behind an accepted one were never part of the text."""
+    for index in range(accepted):
+        if drafted[index] in end_ids:
+            return Step(tuple(drafted[: index + 1]), index + 1, None)
+    return Step(tuple(drafted), accepted, token)
+
+
+def speculative_generate(
+    inputs: list[int],
+    drafter: Any,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    logits_processor: LogitsProcessor | None = None,
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Iterable[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = True,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    seed: int | None = None,
+) -> tuple[list[int], float]:
+    """New token ids (end token included, prompt left out) and the acceptance rate, 0.0 where nothing was drafted.
+
+    inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models of one vocabulary (padding may differ).
+    tokenizer: only for readable text with debug=True. skip_sample_adjustment: draw corrected tokens from p; no longer the target's law.
+    first_target: the first round drafts nothing. Raises UserError (a ValueError) for an unusable prompt, pair, cache or logits.
+    """
+    if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        raise UserError("Drafter and target are of two kinds (decoder-only and encoder-decoder): choose two models of one kind.")
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
+    drafting = ModelDrafter(ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id), decoding, session.vocab_size)
+    rule = partial(verify, adjust=not skip_sample_adjustment)
+    rounds = speculative_steps(inputs, drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
+    steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
+    return tokens_of(steps), acceptance_of(steps) or 0.0
+
+
+speculative_generate_encoder_decoder = speculative_generate

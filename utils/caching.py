@@ -1,0 +1,154 @@
+"""ModelSession: a model, what it has already computed for one run, and a way to take some of it back.
+
+The decoders hand over whole contexts and lengths; the session alone knows what is cached, how caches are cropped, how encoder-decoder
+models are called and which logits are needed. Cached and uncached sessions answer alike. It leaves probabilities to the processors and
+tokens to the decoders. Every forward goes through `model(...)`.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from utils.errors import UserError
+from utils.logits_processor import check_logits
+
+
+def model_name(model: Any) -> str:
+    """A name to call a model by in a sentence."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def context_length(model: Any) -> int | None:
+    """The most positions the model takes, or None where it has no bound of its own (relative positions, recurrence)."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return int(length) if isinstance(length, int) and length > 0 else None
+
+
+class ModelSession:
+    """One run's use of a model.
+
+    model: a transformers causal or encoder-decoder model.
+    use_cache: keep keys and values between feeds; without it every feed recomputes the whole context.
+    rewinds: whether `rewind` will be called. A cache that cannot go back is refused with a UserError before the first token.
+    start_token: the decoder's first id where an encoder-decoder config names none.
+    """
+
+    def __init__(self, model: Any, *, use_cache: bool = True, rewinds: bool = True, start_token: int = 0) -> None:
+        self.model = model
+        self.name = model_name(model)
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.context_length = context_length(model)
+        self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
+        self._encoder_ids: Tensor | None = None
+        self._encoded: BaseModelOutput | None = None
+        self._cache: Any = None
+        self._cached = 0  # positions of the context that the cache holds
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        if use_cache and rewinds and getattr(model, "_is_stateful", False):
+            self._refuse_cache()
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        """The decoder's first context for these prompt ids. Raises UserError for an empty prompt, foreign ids or no room for a token."""
+        if not prompt:
+            raise UserError("The prompt is empty: at least one token id is needed.")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise UserError(f"The prompt holds token ids outside 0..{self.vocab_size - 1}, the vocabulary of {self.name}.")
+        self._check_room(len(prompt))
+        if not self.model.config.is_encoder_decoder:
+            return list(prompt)
+        self._encoder_ids = self._upload([prompt])
+        sources = (getattr(self.model, "generation_config", None), self.model.config)
+        named = (getattr(source, "decoder_start_token_id", None) for source in sources)
+        return [next((start for start in named if start is not None), self._start_token)]
+
+    def room(self, context: list[int]) -> int | None:
+        """How many more tokens the model's context takes; None where it has no bound."""
+        return None if self.context_length is None else self.context_length - len(context)
+
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        """Logits (keep, V) behind the last `keep` tokens of the context, computing only what the cache lacks."""
+        return self.feed_rows([context], keep)[0]
+
+    @torch.no_grad()
+    def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
+        """Logits (B, keep, V) for B contexts of one length, as many as the session's cache holds rows.
+
+        Raises UserError, naming the model, where a row of logits is not usable.
+        """
+        length = len(contexts[0])
+        new = [context[self._cached :] for context in contexts]
+        output = self.model(**self._arguments(self._upload(new), keep))
+        if self._use_cache:
+            self._cache, self._cached = output[self._cache_name], length
+            self._check_rewindable()
+        if self._encoder_ids is not None and self._encoded is None:
+            self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
+        logits = output.logits[:, -keep:]
+        check_logits(logits, self.name)
+        return logits
+
+    def rewind(self, length: int) -> None:
+        """Forget what lies behind the first `length` positions. At most once between two feeds; fine where less than that is held."""
+        if not self._use_cache or self._cache is None:
+            return
+        excess = max(self._cached - length, 0)
+        self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
+        self._cached -= excess
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows of the cache, in this order, repeats allowed (beam search)."""
+        index = torch.tensor(rows, device=self.model.device)
+        if self._cache is not None:
+            self._cache.reorder_cache(index)
+        if self._encoded is not None:
+            self._encoded = BaseModelOutput(last_hidden_state=self._encoded.last_hidden_state.index_select(0, index))
+
+    def _arguments(self, new: Tensor, keep: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"use_cache": self._use_cache, "return_dict": True}
+        if self._use_cache:
+            arguments[self._cache_name] = self._cache if self._cache is not None else self._fresh_cache()
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = keep
+        if self._encoder_ids is None:
+            return arguments | {"input_ids": new}
+        if self._encoded is None:
+            return arguments | {"input_ids": self._encoder_ids, "decoder_input_ids": new}
+        return arguments | {"encoder_outputs": self._encoded, "decoder_input_ids": new}
+
+    def _fresh_cache(self) -> Any:
+        cache: Any = DynamicCache(config=self.model.config)
+        if self._encoder_ids is not None:
+            cache = EncoderDecoderCache(cache, DynamicCache(config=self.model.config))
+        if self._rewinds:
+            cache.activate_past_recording()  # sliding windows keep what a rewind may need
+        return cache
+
+    def _check_room(self, length: int) -> None:
+        if self.context_length is None:
+            return
+        # The answer of an encoder-decoder model has a context of its own.
+        most = self.context_length - (0 if self.model.config.is_encoder_decoder else 1)
+        if length > most:
+            raise UserError(
+                f"The prompt has {length} tokens; {self.name} has a context of {self.context_length}, so a prompt may have at most {most}."
+            )
+
+    def _check_rewindable(self) -> None:
+        if self._rewinds and not self._cache.is_croppable:
+            self._refuse_cache()
+
+    def _refuse_cache(self) -> None:
+        raise UserError(
+            f"{self.name} keeps a recurrent state that cannot be rewound after a rejected draft; "
+            "turn the cache off (/cache off, use_cache=False) or run the target alone."
+        )
+
+    def _upload(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, device=self.model.device)

@@ -1,0 +1,150 @@
+"""The one place that writes to a screen: titles, streamed text, step traces, figures, tables, replies, errors.
+
+rich lays out; termcolor paints what is streamed. Both follow one decision about colour, made in `make_renderer`. Everything that comes
+from a model or a user is shown as text: no markup, no control characters.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from termcolor import colored
+
+from utils.events import Step
+from utils.results import Comparison, Generation
+from utils.text import token_piece, visible
+
+Row = tuple[str, str, str]
+
+
+class Renderer:
+    """Writes results to `out` and messages to `messages`; `colour` says whether either may carry escapes."""
+
+    def __init__(self, out: Console, messages: Console, *, colour: bool) -> None:
+        self._out, self._messages, self.colour = out, messages, colour
+
+    def title(self, title: str, colour: str) -> None:
+        self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._out.encoding == "ascii" else "─"))
+
+    def stream(self, text: str, colour: str) -> None:
+        """A piece of growing text, written at once."""
+        self._write(self._paint(visible(text), colour))
+
+    def round(self, number: int, step: Step, tokenizer: Any) -> None:
+        """One line: accepted drafts green, rejected red, the corrected or bonus token blue; signs say the same without colour."""
+        pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
+        pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
+        if step.token is not None:
+            pieces.append(("*" if step.is_bonus else "=", "blue", step.token))
+        painted = (self._paint(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces)
+        self._write(f"{number:4d}  {' '.join(painted)}\n")
+
+    def figures(self, run: Generation, *, forwards: bool = True) -> None:
+        """The line of figures under a strategy's text."""
+        parts = []
+        if run.drafted:
+            parts.append(f"acceptance {run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}")
+        if forwards and run.tokens_per_target_forward is not None:
+            parts.append(f"{run.tokens_per_target_forward:.2f} tokens per target forward")
+        speed = run.tokens_per_second
+        parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
+        self._out.print(Text(" · ".join(parts) + f" · {run.finish}", style="dim"))
+
+    def comparison(self, rows: Iterable[tuple[str, str, Generation, Comparison]]) -> None:
+        """One row per strategy: (title, colour, run, comparison)."""
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        for heading in ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "per target\nforward", "text"):
+            table.add_column(heading, justify="left" if heading in ("strategy", "text") else "right", overflow="fold")
+        for title, colour, run, comparison in rows:
+            table.add_row(Text(title, style=colour), *map(Text, _cells(run, comparison)))
+        self._out.print()
+        self._out.print(table)
+
+    def reply(self, text: str) -> None:
+        self._messages.print(Text(visible(text)))
+
+    def note(self, text: str) -> None:
+        self._messages.print(Text(visible(text), style="dim"))
+
+    def error(self, text: str) -> None:
+        self._messages.print(Text(visible(text), style="red"))
+
+    def crash(self) -> None:
+        """A traceback: for bugs only."""
+        self._messages.print_exception()
+
+    def help(self, rows: Iterable[Row]) -> None:
+        """Command usage, current value, meaning."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for heading in ("command", "now", "meaning"):
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(visible(cell)) for cell in row))
+        self._messages.print(table)
+
+    def newline(self) -> None:
+        self._write("\n")
+
+    def clear(self) -> None:
+        self._out.clear()
+
+    def _paint(self, text: str, colour: str) -> str:
+        return colored(text, colour, no_color=not self.colour, force_color=self.colour)
+
+    def _write(self, text: str) -> None:
+        # Not through rich: it would wrap the stream and corrupt termcolor's escapes.
+        self._out.file.write(text)
+        self._out.file.flush()
+
+
+def _cells(run: Generation, comparison: Comparison) -> list[str]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    if comparison.same is None:
+        text = "-"
+    else:
+        text = "same" if comparison.first_difference is None else f"differs at token {comparison.first_difference + 1}"
+    return [
+        str(len(run.tokens)),
+        f"{run.seconds:.2f}",
+        number(run.tokens_per_second, "{:.1f}"),
+        number(comparison.speedup, "{:.2f}x"),
+        number(run.acceptance_rate, "{:.3f}"),
+        number(run.tokens_per_target_forward, "{:.2f}"),
+        text,
+    ]
+
+
+def make_renderer(*, interactive: bool, plain: bool = False, out: TextIO | None = None) -> Renderer:
+    """The screen. Colour is used where rich finds a terminal that has it, NO_COLOR is not set and `plain` is not asked for."""
+    out = sys.stdout if out is None else out
+    probe = Console(file=out)
+    colour = probe.color_system is not None and not probe.no_color and not plain
+    consoles = [_console(stream, colour) for stream in (out, out if interactive else sys.stderr)]
+    return Renderer(consoles[0], consoles[1], colour=colour)
+
+
+def _console(stream: TextIO, colour: bool) -> Console:
+    return Console(
+        file=stream,
+        no_color=not colour,
+        force_terminal=True if colour else None,
+        color_system="auto" if colour else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def traced(steps: Iterator[Step], *, enabled: bool, tokenizer: Any = None) -> Iterator[Step]:
+    """The same steps, each printed as it passes where `enabled` (the library's debug=True)."""
+    renderer = make_renderer(interactive=False) if enabled else None
+    for number, step in enumerate(steps, start=1):
+        if renderer is not None:
+            renderer.round(number, step, tokenizer)
+        yield step

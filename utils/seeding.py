@@ -1,0 +1,85 @@
+"""Where randomness comes from: one seed, one state before every run, and noise that is looked up rather than drawn in turn.
+
+Noise is a pure function of (seed, domain, position, round start, token id), made by the counter-based Philox generator, so that a
+position's noise is the same whatever was computed before, by whichever strategy. The target's noise is keyed by position alone. Noise
+that only the draft side sees (drafts, acceptance, residual) is keyed by the round's start as well: a position may be drafted again in the
+next round, and reusing its numbers there would condition on the rejection.
+"""
+
+import random
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_SEED = 2**32 - 1
+
+
+class Domain(IntEnum):
+    """Independent sources of noise under one seed."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+    FILL = 4
+
+
+def fix_seeds(seed: int) -> None:
+    """Put Python, NumPy, torch (CPU and every GPU) and cuDNN into the same state before each run."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def resolve_seed(seed: int | None) -> int:
+    """`seed`, or where it is None one drawn from torch's default generator (which moves on)."""
+    if seed is None:
+        return int(torch.randint(MAX_SEED + 1, ()).item())
+    return seed
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The noise of one run. Positions count the run's new tokens from 0; `start` is the position at which a round begins."""
+
+    seed: int
+
+    def uniform(self, domain: Domain, position: int, start: int) -> float:
+        """One float64 in the open interval (0, 1)."""
+        return float(self._uniforms(domain, position, start, 1)[0])
+
+    def sample(self, weights: Tensor, position: int) -> int:
+        """A token id drawn from the target's law (V,), not necessarily normalised, with the target's noise at this position.
+
+        An exponential race, argmin E_i / w_i, which is the Gumbel-max trick without its second logarithm: the token depends on
+        (seed, position, token id) and on the law, never on how many draws came before.
+        """
+        support = weights.nonzero().squeeze(-1)
+        if len(support) == 1:  # a one-hot law needs no noise
+            return int(support)
+        ids = support.cpu().numpy()
+        exponentials = -np.log(self._uniforms(Domain.TARGET, position, 0, int(ids[-1]) + 1)[ids])
+        return int(ids[np.argmin(exponentials / weights[support].cpu().numpy())])
+
+    def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
+        """A token id drawn from weights (V,) by inversion, with the noise of a draft-side domain."""
+        support = weights.nonzero().squeeze(-1)
+        if len(support) == 1:
+            return int(support)
+        reached = weights[support].cpu().numpy().cumsum()
+        threshold = self.uniform(domain, position, start) * reached[-1]
+        index = min(int(np.searchsorted(reached, threshold, side="right")), len(reached) - 1)
+        return int(support[index])
+
+    def _uniforms(self, domain: Domain, position: int, start: int, count: int) -> np.ndarray:
+        counter = np.array([0, position, 0, start], dtype=np.uint64)
+        key = np.array([self.seed, domain], dtype=np.uint64)
+        raw = np.random.Philox(key=key, counter=counter).random_raw(count)
+        # 52 bits and a half: never 0, and never rounded up to 1.
+        return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
