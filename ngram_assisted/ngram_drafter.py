@@ -10,6 +10,7 @@ from typing import Any
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.drafting import Draft, Verified
 from sampling.speculative import speculative_steps
+from utils.bounds import MAX_FILLER
 from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.errors import UserError
@@ -17,8 +18,6 @@ from utils.logits_processor import LogitsProcessor, top_tokens
 from utils.printing import traced
 from utils.results import acceptance_of, tokens_of
 from utils.seeding import Domain, Noise
-
-MAX_FILLER = 64
 
 
 class NGramDrafter:

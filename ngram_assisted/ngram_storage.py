@@ -6,9 +6,8 @@ n-gram drafter's business.
 
 from collections.abc import Sequence
 
+from utils.bounds import MAX_ORDER, MIN_ORDER
 from utils.errors import UserError
-
-MIN_ORDER, MAX_ORDER = 2, 16
 
 
 class _Followers:

@@ -72,9 +72,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     yield from _steps_of(beams[0], forwards)
 
 
-def _continuations(
-    beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int
-) -> Iterator[Beam]:
+def _continuations(beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int) -> Iterator[Beam]:
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
     for token in top_tokens(log_probs, top_k):
         tokens = (*beam.tokens, token)

@@ -23,9 +23,7 @@ class Decoding:
     noise: Noise
 
     @classmethod
-    def of(
-        cls, processor: LogitsProcessor | None, max_new: int, *, end_ids: int | Iterable[int] | None, seed: int | None
-    ) -> "Decoding":
+    def of(cls, processor: LogitsProcessor | None, max_new: int, *, end_ids: int | Iterable[int] | None, seed: int | None) -> "Decoding":
         """From the loose arguments of the library functions. Raises UserError for a negative length."""
         if max_new < 0:
             raise UserError(f"max_gen_len {max_new} is out of range: 0 or more.")

@@ -11,9 +11,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from utils.bounds import MAX_TEMPERATURE
 from utils.errors import UserError
 
-MAX_TEMPERATURE = 100.0
 _NUCLEUS_PREFIX = 1024  # most nuclei are smaller: sorting 49,152 entries costs forty times as much
 
 
@@ -26,7 +26,7 @@ class LogitsProcessor(Protocol):
 def check_logits(logits: Tensor, name: str) -> None:
     """Raise UserError, naming the model, unless every row has a finite highest logit (so no NaN, no +inf, not all -inf)."""
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-        raise UserError(f"{name} returned logits that are NaN or infinite; nothing can be drawn from them (try float32, or reload the model).")
+        raise UserError(f"{name} returned logits that are NaN or infinite, so no token can be drawn; try float32 or load it again.")
 
 
 def keep_largest(values: Tensor, count: Tensor) -> Tensor:

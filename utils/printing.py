@@ -16,9 +16,8 @@ from termcolor import colored
 
 from utils.events import Step
 from utils.results import Comparison, Generation
-from utils.text import token_piece, visible
-
-Row = tuple[str, str, str]
+from utils.strategies import Strategy
+from utils.text import TextStream, token_piece, visible
 
 
 class Renderer:
@@ -54,13 +53,13 @@ class Renderer:
         parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
         self._out.print(Text(" · ".join(parts) + f" · {run.finish}", style="dim"))
 
-    def comparison(self, rows: Iterable[tuple[str, str, Generation, Comparison]]) -> None:
-        """One row per strategy: (title, colour, run, comparison)."""
+    def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
+        """The table at the end: one row per strategy."""
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        for heading in ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "per target\nforward", "text"):
+        for heading in ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens per\nforward", "text"):
             table.add_column(heading, justify="left" if heading in ("strategy", "text") else "right", overflow="fold")
-        for title, colour, run, comparison in rows:
-            table.add_row(Text(title, style=colour), *map(Text, _cells(run, comparison)))
+        for strategy, run, comparison in compared:
+            table.add_row(Text(strategy.name, style=strategy.colour), *map(Text, _cells(strategy, run, comparison)))
         self._out.print()
         self._out.print(table)
 
@@ -77,12 +76,13 @@ class Renderer:
         """A traceback: for bugs only."""
         self._messages.print_exception()
 
-    def help(self, rows: Iterable[Row]) -> None:
-        """Command usage, current value, meaning."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in ("command", "now", "meaning"):
-            table.add_column(heading, overflow="fold")
-        for row in rows:
+    def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
+        """Lines in columns, the first one bold."""
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for index, row in enumerate(rows):
+            if index == 0:
+                for place in range(len(row)):
+                    table.add_column(style="bold" if place == 0 else "", overflow="fold")
             table.add_row(*(Text(visible(cell)) for cell in row))
         self._messages.print(table)
 
@@ -101,7 +101,32 @@ class Renderer:
         self._out.file.flush()
 
 
-def _cells(run: Generation, comparison: Comparison) -> list[str]:
+class RunView:
+    """What the screen shows of one run as its steps pass: its text as it grows; in debug its rounds, then its text."""
+
+    def __init__(self, renderer: Renderer, tokenizer: Any, colour: str, *, debug: bool) -> None:
+        self._renderer, self._tokenizer, self._colour, self._debug = renderer, tokenizer, colour, debug
+        self._text = TextStream(tokenizer)
+        self._rounds = 0
+        self._held = ""
+
+    def show(self, step: Step) -> None:
+        """Show one more step."""
+        self._rounds += 1
+        text = self._text.add(step.tokens)
+        if self._debug:
+            self._renderer.round(self._rounds, step, self._tokenizer)
+            self._held += text
+        else:
+            self._renderer.stream(text, self._colour)
+
+    def end(self) -> None:
+        """The run is over: show what was held back."""
+        self._renderer.stream(self._held + self._text.end(), self._colour)
+        self._renderer.newline()
+
+
+def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
 
@@ -115,7 +140,7 @@ def _cells(run: Generation, comparison: Comparison) -> list[str]:
         number(run.tokens_per_second, "{:.1f}"),
         number(comparison.speedup, "{:.2f}x"),
         number(run.acceptance_rate, "{:.3f}"),
-        number(run.tokens_per_target_forward, "{:.2f}"),
+        number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
         text,
     ]
 

@@ -94,9 +94,7 @@ def _ignore(step: Step) -> None:
     """The watcher that watches nothing."""
 
 
-def collect(
-    steps: Iterator[Step], watch: Callable[[Step], None] = _ignore, clock: Callable[[], float] = time.perf_counter
-) -> Generation:
+def collect(steps: Iterator[Step], watch: Callable[[Step], None] = _ignore, clock: Callable[[], float] = time.perf_counter) -> Generation:
     """Drain a decoder. Ctrl-C ends it there; what was made until then is returned with FinishReason.INTERRUPTED."""
     made: list[Step] = []
     seconds: float = 0.0

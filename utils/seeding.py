@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_SEED = 2**32 - 1
+from utils.bounds import MAX_SEED
 
 
 class Domain(IntEnum):

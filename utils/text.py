@@ -11,9 +11,9 @@ _DIRECTION_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067
 _UNSAFE: dict[int, str] = (
     {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
     | {0x7F: "\u2421"}
-    | {code: _BROKEN for code in range(0x80, 0xA0)}
+    | dict.fromkeys(range(128, 160), _BROKEN)
     | {ord(mark): _BROKEN for mark in _DIRECTION_MARKS}
-    | {code: _BROKEN for code in range(0xD800, 0xE000)}  # lone surrogates cannot be encoded
+    | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
 )
 
 

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""The program: flags, models, the table of strategies, then typed lines, piped lines or -c lines.
+
+The only module that sees everything. What a strategy is made of stands here as a row; how it decodes stands in sampling and
+ngram_assisted, how it looks in utils.printing, what a line does in utils.workbench.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
+
+from utils.arguments import parse_arguments, read_prompts
+
+if __name__ == "__main__":
+    parse_arguments()  # --help and usage errors answer before the heavy imports below
+
+import argparse
+from dataclasses import replace
+
+from utils.models.loading import Pair, PairRequest, load_pair
+
+from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
+from sampling import BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
+from utils.caching import ModelSession, context_length
+from utils.commands import Registry, default_registry
+from utils.decoding import Decoding
+from utils.errors import UserError
+from utils.events import Step
+from utils.kinds import Limits, StorageSpec
+from utils.models.pairs import PAIRS
+from utils.printing import Renderer, make_renderer
+from utils.records import RecordFile
+from utils.repl import typed_lines
+from utils.seeding import Noise
+from utils.settings import Settings
+from utils.strategies import Job, Strategy
+from utils.workbench import Tools, Verdict, Workbench
+
+STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
+
+
+def _decoding(job: Job) -> Decoding:
+    settings = job.settings
+    return Decoding(settings.processor, settings.length, job.pair.end_ids, Noise(settings.seed))
+
+
+def _speculative(job: Job) -> Iterator[Step]:
+    decoding, cache = _decoding(job), job.settings.cache
+    target = ModelSession(job.pair.target, use_cache=cache)
+    drafter = ModelDrafter(ModelSession(job.pair.drafter, use_cache=cache), decoding, target.vocab_size)
+    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma)
+
+
+def _ngram(job: Job) -> Iterator[Step]:
+    decoding = _decoding(job)
+    target = ModelSession(job.pair.target, use_cache=job.settings.cache)
+    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler)
+    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma)
+
+
+def _plain(model: str, job: Job) -> Iterator[Step]:
+    session = ModelSession(getattr(job.pair, model), use_cache=job.settings.cache, rewinds=False)
+    yield from autoregressive_steps(job.prompt, session, _decoding(job))
+
+
+def _beam(job: Job) -> Iterator[Step]:
+    session = ModelSession(job.pair.target, use_cache=job.settings.cache, rewinds=False)
+    yield from beam_search_steps(job.prompt, session, _decoding(job), BeamWidth(num_beams=job.settings.beams))
+
+
+LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
+
+STRATEGIES = (
+    Strategy(
+        "speculative", "Speculative", "magenta", "speculative", _speculative, drafter_kind=LOADED_KIND, drafts=True, needs_drafter=True
+    ),
+    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, drafter_kind=lambda pair: "ngram", drafts=True),
+    Strategy("target", "Target only", "cyan", "target", partial(_plain, "target")),
+    Strategy(
+        "drafter",
+        "Drafter only",
+        "green",
+        "drafter",
+        partial(_plain, "drafter"),
+        drafter_kind=LOADED_KIND,
+        uses_target=False,
+        needs_drafter=True,
+    ),
+    Strategy("beam", "Beam search", "blue", "beams", _beam),
+)
+
+
+def make_storage(spec: StorageSpec, vocabulary: int) -> NGramStorage:
+    """An empty n-gram storage as the settings describe it."""
+    return STORAGES[spec.kind](spec.order, vocabulary)
+
+
+def pair_request(arguments: argparse.Namespace) -> PairRequest:
+    """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
+    named = PAIRS[arguments.pair or "embedded"]
+    return PairRequest(
+        target=arguments.target or named.target,
+        drafter=arguments.drafter or (None if arguments.target else named.drafter),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        drafter_quantize=arguments.drafter_quantize,
+    )
+
+
+def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry) -> Workbench:
+    """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
+    records = RecordFile(arguments.json) if arguments.json else None
+    pair = load_pair(pair_request(arguments), renderer.note)
+    limits = Limits(context_length(pair.target) or Limits().context, ModelSession(pair.target, rewinds=False).vocab_size)
+    settings = Settings(seed=arguments.seed)
+    settings = replace(settings, length=min(settings.length, limits.context))
+    workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records), settings, limits)
+    renderer.note("warming up ...")
+    workbench.warm_up()
+    return workbench
+
+
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input, the last one with or without a newline."""
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")
+
+
+Work = tuple[Callable[[str], Verdict], str]
+
+
+def work_of(arguments: argparse.Namespace, workbench: Workbench, typed: Iterator[str]) -> Iterator[Work]:
+    """What to do, in order: -c lines and then the prompts file, or else whatever is typed or piped."""
+    yield from ((workbench.handle, line) for line in arguments.lines)
+    if arguments.prompts:
+        yield from ((workbench.send, prompt) for prompt in read_prompts(arguments.prompts))
+    elif not arguments.lines:
+        yield from ((workbench.handle, line) for line in typed)
+
+
+def serve(work: Iterator[Work], *, interactive: bool) -> int:
+    """Do the work; the exit status. Interactively neither a failed nor an interrupted line ends anything."""
+    failed = False
+    for act, text in work:
+        verdict = act(text)
+        if verdict is Verdict.QUIT:
+            break
+        if verdict is Verdict.INTERRUPTED and not interactive:
+            return 130
+        failed = failed or verdict is Verdict.FAILED
+    return 1 if failed and not interactive else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; the exit status: 0, 1 if a line failed or nothing could be loaded, 2 usage, 130 interrupted."""
+    arguments = parse_arguments(argv)
+    interactive = not arguments.lines and not arguments.prompts and sys.stdin.isatty() and sys.stdout.isatty()
+    renderer = make_renderer(interactive=interactive, plain=arguments.no_color)
+    registry = default_registry()
+    try:
+        workbench = assemble(arguments, renderer, registry)
+        if interactive:
+            renderer.note("Type a prompt, or /help for the commands; /quit or Ctrl-D leaves.")
+        typed = typed_lines(registry, colour=renderer.colour) if interactive else piped_lines()
+        return serve(work_of(arguments, workbench, typed), interactive=interactive)
+    except UserError as error:
+        renderer.error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The command line: flags and their checks, without any heavy import, so that --help answers at once."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.bounds import MAX_SEED
+from utils.errors import UserError
+from utils.models.pairs import PAIRS
+from utils.version import VERSION
+
+QUANTIZATIONS = ("none", "int8", "nf4")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags; argparse leaves with status 2 where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="infer.py",
+        description="Does speculative decoding help, with which settings, and is the text really the target's own?",
+        epilog="Pairs: " + "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items()),
+    )
+    parser.add_argument("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
+    parser.add_argument("--drafter", metavar="ID|FOLDER|layers:K", help="drafter model, or the target's own first K layers")
+    parser.add_argument("--pair", choices=tuple(PAIRS), help="a known target and drafter (default: embedded)")
+    parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, default="none", help="the target's weights (default: none)")
+    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="the drafter's weights (default: none)")
+    parser.add_argument("--seed", type=_seed, default=42, metavar="N", help="seed of every run (default: 42)")
+    parser.add_argument("-c", dest="lines", action="append", default=[], metavar="LINE", help="run a line and leave; repeatable")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="run a file of prompts, a line each, or JSON lines with 'prompt'")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record per generation")
+    parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    arguments = parser.parse_args(argv)
+    if arguments.pair and (arguments.target or arguments.drafter):
+        parser.error("--pair names both models; leave out --target and --drafter, or leave out --pair")
+    return arguments
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a device; choose auto, cpu, cuda, cuda:N or mps")
+    return text
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) > MAX_SEED:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a seed; choose a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
+def read_prompts(path: Path) -> Iterator[str]:
+    """The prompts of a file: JSON lines with a `prompt`, or plain lines, in which \\n and \\t stand for newline and tab.
+
+    Blank lines are passed over. Raises UserError for an unreadable file or a JSON line without a prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The prompts file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}.") from error
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith("{"):
+            yield _json_prompt(line, f"{path}, line {number}")
+        elif line.strip():
+            yield line.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _json_prompt(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise UserError(f'{where}: a JSON line needs a "prompt", for example {{"prompt": "Hello"}}.') from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f'{where}: "prompt" must be a text that is not blank.')
+    return prompt

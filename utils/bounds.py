@@ -1,0 +1,7 @@
+"""Bounds that more than one module checks, without imports."""
+
+MAX_SEED = 2**32 - 1
+MAX_TEMPERATURE = 100.0
+MAX_GAMMA = 63
+MIN_ORDER, MAX_ORDER = 2, 16  # of an n-gram storage
+MAX_FILLER = 64

@@ -1,0 +1,67 @@
+"""Settings: one frozen value per session, every field with its command, its kind (bounds and parser) and its help.
+
+The slash commands, /help, completions and the JSON record are derived from this table.
+"""
+
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+from utils.bounds import MAX_FILLER, MAX_GAMMA, MAX_SEED
+from utils.kinds import Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, Toggle, Whole
+from utils.logits_processor import GreedyProcessor, LogitsProcessor
+
+
+def _setting(default: Any, kind: Kind, meaning: str, command: str = "") -> Any:
+    return field(default=default, metadata={"kind": kind, "help": meaning, "command": command})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a user can tune. A run works on the value it was given; commands make new ones."""
+
+    speculative: bool = _setting(True, Toggle(), "run speculative decoding with the drafter model")
+    ngram: bool = _setting(True, Toggle(), "run n-gram assisted decoding (NASD)")
+    target: bool = _setting(True, Toggle(), "run the target alone: the baseline of every comparison")
+    drafter: bool = _setting(False, Toggle(), "run the drafter alone")
+    beams: int = _setting(0, Whole(0, 16), "beams of a beam search with the target; 0 leaves it out")
+    gamma: int = _setting(4, Whole(0, MAX_GAMMA), "drafts per round, 0 to 63; 0 is plain decoding through the loop")
+    length: int = _setting(35, Whole(1, limit="context"), "most new tokens, 1 to the target's context")
+    processor: LogitsProcessor = _setting(
+        GreedyProcessor(), ProcessorKind(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
+    )
+    seed: int = _setting(42, Whole(0, MAX_SEED), "every strategy starts from this seed, 0 to 2**32 - 1")
+    cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
+    chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
+    system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template")
+    ngram_storage: StorageSpec = _setting(
+        StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
+    )
+    top_k_filler: int = _setting(3, Whole(1, MAX_FILLER), "target's top tokens entered per position, 1 to 64; 1: only what was generated")
+    reset_in_between: bool = _setting(True, Toggle(), "empty the n-gram storage before each prompt")
+    debug: bool = _setting(False, Toggle(), "show every round: + accepted, - rejected, = corrected, * bonus")
+
+
+def setting_fields() -> dict[str, Field[Any]]:
+    """The fields of Settings by the name of their command."""
+    return {entry.metadata["command"] or entry.name: entry for entry in fields(Settings)}
+
+
+def shown(settings: Settings, entry: Field[Any]) -> str:
+    """A field's value as one would type it."""
+    return str(entry.metadata["kind"].show(getattr(settings, entry.name)))
+
+
+def changed(settings: Settings, entry: Field[Any], text: str, limits: Limits) -> Settings:
+    """New settings with one field parsed from text. Raises UserError; the old settings are what they were."""
+    value = entry.metadata["kind"].parse(text, getattr(settings, entry.name), limits)
+    return replace(settings, **{entry.name: value})
+
+
+def as_json(settings: Settings) -> dict[str, Any]:
+    """Plain values: numbers and booleans as they are, everything else as one would type it."""
+    return {entry.name: _plain(settings, entry) for entry in fields(settings)}
+
+
+def _plain(settings: Settings, entry: Field[Any]) -> Any:
+    value = getattr(settings, entry.name)
+    return value if isinstance(value, bool | int) else shown(settings, entry)
