@@ -120,6 +120,8 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     settings = Settings(seed=arguments.seed)
     settings = replace(settings, length=min(settings.length, limits.context))
     workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records), settings, limits)
+    for note in pair.notes:
+        renderer.note(note)
     renderer.note("warming up ...")
     workbench.warm_up()
     return workbench

@@ -51,7 +51,7 @@ class Renderer:
             parts.append(f"{run.tokens_per_target_forward:.2f} tokens per target forward")
         speed = run.tokens_per_second
         parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
-        self._out.print(Text(" · ".join(parts) + f" · {run.finish}", style="dim"))
+        self._out.print(Text(" · ".join(parts) + f" · {run.finish}", style="dim"), soft_wrap=True)
 
     def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
         """The table at the end: one row per strategy."""
@@ -64,13 +64,13 @@ class Renderer:
         self._out.print(table)
 
     def reply(self, text: str) -> None:
-        self._messages.print(Text(visible(text)))
+        self._messages.print(Text(visible(text)), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self._messages.print(Text(visible(text), style="dim"))
+        self._messages.print(Text(visible(text), style="dim"), soft_wrap=True)
 
     def error(self, text: str) -> None:
-        self._messages.print(Text(visible(text), style="red"))
+        self._messages.print(Text(visible(text), style="red"), soft_wrap=True)
 
     def crash(self) -> None:
         """A traceback: for bugs only."""
@@ -102,20 +102,20 @@ class Renderer:
 
 
 class RunView:
-    """What the screen shows of one run as its steps pass: its text as it grows; in debug its rounds, then its text."""
+    """What the screen shows of one run as its steps pass: its text as it grows; or every round, and then its text."""
 
-    def __init__(self, renderer: Renderer, tokenizer: Any, colour: str, *, debug: bool) -> None:
-        self._renderer, self._tokenizer, self._colour, self._debug = renderer, tokenizer, colour, debug
+    def __init__(self, renderer: Renderer, tokenizer: Any, colour: str, *, rounds: bool) -> None:
+        self._renderer, self._tokenizer, self._colour, self._traces = renderer, tokenizer, colour, rounds
         self._text = TextStream(tokenizer)
-        self._rounds = 0
+        self._count = 0
         self._held = ""
 
     def show(self, step: Step) -> None:
         """Show one more step."""
-        self._rounds += 1
+        self._count += 1
         text = self._text.add(step.tokens)
-        if self._debug:
-            self._renderer.round(self._rounds, step, self._tokenizer)
+        if self._traces:
+            self._renderer.round(self._count, step, self._tokenizer)
             self._held += text
         else:
             self._renderer.stream(text, self._colour)

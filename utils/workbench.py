@@ -152,7 +152,7 @@ class Workbench:
         for strategy in strategies:
             self._renderer.title(strategy.title, strategy.colour)
             fix_seeds(job.settings.seed)
-            view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, debug=job.settings.debug)
+            view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
             try:
                 run = collect(strategy.steps(job), view.show)
             except UserError as error:

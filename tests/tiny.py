@@ -1,0 +1,167 @@
+"""Tiny random models and an in-memory tokenizer, so that no test needs a hub.
+
+The weights are drawn wider than the defaults: logits of a default-sized random model are nearly uniform, and a greedy test on them would
+turn on rounding. No end token is set in any generation config: a test that wants one says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are a tiny model<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def build(model_class: type[PreTrainedModel], config: Any, seed: int) -> Any:
+    """A random model in eval mode and float32; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+    return model.eval().float()
+
+
+def unstick(model: Any, embedding: torch.Tensor, *, seed: int, crosses: list[torch.nn.Linear]) -> Any:
+    """Keep a random encoder-decoder from repeating one token for ever.
+
+    Its constant cross-attention and tied head make nearly every token its own successor: the head becomes a shuffled copy of the
+    embedding (so it is not saved with the model), and the encoder speaks more softly.
+    """
+    order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(seed))
+    model.lm_head.weight = torch.nn.Parameter(embedding.detach()[order])
+    for cross in crosses:
+        cross.weight.data.mul_(0.2)
+    return model
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A decoder-only model with full attention."""
+    return build(LlamaForCausalLM, LlamaConfig(**DECODER | overrides), seed)
+
+
+def tiny_sliding(seed: int = 0, **overrides: Any) -> MistralForCausalLM:
+    """A decoder-only model whose layers see eight tokens back."""
+    return build(MistralForCausalLM, MistralConfig(**DECODER | {"sliding_window": 8} | overrides), seed)
+
+
+def tiny_t5(seed: int = 0, **overrides: Any) -> T5ForConditionalGeneration:
+    """An encoder-decoder model with relative positions."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "decoder_start_token_id": 0,
+    }
+    model = build(T5ForConditionalGeneration, T5Config(**fields | overrides), seed)
+    crosses = [block.layer[1].EncDecAttention.o for block in model.decoder.block]
+    return unstick(model, model.shared.weight, seed=seed, crosses=crosses)
+
+
+def tiny_bart(seed: int = 0, **overrides: Any) -> BartForConditionalGeneration:
+    """An encoder-decoder model with learned positions, so with a hard limit on the length."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 256,
+        "init_std": 0.3,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": 0,
+    }
+    model = build(BartForConditionalGeneration, BartConfig(**fields | overrides), seed)
+    crosses = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
+    return unstick(model, model.model.decoder.embed_tokens.weight, seed=seed, crosses=crosses)
+
+
+def tiny_mamba(seed: int = 0, **overrides: Any) -> MambaForCausalLM:
+    """A recurrent model: its state cannot be rewound."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return build(MambaForCausalLM, MambaConfig(**fields | overrides), seed)
+
+
+def tiny_tokenizer(vocab_size: int = 300, chat: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges: a token a byte, then the special tokens, then filler words up to `vocab_size` ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    names += [f"<|filler_{index}|>" for index in range(vocab_size - len(alphabet) - len(names))]
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<|endoftext|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=CHATML if chat else None,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> Path:
+    """Write a checkpoint folder; without a tokenizer, only the model's files."""
+    model.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return path
