@@ -127,9 +127,7 @@ def test_generation_stops_at_the_contexts_end_and_a_full_prompt_is_refused() -> 
 def test_a_drafter_with_a_shorter_context_declines_from_there_on() -> None:
     target, drafter = tiny_llama(seed=0), tiny_llama(seed=0, max_position_embeddings=16)
     plan = Decoding.of(None, 30, end_ids=None, seed=0)
-    steps = list(
-        speculative_steps([1] * 6, ModelDrafter(ModelSession(drafter), plan, 64), ModelSession(target), plan, gamma=4)
-    )
+    steps = list(speculative_steps([1] * 6, ModelDrafter(ModelSession(drafter), plan, 64), ModelSession(target), plan, gamma=4))
     assert tokens_of(steps) == autoregressive_generate([1] * 6, target, 30, eos_tokens_id=None)
     lengths = [len(step.drafted) for step in steps]
     assert lengths[0] == 4 and lengths[-10:] == [0] * 10
@@ -152,7 +150,9 @@ def test_each_feed_computes_only_what_the_cache_lacks() -> None:
     """Prefill once, then one row per plain step and gamma + 1 rows (at most one more) per round."""
     widths: list[tuple[int, int]] = []
     model = tiny_llama()
-    model.register_forward_hook(lambda module, args, kwargs, output: widths.append((kwargs["input_ids"].shape[1], output.logits.shape[1])), with_kwargs=True)
+    model.register_forward_hook(
+        lambda module, args, kwargs, output: widths.append((kwargs["input_ids"].shape[1], output.logits.shape[1])), with_kwargs=True
+    )
     autoregressive_generate([1] * 9, model, 5, eos_tokens_id=-1)
     assert widths == [(9, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
     widths.clear()

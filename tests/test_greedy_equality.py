@@ -99,9 +99,7 @@ def test_plain_decoding_equals_the_oracle(kind: str, use_cache: bool, targets: d
 @pytest.mark.parametrize("gamma", range(7))
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_speculative_text_equals_the_oracle(
-    kind: str, name: str, gamma: int, use_cache: bool, targets: dict, oracles: dict
-) -> None:
+def test_speculative_text_equals_the_oracle(kind: str, name: str, gamma: int, use_cache: bool, targets: dict, oracles: dict) -> None:
     drafter = drafter_for(kind, name, targets[kind])
     for first_target, processor in ((True, GREEDY_FORMS[0]), (False, GREEDY_FORMS[(gamma + len(name)) % len(GREEDY_FORMS)])):
         made, rate = speculative_generate(
@@ -193,9 +191,7 @@ def test_soft_greedy_is_noticed(targets: dict, oracles: dict) -> None:
         def __call__(self, logits: torch.Tensor) -> torch.Tensor:
             return torch.softmax(logits.double(), dim=-1)
 
-    made, _ = speculative_generate(
-        PROMPT, BUILDERS["llama"](seed=1), targets["llama"], None, 4, SoftGreedy(), LENGTH, NO_END, seed=0
-    )
+    made, _ = speculative_generate(PROMPT, BUILDERS["llama"](seed=1), targets["llama"], None, 4, SoftGreedy(), LENGTH, NO_END, seed=0)
     assert made != oracles["llama"]
 
 
@@ -206,7 +202,9 @@ def test_equality_holds_past_the_sliding_window_and_over_a_long_text() -> None:
         assert speculative_generate(PROMPT, drafter, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0] == expected
         assert speculative_generate(PROMPT, target, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0] == expected
         storage = NGramStorage(3, 64)
-        assert ngram_assisted_speculative_generate(PROMPT, storage, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0] == expected
+        assert (
+            ngram_assisted_speculative_generate(PROMPT, storage, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0] == expected
+        )
 
 
 def test_vocabularies_that_differ_in_padding_work_both_ways() -> None:
