@@ -7,7 +7,7 @@ ngram_assisted, how it looks in utils.printing, what a line does in utils.workbe
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 
@@ -21,8 +21,6 @@ if __name__ == "__main__":
 import argparse
 from dataclasses import replace
 
-from utils.models.loading import Pair, PairRequest, load_pair
-
 from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
 from sampling import BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.caching import ModelSession, context_length
@@ -31,10 +29,11 @@ from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
 from utils.kinds import Limits, StorageSpec
+from utils.models.loading import Pair, PairRequest, load_pair
 from utils.models.pairs import PAIRS
 from utils.printing import Renderer, make_renderer
 from utils.records import RecordFile
-from utils.repl import typed_lines
+from utils.repl import piped_lines, typed_lines
 from utils.seeding import Noise
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
@@ -127,22 +126,13 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     return workbench
 
 
-def piped_lines() -> Iterator[str]:
-    """The lines of standard input, the last one with or without a newline."""
-    for line in sys.stdin:
-        yield line.rstrip("\r\n")
-
-
 Work = tuple[Callable[[str], Verdict], str]
 
 
-def work_of(arguments: argparse.Namespace, workbench: Workbench, typed: Iterator[str]) -> Iterator[Work]:
-    """What to do, in order: -c lines and then the prompts file, or else whatever is typed or piped."""
-    yield from ((workbench.handle, line) for line in arguments.lines)
-    if arguments.prompts:
-        yield from ((workbench.send, prompt) for prompt in read_prompts(arguments.prompts))
-    elif not arguments.lines:
-        yield from ((workbench.handle, line) for line in typed)
+def work_of(workbench: Workbench, lines: Iterable[str], prompts: Iterable[str]) -> Iterator[Work]:
+    """What to do, in order: lines first, then prompts that are never commands."""
+    yield from ((workbench.handle, line) for line in lines)
+    yield from ((workbench.send, prompt) for prompt in prompts)
 
 
 def serve(work: Iterator[Work], *, interactive: bool) -> int:
@@ -165,11 +155,15 @@ def main(argv: list[str] | None = None) -> int:
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color)
     registry = default_registry()
     try:
+        prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
         workbench = assemble(arguments, renderer, registry)
+        lines: Iterable[str] = arguments.lines
         if interactive:
             renderer.note("Type a prompt, or /help for the commands; /quit or Ctrl-D leaves.")
-        typed = typed_lines(registry, colour=renderer.colour) if interactive else piped_lines()
-        return serve(work_of(arguments, workbench, typed), interactive=interactive)
+            lines = typed_lines(registry, colour=renderer.colour)
+        elif not lines and not arguments.prompts:
+            lines = piped_lines()
+        return serve(work_of(workbench, lines, prompts), interactive=interactive)
     except UserError as error:
         renderer.error(str(error))
         return 1

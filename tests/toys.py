@@ -32,9 +32,7 @@ class ToyModel(nn.Module):
         super().__init__()
         self.table = table
         self.device = torch.device("cpu")
-        self.config = ToyConfig(
-            vocab_size=table.shape[-1], max_position_embeddings=context, is_encoder_decoder=False, _name_or_path="toy"
-        )
+        self.config = ToyConfig(vocab_size=table.shape[-1], max_position_embeddings=context, is_encoder_decoder=False, _name_or_path="toy")
         self.calls: list[int] = []
 
     def forward(self, input_ids: Tensor, use_cache: bool = False, return_dict: bool = True, logits_to_keep: int = 0) -> SimpleNamespace:

@@ -1,5 +1,6 @@
-"""The interactive frame: a prompt with history and completion that yields typed lines. It knows no model and no strategy."""
+"""Where lines come from: an interactive prompt with history and completion, or a pipe. No model and no strategy is known here."""
 
+import sys
 from collections.abc import Iterable, Iterator
 
 from prompt_toolkit import PromptSession
@@ -47,3 +48,9 @@ def typed_lines(commands: Iterable[Command], *, colour: bool, prompt: str = "> "
             continue
         except EOFError:
             return
+
+
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input, the last one with or without a newline."""
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")

@@ -1,0 +1,163 @@
+"""The program as a process: flags, piped lines, exit codes, streams, records; on tiny models in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    save_folder(path, tiny_llama(vocab_size=300, num_hidden_layers=3), tiny_tokenizer(300))
+    return path
+
+
+def program(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "infer.py"), *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        cwd=ROOT,
+    )
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_help_and_version_answer_without_the_heavy_imports() -> None:
+    for flag in ("--help", "--version"):
+        result = program(flag)
+        assert result.returncode == 0 and result.stdout and not result.stderr
+    probe = (
+        "import sys; sys.argv = ['infer.py', '--help']\ntry: runpy = __import__('runpy'); runpy.run_path('infer.py', run_name='__main__')\n"
+    )
+    probe += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--device", "tpu"],
+        ["--dtype", "int3"],
+        ["--quantize", "int2"],
+        ["--seed", "-1"],
+        ["--seed", "4294967296"],
+        ["--seed", "x"],
+        ["--pair", "nonsense"],
+        ["--pair", "embedded", "--target", "x"],
+        ["--no-such-flag"],
+    ],
+)
+def test_wrong_flags_are_usage_errors(flags: list[str]) -> None:
+    result = program(*flags)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
+
+
+def test_lines_of_dash_c_run_in_order_and_results_and_messages_are_apart(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    result = program("--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello")
+    assert result.returncode == 0, result.stderr
+    assert "Target only" in result.stdout and "gamma: 2" in result.stderr and "gamma: 2" not in result.stdout
+    assert "\x1b" not in result.stdout + result.stderr
+    assert [(row["strategy"], row["settings"]["gamma"]) for row in rows(file)] == [
+        (name, gamma) for gamma in (4, 2) for name in ("speculative", "ngram", "target")
+    ]
+    assert rows(file)[0]["drafter_kind"] == "layers:1" and "first 1 layers" in result.stderr
+    assert all(row["same_as_target"] for row in rows(file))
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    result = program("--target", folder, "--json", file, stdin="/length 4\n\n/say /gamma\nHello" + end)
+    assert result.returncode == 0, result.stderr
+    assert [row["prompt"] for row in rows(file)] == ["/gamma"] * 3 + ["Hello"] * 3
+
+
+def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path) -> None:
+    result = program("--target", folder, "-c", "/gamma abc", "-c", "/length 3", "-c", "Hello")
+    assert result.returncode == 1 and "Target only" in result.stdout and "'abc' is not a whole number" in result.stderr
+    assert program("--target", folder, stdin="/nonsense\n/quit\nnever run").returncode == 1
+
+
+def test_quit_ends_the_lines(folder: Path) -> None:
+    result = program("--target", folder, stdin="/quit\nHello\n")
+    assert result.returncode == 0 and result.stdout == ""
+
+
+def test_prompt_files_hold_plain_and_json_lines_and_never_commands(folder: Path, tmp_path: Path) -> None:
+    prompts, file = tmp_path / "prompts", tmp_path / "runs.jsonl"
+    prompts.write_text('/quit\n\na\\nb\n{"prompt": "c\\nd", "id": 3}\n{"prompt": "e\\\\nf"}', encoding="utf-8")
+    result = program(
+        "--target", folder, "--prompts", prompts, "--json", file, "-c", "/length 2", "-c", "/speculative off", "-c", "/ngram off"
+    )
+    assert result.returncode == 0, result.stderr
+    assert [row["prompt"] for row in rows(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
+
+
+@pytest.mark.parametrize("text", ['{"text": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
+def test_bad_prompt_files_are_one_sentence(text: str | None, folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    if text is not None:
+        prompts.write_text(text)
+    result = program("--target", folder, "--prompts", prompts)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and str(prompts) in result.stderr
+
+
+def test_what_cannot_be_loaded_or_written_is_one_sentence_and_status_one(folder: Path, tmp_path: Path) -> None:
+    for flags in (
+        ["--target", tmp_path / "nothing"],
+        ["--target", tmp_path],
+        ["--target", folder, "--drafter", "layers:9"],
+        ["--target", folder, "--drafter", "layers:x"],
+        ["--target", folder, "--json", tmp_path / "no" / "such" / "folder.jsonl"],
+        ["--target", folder, "--device", "cuda:7"],
+    ):
+        result = program(*flags, "-c", "Hello")
+        last = result.stderr.strip().splitlines()[-1]
+        assert result.returncode == 1 and "Traceback" not in result.stderr and last.endswith("."), result.stderr
+
+
+def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: Path) -> None:
+    save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer(300, chat=False))
+    file = tmp_path / "runs.jsonl"
+    result = program("--target", tmp_path / "t5", "--json", file, "-c", "/length 5", "-c", "Hello")
+    assert result.returncode == 0, result.stderr
+    assert "no drafter" in result.stderr.lower()
+    assert [row["strategy"] for row in rows(file)] == ["ngram", "target"] and all(row["same_as_target"] for row in rows(file))
+
+
+def test_an_interrupt_keeps_what_was_made_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "infer.py"), "--target", str(folder), "--json", str(file), "-c", "/length 240", "-c", "/cache off"]
+        + ["-c", "/speculative off", "-c", "/ngram off", "-c", "/beams 16", "-c", "Hello", "-c", "Hello", "-c", "Hello"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    while "Beam search" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert [row["strategy"] for row in rows(file)] == ["target", "beam"]
+    assert rows(file)[0]["finish"] != "interrupted" and rows(file)[1]["finish"] == "interrupted"

@@ -1,0 +1,103 @@
+"""The embedded pair, as `make run` loads it: greedy texts of all strategies are one text, and that of transformers' own generate."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import Screen, screen
+from toys import decoding
+
+import infer
+from sampling import autoregressive_steps
+from utils.caching import ModelSession, context_length
+from utils.commands import default_registry
+from utils.kinds import Limits
+from utils.logits_processor import GreedyProcessor, NucleusProcessor
+from utils.models.loading import Pair, PairRequest, load_pair
+from utils.models.prompting import prompt_ids
+from utils.records import RecordFile
+from utils.results import tokens_of
+from utils.settings import Settings
+from utils.workbench import Tools, Verdict, Workbench
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "Repeat after me: one two three, one two three, one two three.",
+    "List three fruits.",
+    "Übersetze ins Englische: Guten Morgen 🌞",
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(PairRequest("embedded", "layers:10"), lambda message: None)
+
+
+@pytest.fixture
+def view() -> Screen:
+    return screen()
+
+
+def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
+    limits = Limits(context_length(pair.target) or 0, ModelSession(pair.target).vocab_size)
+    return Workbench(
+        pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.make_storage, RecordFile(file)), Settings(), limits
+    )
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    bench.handle("/length 40")
+    for prompt in PROMPTS:
+        assert bench.handle(prompt) is Verdict.DONE
+    assert len(rows(file)) == 3 * len(PROMPTS)
+    for index, prompt in enumerate(PROMPTS):
+        ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
+        whole = pair.target.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=list(pair.end_ids))
+        expected = whole[0, len(ids) :].tolist()
+        for row in rows(file)[3 * index : 3 * index + 3]:
+            assert row["token_ids"] == expected, (prompt, row["strategy"])
+            assert row["same_as_target"] is True
+
+
+def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    for line in ("/chat off", "/length 12", "The three primary colours are", "/cache off", "The three primary colours are"):
+        assert bench.handle(line) is Verdict.DONE
+    assert len({tuple(row["token_ids"]) for row in rows(file)}) == 1
+
+
+def test_sampled_ngram_assisted_text_is_the_targets_own(pair: Pair, view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    for line in ("/speculative off", "/processor nucleus 0.8 0.9", "/length 25", *PROMPTS[:3]):
+        assert bench.handle(line) is Verdict.DONE
+    assert all(row["same_as_target"] for row in rows(file))
+
+
+def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:
+    assert pair.end_ids == {pair.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert context_length(pair.target) == 8192
+    ids = prompt_ids(pair.tokenizer, "Say yes.", chat=True, system="Answer with one word.")
+    plan = decoding(60, processor=GreedyProcessor(), ends=pair.end_ids)
+    made = tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))
+    assert len(made) < 60 and made[-1] in pair.end_ids
+
+
+def test_sampling_stays_inside_the_nucleus(pair: Pair) -> None:
+    """Every sampled token lies in the nucleus that a whole uncached forward gives."""
+    ids = prompt_ids(pair.tokenizer, PROMPTS[0], chat=True, system=None)
+    processor = NucleusProcessor(1.0, 0.7)
+    made = tokens_of(autoregressive_steps(ids, ModelSession(pair.target), decoding(20, processor=processor, seed=9)))
+    with torch.no_grad():
+        law = processor(pair.target(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1])
+    assert all(float(row[token]) > 0 for row, token in zip(law, made, strict=True))

@@ -1,0 +1,290 @@
+"""Whole prompts through a session of tiny models: what is run, shown, recorded, interrupted, and what survives."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import Screen, screen, tiny_pair, workbench
+
+import infer
+from sampling import autoregressive_generate
+from utils.errors import UserError
+from utils.events import Step
+from utils.models.prompting import prompt_ids
+from utils.strategies import Job
+from utils.workbench import Verdict
+
+FIELDS = [
+    "schema",
+    "record",
+    "prompt",
+    "strategy",
+    "drafter_kind",
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "finish",
+    "seconds",
+    "first_token_seconds",
+    "tokens_per_second",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "rounds",
+    "target_forwards",
+    "tokens_per_target_forward",
+    "accepted_by_position",
+    "declined_rounds",
+    "speedup_vs_target",
+    "same_as_target",
+    "first_difference",
+    "seed",
+    "settings",
+    "models",
+    "versions",
+]
+
+
+@pytest.fixture
+def view() -> Screen:
+    return screen()
+
+
+def records_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/drafter on", "/beams 3", "/length 12"):
+        bench.handle(line)
+    view.take()
+    assert bench.handle("Hello there") is Verdict.DONE
+    results, messages = view.take()
+    assert messages == ""
+    for title in ("Speculative", "N-gram assisted (NASD)", "Target only", "Drafter only", "Beam search"):
+        assert title in results
+    table = results[results.index("strategy ") :].splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["speculative", "ngram", "target", "drafter", "beam"]
+    assert all(line.rstrip().endswith("same") for line in table[1:4])
+    assert "1.00x" in table[3]
+    rows = records_of(file)
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram", "target", "drafter", "beam"]
+    assert all(list(row) == FIELDS for row in rows)
+
+
+def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    bench = workbench(view, pair, records=file)
+    bench.handle("/length 20")
+    bench.handle("one two one two")
+    ids = prompt_ids(pair.tokenizer, "one two one two", chat=True, system=None)
+    expected = autoregressive_generate(ids, pair.target, 20, eos_tokens_id=pair.end_ids)
+    for row in records_of(file):
+        assert row["token_ids"] == expected and row["same_as_target"] is True and row["first_difference"] is None
+        assert row["new_tokens"] == len(expected) and row["prompt_tokens"] == len(ids)
+        assert row["text"] == pair.tokenizer.decode(expected, skip_special_tokens=True)
+        assert row["finish"] == ("stop" if expected[-1] in pair.end_ids else "length")
+        assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
+        assert 0 < row["first_token_seconds"] <= row["seconds"]
+        assert row["seed"] == 42 and row["settings"]["gamma"] == 4 and row["settings"]["processor"] == "greedy 1"
+        assert row["models"] == {"target": "tiny-target", "drafter": "tiny-drafter", "dtype": "float32", "device": "cpu"}
+        assert row["versions"]["torch"]
+    speculative, ngram, target = records_of(file)
+    assert target["speedup_vs_target"] == 1.0 and target["target_forwards"] == len(expected)
+    assert all(
+        target[name] is None for name in ("drafted", "accepted", "acceptance_rate", "rounds", "accepted_by_position", "drafter_kind")
+    )
+    for row in (speculative, ngram):
+        assert row["rounds"] == row["target_forwards"]
+        assert row["accepted"] + row["rounds"] - (row["finish"] == "stop" and row["accepted"] + row["rounds"] > len(expected)) == len(
+            expected
+        )
+        assert sum(accepted for accepted, _ in row["accepted_by_position"]) == row["accepted"]
+        assert row["speedup_vs_target"] == pytest.approx(row["tokens_per_second"] / target["tokens_per_second"])
+    assert (speculative["drafter_kind"], ngram["drafter_kind"]) == ("model", "ngram")
+
+
+def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    bench.handle("/target off")
+    bench.handle("Hello")
+    rows = records_of(file)
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram"]
+    assert all(row[name] is None for row in rows for name in ("speedup_vs_target", "same_as_target", "first_difference"))
+
+
+def test_the_same_line_gives_the_same_texts_in_any_order_and_again(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    bench.handle("/processor nucleus 1.2 0.95")
+    for line in ("Hello", "something else", "Hello", "/speculative off", "Hello"):
+        bench.handle(line)
+    rows = records_of(file)
+    by_prompt = [[(row["strategy"], row["token_ids"]) for row in rows[start : start + 3]] for start in (0, 6)]
+    assert by_prompt[0] == by_prompt[1]
+    assert [(row["strategy"], row["token_ids"]) for row in rows[9:]] == by_prompt[0][1:]
+    bench.handle("/seed 43")
+    bench.handle("Hello")
+    assert records_of(file)[-1]["token_ids"] != rows[-1]["token_ids"]
+
+
+def test_cache_off_and_gamma_zero_give_the_same_texts(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/length 15", "Hello", "/cache off", "Hello", "/gamma 0", "Hello"):
+        bench.handle(line)
+    rows = records_of(file)
+    assert len({tuple(row["token_ids"]) for row in rows}) == 1
+    assert rows[6]["drafted"] == 0 and rows[6]["acceptance_rate"] is None and rows[6]["declined_rounds"] == rows[6]["rounds"]
+
+
+def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
+    bench = workbench(view)
+    for line in ("/ngram off", "/target off", "/length 6", "/gamma 2", "/debug on"):
+        bench.handle(line)
+    view.take()
+    bench.handle("Hello")
+    lines = view.take()[0].splitlines()
+    rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
+    assert rounds and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
+    assert all(sign in "+-=*" for line in rounds for sign in [part[0] for part in line.split()[1:] if part[:1] in "+-=*"])
+
+
+def test_colours_in_debug_are_green_red_and_blue() -> None:
+    view = screen(colour=True)
+    view.renderer.round(1, Step((5, 6), 1, 7), None)
+    view.renderer.round(2, Step((5,), 1, 7), None)
+    first, second = view.take()[0].splitlines()
+    assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
+    assert "\x1b[34m*7" in second
+
+
+def test_plain_output_has_no_escapes_and_model_text_cannot_send_any(view: Screen) -> None:
+    bench = workbench(view)
+    bench.handle("Hello")
+    assert "\x1b" not in view.take()[0]
+    view.renderer.stream("\x1b[2J\x07[bold]", "cyan")
+    view.renderer.error("\x1b[31m[red]x")
+    assert view.take() == ("\u241b[2J\u2407[bold]", "\u241b[31m[red]x\n")
+
+
+def test_typed_escapes_stand_for_newline_and_tab_and_say_sends_as_it_stands(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", r"/say /gamma 3 \n", "  /say   two  words"):
+        bench.handle(line)
+    bench.send("/gamma 9")
+    assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "two  words", "/gamma 9"]
+    assert bench.settings.gamma == 4
+
+
+def test_storage_is_emptied_between_prompts_unless_told_otherwise(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/speculative off", "/length 20", "Hello", "Hello", "/reset_in_between off", "Hello"):
+        bench.handle(line)
+    ngram = [row for row in records_of(file) if row["strategy"] == "ngram"]
+    assert ngram[0]["accepted"] == ngram[1]["accepted"] < ngram[2]["accepted"]
+    bench.handle("/set_ngramstorage onelevel 4")
+    bench.handle("Hello")
+    assert records_of(file)[-2]["settings"]["ngram_storage"] == "onelevel 4"
+
+
+def interrupting(job: Job) -> Iterator[Step]:
+    """A strategy that is interrupted after two tokens."""
+    yield Step((), 0, 5)
+    yield Step((), 0, 6)
+    raise KeyboardInterrupt
+
+
+def failing(job: Job) -> Iterator[Step]:
+    """A strategy that is refused."""
+    raise UserError("This one cannot run.")
+    yield
+
+
+def broken(job: Job) -> Iterator[Step]:
+    """A strategy with a bug."""
+    raise RuntimeError("a bug")
+    yield
+
+
+def table_with(steps) -> tuple:
+    return tuple(replace(row, steps=steps) if row.name == "ngram" else row for row in infer.STRATEGIES)
+
+
+def test_ctrl_c_keeps_what_was_made_skips_the_rest_and_the_session_lives(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file, strategies=table_with(interrupting))
+    assert bench.handle("Hello") is Verdict.INTERRUPTED
+    rows = records_of(file)
+    assert [(row["strategy"], row["finish"]) for row in rows] == [("speculative", "length"), ("ngram", "interrupted")]
+    assert rows[1]["token_ids"] == [5, 6] and rows[1]["same_as_target"] is None
+    assert "interrupted" in view.take()[0]
+    bench.handle("/ngram off")
+    assert bench.handle("Hello") is Verdict.DONE
+
+
+def test_a_refused_strategy_says_why_and_the_others_run(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file, strategies=table_with(failing))
+    assert bench.handle("Hello") is Verdict.FAILED
+    results, messages = view.take()
+    assert messages == "This one cannot run.\n" and "Target only" in results
+    assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
+
+
+def test_a_bug_shows_its_traceback_and_the_session_lives(view: Screen) -> None:
+    bench = workbench(view, strategies=table_with(broken))
+    assert bench.handle("Hello") is Verdict.FAILED
+    assert "a bug" in view.take()[1]
+    bench.handle("/ngram off")
+    assert bench.handle("Hello") is Verdict.DONE
+
+
+def test_prompts_that_cannot_be_run_are_refused_once(view: Screen) -> None:
+    bench = workbench(view)
+    assert bench.handle("word " * 400) is Verdict.FAILED
+    results, messages = view.take()
+    assert results == "" and messages.count("\n") == 1 and "has a context of 256" in messages
+    for name in ("speculative", "ngram", "target"):
+        bench.handle(f"/{name} off")
+    view.take()
+    assert bench.handle("Hello") is Verdict.FAILED
+    assert "turn one on" in view.take()[1]
+
+
+def test_without_a_drafter_its_strategies_are_left_out_with_a_note(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(drafter=False), records=file)
+    assert bench.handle("Hello") is Verdict.DONE
+    assert "No drafter is loaded" in view.take()[1]
+    assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"]
+
+
+def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(kind="t5", chat=False), records=file)
+    bench.warm_up()
+    for line in ("/drafter on", "/beams 2", "/length 12", "Hello there"):
+        bench.handle(line)
+    rows = {row["strategy"]: row for row in records_of(file)}
+    assert len(rows) == 5
+    assert rows["speculative"]["token_ids"] == rows["ngram"]["token_ids"] == rows["target"]["token_ids"]
+
+
+def test_warming_up_shows_and_keeps_nothing(view: Screen) -> None:
+    bench = workbench(view)
+    bench.warm_up()
+    assert view.take() == ("", "")
+
+
+def test_records_that_cannot_be_written_are_an_error_at_once(tmp_path: Path, view: Screen) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        workbench(view, records=tmp_path / "missing" / "runs.jsonl")

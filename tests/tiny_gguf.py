@@ -1,0 +1,59 @@
+"""A tiny Llama as a GGUF file, written with the `gguf` package: what it takes to test `--target FILE.gguf` without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+from transformers import LlamaForCausalLM
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, tokenizer: Any) -> Path:
+    """Write model and tokenizer; the tokenizer's last token becomes the one merge that the format insists on."""
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_sizes(writer, model.config)
+    _add_tokens(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        count = next((heads[kind] for kind in heads if kind in name), None)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), _interleaved(tensor.numpy(), count))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_sizes(writer: Any, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokens(writer: Any, tokenizer: Any) -> None:
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer) - 1)), "ab"]
+    special = set(tokenizer.all_special_tokens)
+    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def _interleaved(weight: Any, heads: int | None) -> Any:
+    """The order of rotary dimensions in a GGUF file: pairs side by side, not halves."""
+    if heads is None:
+        return weight
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
