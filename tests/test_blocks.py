@@ -1,4 +1,4 @@
-"""Where a text ends: end tokens and lengths inside accepted blocks, the context's end, counts behind an end, and what a session computes."""
+"""Where a text ends: end tokens and lengths inside accepted blocks, the context's end; and what a session computes."""
 
 import pytest
 from tiny import tiny_bart, tiny_llama, tiny_mamba, tiny_t5

@@ -5,6 +5,7 @@ Statistics: 4 or 5 tokens, joint law of the first three, 4,000 runs; a correct d
 """
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -179,4 +180,4 @@ def test_the_drafter_is_told_every_round() -> None:
     target, plan = toy(3, 6), decoding(12)
     list(speculative_steps([START], Witness(NGramStorage(2, 6), plan.noise), session(target), plan, gamma=3))
     assert seen[0][0] == 1 and seen[-1][1] == 13
-    assert all(after == before for (_, after), (before, _) in zip(seen, seen[1:], strict=False))
+    assert all(after == before for (_, after), (before, _) in pairwise(seen))

@@ -6,7 +6,7 @@ called like any causal model, without a cache.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import torch
@@ -55,7 +55,7 @@ def chain(tokens: Iterable[int], size: int) -> ToyModel:
     """A model that surely says `tokens` one after the other (each id at most once before the last)."""
     table = torch.zeros(size, size)
     path = list(tokens)
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         table[before, after] = 50.0
     return ToyModel(table)
 

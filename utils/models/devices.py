@@ -1,0 +1,46 @@
+"""Device and number format, from the words of the command line to what torch takes."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from utils.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(word: str) -> str:
+    """`auto` is CUDA, else MPS, else the CPU. Raises UserError for a device that is not there."""
+    if word == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    # torch would raise on these only at the first transfer, after minutes of loading.
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", word):
+        raise UserError(f"'{word}' is no device: it must be auto, cpu, cuda, cuda:N or mps.")
+    if word == "mps" and not torch.backends.mps.is_available():
+        raise UserError("This machine has no mps device: use --device auto or --device cpu.")
+    if word.startswith("cuda"):
+        _check_cuda(word)
+    return word
+
+
+def choose_dtype(word: str, device: str) -> torch.dtype | str:
+    """`auto` is float32 on the CPU and the checkpoint's own format elsewhere.
+
+    Raises UserError for an unknown format.
+    """
+    # 16-bit products on a CPU without such instructions are emulated, and verify windows get no cheaper.
+    if word == "auto":
+        return torch.float32 if device == "cpu" else "auto"
+    if word not in DTYPES:
+        raise UserError(f"'{word}' is no dtype: it must be auto, {', '.join(DTYPES)}.")
+    return DTYPES[word]
+
+
+def _check_cuda(word: str) -> None:
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("This machine has no usable CUDA device: use --device auto or --device cpu.")
+    if int(word.partition(":")[2] or 0) >= count:
+        raise UserError(f"{word} does not exist: this machine has cuda:0 to cuda:{count - 1}.")

@@ -1,0 +1,153 @@
+"""From the words of the command line to a target, its drafter and their tokenizer, ready to decode.
+
+Whatever goes wrong on the way is a UserError of one sentence. Words are checked before anything slow happens. Which decoder uses what,
+and warming up, is left to the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.errors import UserError
+from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
+from utils.models.devices import choose_device, choose_dtype
+from utils.models.layer_cut import default_depth, first_layers
+from utils.models.prompting import end_ids
+from utils.models.quantization import check_kind
+from utils.models.sources import Report, Source, locate
+
+LAYERS = "layers:"
+
+
+@dataclass(frozen=True, slots=True)
+class PairRequest:
+    """The words of the command line. No drafter means the target's own first layers, where it can be cut."""
+
+    target: str
+    drafter: str | None
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "none"
+    drafter_quantize: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What was loaded. `drafter_kind` is "model", "layers:K" or None, and `notes` are sentences for the user."""
+
+    target: PreTrainedModel
+    drafter: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    target_name: str
+    drafter_name: str | None
+    drafter_kind: str | None
+    device: str
+    dtype: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafter:
+    """A drafter, or none, and what is said about it."""
+
+    model: PreTrainedModel | None = None
+    name: str | None = None
+    kind: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load_pair(request: PairRequest, report: Report) -> Pair:
+    """Load what the request asks for; `report` hears a line before each slow step.
+
+    Raises UserError for anything that cannot be had: a word that means nothing, a model that is missing, gated, damaged, too large or of
+    the wrong kind, or a drafter that does not fit the target.
+    """
+    device = choose_device(request.device)
+    where = Placement(device, choose_dtype(request.dtype, device), report)
+    depth = _check_words(request)
+    source = _locate(request.target, request.quantize, report)
+    # Before the target is loaded: a wrong word should not cost a minute of waiting.
+    separate = _locate(request.drafter, request.drafter_quantize, report) if request.drafter and depth is None else None
+    target = load_model(source, request.quantize, where)
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+    if separate:
+        model = load_model(separate, request.drafter_quantize, where)
+        _check_fit(model, target, own=load_tokenizer(separate), tokenizer=tokenizer, name=separate.name)
+        drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name))
+    else:
+        drafter = _cut_drafter(target, source.name, depth)
+    return Pair(
+        target=target,
+        drafter=drafter.model,
+        tokenizer=tokenizer,
+        end_ids=end_ids(target, tokenizer),
+        target_name=source.name,
+        drafter_name=drafter.name,
+        drafter_kind=drafter.kind,
+        device=device,
+        dtype=str(target.dtype).removeprefix("torch."),
+        notes=code_notes(target, source.name) + drafter.notes,
+    )
+
+
+def _check_words(request: PairRequest) -> int | None:
+    """The K of a `layers:K` drafter, or None."""
+    if request.target.startswith(LAYERS):
+        raise UserError(f"'{request.target}' is no target: layers:K can only be a --drafter.")
+    cut = request.drafter is None or request.drafter.startswith(LAYERS)
+    if cut and request.drafter_quantize != "none":
+        raise UserError("A layers:K drafter shares the weights of the target: leave --drafter-quantize out and use --quantize.")
+    if request.drafter is None or not cut:
+        return None
+    depth = request.drafter.removeprefix(LAYERS)
+    # int() would also take signs, blanks, underscores and the digits of other scripts.
+    if not (depth.isascii() and depth.isdigit()):
+        raise UserError(f"'{request.drafter}' is no drafter: write layers:K with a whole number, for example layers:4.")
+    return int(depth)
+
+
+def _locate(word: str, kind: str, report: Report) -> Source:
+    check_kind(kind, gguf=word.lower().endswith(".gguf"), name=word)
+    return locate(word, report)
+
+
+def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None) -> _Drafter:
+    """The first layers of the target; without a depth a third of them, or no drafter where that cannot be."""
+    chosen = default_depth(target) if depth is None else depth
+    if chosen is None:
+        return _Drafter(notes=(f"no drafter: none was given, and {name} cannot be cut into layers",))
+    try:
+        model = first_layers(target, chosen)
+    except UserError as error:
+        # Nobody asked for this cut, so its failure is only worth a note.
+        if depth is not None:
+            raise
+        return _Drafter(notes=(f"no drafter: {error}",))
+    notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
+    return _Drafter(model, f"{name}, first {chosen} layers", f"{LAYERS}{chosen}", notes)
+
+
+def _check_fit(
+    drafter: PreTrainedModel,
+    target: PreTrainedModel,
+    *,
+    own: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+) -> None:
+    """Both models must read and write the same tokens; rows that only pad a vocabulary carry none and may differ."""
+    # A folder without tokenizer files is taken to share the target's.
+    reason = None
+    if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        reason = "one of them is an encoder-decoder model and the other is not"
+    elif own is not None and own.get_vocab() != tokenizer.get_vocab():
+        reason = "its tokenizer is another one"
+    elif drafter.get_input_embeddings().num_embeddings < min(len(tokenizer), target.get_input_embeddings().num_embeddings):
+        reason = "its vocabulary is smaller"
+    if reason:
+        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a drafter of the same family, or layers:K.")

@@ -1,0 +1,72 @@
+"""From a typed text to prompt ids, and which ids end an answer: what a tokenizer and its chat template decide.
+
+Both are read from the model and the template, never from a list of known names. Ids come straight from the template: rendering to text
+and tokenizing that again would double the first token on many models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.errors import UserError
+
+# Stands for an answer; letters only, so that no template trims or escapes it.
+ANSWER = "ANSWERMARK"
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id after which an answer is over: the model's, the tokenizer's and the chat template's."""
+    configured = model.generation_config.eos_token_id
+    found = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [*found, tokenizer.eos_token_id, _turn_end(tokenizer)] if token is not None)
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer can render a conversation."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, system: str | None) -> list[int]:
+    """The ids to feed for `text`.
+
+    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one.
+
+    Raises UserError when the text gives no ids, when there is no chat template, or when the template takes no system prompt.
+    """
+    # Plain text still gets what the tokenizer itself puts around it, such as a first token.
+    ids = _chat_ids(tokenizer, text, system) if chat else tokenizer(text)["input_ids"]
+    if not ids:
+        raise UserError("The prompt is empty: it gives no tokens, so type at least one character.")
+    return list(ids)
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None) -> list[int]:
+    if not has_chat_template(tokenizer):
+        raise UserError("This model has no chat template: switch it off with /chat off, the prompt is then fed as it stands.")
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": text})
+    try:
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except TemplateError as error:
+        if system is None:
+            raise UserError(f"The chat template of this model cannot render the prompt ({error}): switch it off with /chat off.") from error
+        raise UserError(f"The chat template of this model takes no system prompt ({error}): use /system default.") from error
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first special token that the chat template writes after an answer."""
+    if not has_chat_template(tokenizer):
+        return None
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        # Whatever a template does with an exchange, the other end ids remain.
+        return None
+    # The text after the answer, not the ids: the answer's last token may have merged with what follows.
+    tail = tokenizer(rendered.rpartition(ANSWER)[2], add_special_tokens=False)["input_ids"]
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return next((token for token in tail if token in special), None)
