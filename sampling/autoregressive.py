@@ -17,7 +17,7 @@ def autoregressive_steps(prompt: list[int], session: ModelSession, decoding: Dec
     start = len(context)
     limit = decoding.length_limit(session.room(context))
     while len(context) - start < limit:
-        law = decoding.processor(session.feed(context, keep=1))  # (1, V)
+        law = decoding.law(session.feed(context, keep=1), session.name)  # (1, V)
         token = decoding.noise.sample(law[0], len(context) - start)
         context.append(token)
         finish = decoding.finish_of(token, len(context) - start, limit)

@@ -14,7 +14,7 @@ from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import FinishReason, Step
-from utils.logits_processor import top_tokens
+from utils.logits_processor import highest, top_tokens
 from utils.printing import traced
 from utils.results import tokens_of
 
@@ -73,6 +73,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
 
 
 def _continuations(beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int) -> Iterator[Beam]:
+    highest(logits)
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
     for token in top_tokens(log_probs, top_k):
         tokens = (*beam.tokens, token)

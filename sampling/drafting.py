@@ -79,10 +79,12 @@ class ModelDrafter:
         laws: list[Tensor] = []
         for position in range(start, start + count):
             logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
-            law = self._decoding.processor(logits)[0]  # q, (V,)
+            law = self._decoding.law(logits, self._session.name)[0]  # q, (V,)
             tokens.append(self._decoding.noise.pick(law, Domain.DRAFT, position, start))
             laws.append(law)
-        return Draft(tokens, pad(torch.stack(laws), (0, self._vocab_size - self._known)))
+        probs = torch.stack(laws)
+        missing = self._vocab_size - self._known
+        return Draft(tokens, pad(probs, (0, missing)) if missing else probs)
 
     def commit(self, context: list[int], verified: Verified) -> None:
         self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size

@@ -54,7 +54,7 @@ def speculative_steps(
         drafts_nothing = first_target and start == origin
         draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
         logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
-        law = decoding.processor(logits)  # p, (k+1, V)
+        law = decoding.law(logits, target.name)  # p, (k+1, V)
         accepted, token = rule(law, draft, decoding.noise, start=start - origin)
         step = _cut(draft.tokens, accepted, token, decoding.end_ids)
         context.extend(step.tokens)

@@ -14,7 +14,8 @@ from utils.logits_processor import (
     NucleusProcessor,
     TopKNucleusProcessor,
     TopKProcessor,
-    keep_top_p,
+    leading,
+    nucleus,
     top_tokens,
 )
 
@@ -65,8 +66,8 @@ def test_laws_are_normalised_float64_and_the_logits_stay_as_they_were(processor)
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     law = processor(logits)
-    assert law.shape == logits.shape and law.dtype == torch.float64
-    torch.testing.assert_close(law.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+    assert law.shape == logits.shape and law.dtype == (torch.float32 if processor.name == "greedy" else torch.float64)
+    torch.testing.assert_close(law.sum(-1), torch.ones(2, 3, dtype=law.dtype))
     assert torch.equal(logits, before)
 
 
@@ -115,9 +116,20 @@ def test_the_sorted_prefix_changes_no_nucleus(shape: str) -> None:
         "peaked": torch.randn(3, 9000, generator=generator) * 4,
         "stepped": torch.randint(0, 4, (3, 9000), generator=generator).float(),
     }[shape]
-    probs = torch.softmax(logits.double(), -1)
     for top_p in (0.01, 0.5, 0.9, 0.9999):
-        assert torch.equal(keep_top_p(probs, top_p, prefix=16), keep_top_p(probs, top_p, prefix=9000))
+        few, all_of_it = (nucleus(logits, 0.8, top_p, prefix=prefix) for prefix in (16, 9000))
+        laws = [torch.zeros(3, 9000, dtype=torch.float64).scatter_(-1, ids, probs) for probs, ids in (few, all_of_it)]
+        torch.testing.assert_close(*laws, rtol=1e-12, atol=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(0, 5), min_size=9, max_size=9), min_size=1, max_size=3), count=st.integers(1, 9))
+def test_leading_entries_equal_a_stable_sort(rows: list[list[int]], count: int) -> None:
+    """The fast selection against the plain one, on rows full of ties."""
+    logits = torch.tensor(rows, dtype=torch.float32)
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    made = leading(logits, count)
+    assert torch.equal(made[0], values[:, :count]) and torch.equal(made[1], ids[:, :count])
 
 
 @pytest.mark.parametrize(
@@ -139,4 +151,4 @@ def test_arguments_out_of_range_are_refused_with_the_range(build) -> None:
 
 def test_top_k_beyond_the_vocabulary_keeps_everything() -> None:
     logits = torch.randn(1, 6)
-    assert torch.equal(TopKProcessor(1.0, 100)(logits), MultinomialProcessor(1.0)(logits))
+    torch.testing.assert_close(TopKProcessor(1.0, 100)(logits), MultinomialProcessor(1.0)(logits), rtol=1e-12, atol=0)

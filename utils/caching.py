@@ -14,7 +14,6 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from utils.errors import UserError
-from utils.logits_processor import check_logits
 
 
 def model_name(model: Any) -> str:
@@ -44,6 +43,7 @@ class ModelSession:
         self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         self.context_length = context_length(model)
         self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
+        self._device = model.device
         self._encoder_ids: Tensor | None = None
         self._encoded: BaseModelOutput | None = None
         self._cache: Any = None
@@ -78,10 +78,7 @@ class ModelSession:
 
     @torch.no_grad()
     def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
-        """Logits (B, keep, V) for B contexts of one length, as many as the session's cache holds rows.
-
-        Raises UserError, naming the model, where a row of logits is not usable.
-        """
+        """Logits (B, keep, V) for B contexts of one length, as many as the session's cache holds rows."""
         length = len(contexts[0])
         new = [context[self._cached :] for context in contexts]
         output = self.model(**self._arguments(self._upload(new), keep))
@@ -90,8 +87,7 @@ class ModelSession:
             self._check_rewindable()
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
-        logits = output.logits[:, -keep:]
-        check_logits(logits, self.name)
+        logits: Tensor = output.logits[:, -keep:]
         return logits
 
     def rewind(self, length: int) -> None:
@@ -104,7 +100,7 @@ class ModelSession:
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the cache, in this order, repeats allowed (beam search)."""
-        index = torch.tensor(rows, device=self.model.device)
+        index = torch.tensor(rows, device=self._device)
         if self._cache is not None:
             self._cache.reorder_cache(index)
         if self._encoded is not None:
@@ -151,4 +147,4 @@ class ModelSession:
         )
 
     def _upload(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=self.model.device)
+        return torch.tensor(rows, device=self._device)

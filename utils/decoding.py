@@ -7,9 +7,11 @@ decoders' own arguments; commands and settings are not known here.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from utils.errors import UserError
 from utils.events import FinishReason
-from utils.logits_processor import GreedyProcessor, LogitsProcessor
+from utils.logits_processor import GreedyProcessor, LogitsProcessor, UnusableLogits
 from utils.seeding import Noise, resolve_seed
 
 
@@ -30,6 +32,13 @@ class Decoding:
         ends = () if end_ids is None else (end_ids,) if isinstance(end_ids, int) else end_ids
         chosen = GreedyProcessor() if processor is None else processor
         return cls(processor=chosen, max_new=max_new, end_ids=frozenset(ends), noise=Noise(resolve_seed(seed)))
+
+    def law(self, logits: Tensor, name: str) -> Tensor:
+        """The processed law (..., V) of a model's logits (..., V). Raises UserError, naming the model, for logits that are not usable."""
+        try:
+            return self.processor(logits)
+        except UnusableLogits as error:
+            raise UserError(str(error).replace("The model", name, 1)) from error
 
     def length_limit(self, room: int | None) -> int:
         """The most new tokens a run may make where the model's context has this much room."""

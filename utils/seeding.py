@@ -52,7 +52,7 @@ class Noise:
 
     def uniform(self, domain: Domain, position: int, start: int) -> float:
         """One float64 in the open interval (0, 1)."""
-        return float(self._uniforms(domain, position, start, 1)[0])
+        return float(_uniforms(self._raw(domain, position, start, count=1))[0])
 
     def sample(self, weights: Tensor, position: int) -> int:
         """A token id drawn from the target's law (V,), not necessarily normalised, with the target's noise at this position.
@@ -60,26 +60,30 @@ class Noise:
         An exponential race, argmin E_i / w_i, which is the Gumbel-max trick without its second logarithm: the token depends on
         (seed, position, token id) and on the law, never on how many draws came before.
         """
-        support = weights.nonzero().squeeze(-1)
-        if len(support) == 1:  # a one-hot law needs no noise
-            return int(support)
-        ids = support.cpu().numpy()
-        exponentials = -np.log(self._uniforms(Domain.TARGET, position, 0, int(ids[-1]) + 1)[ids])
-        return int(ids[np.argmin(exponentials / weights[support].cpu().numpy())])
+        law = weights.cpu().numpy()
+        ids = np.flatnonzero(law)
+        if len(ids) == 1:  # a one-hot law needs no noise
+            return int(ids[0])
+        raw = self._raw(Domain.TARGET, position, 0, count=int(ids[-1]) + 1)
+        exponentials = -np.log(_uniforms(raw[ids]))
+        return int(ids[np.argmin(exponentials / law[ids])])
 
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
         """A token id drawn from weights (V,) by inversion, with the noise of a draft-side domain."""
-        support = weights.nonzero().squeeze(-1)
-        if len(support) == 1:
-            return int(support)
-        reached = weights[support].cpu().numpy().cumsum()
-        threshold = self.uniform(domain, position, start) * reached[-1]
-        index = min(int(np.searchsorted(reached, threshold, side="right")), len(reached) - 1)
-        return int(support[index])
+        top, likeliest = weights.max(dim=0)
+        if float(top) == 1.0:  # a one-hot law needs no noise
+            return int(likeliest)
+        reached = weights.cpu().cumsum(dim=0)
+        threshold = self.uniform(domain, position, start) * float(reached[-1])
+        index = int(torch.searchsorted(reached, threshold, right=True))
+        return index if index < len(reached) else int(weights.nonzero()[-1])  # rounding may put the threshold at the very end
 
-    def _uniforms(self, domain: Domain, position: int, start: int, count: int) -> np.ndarray:
+    def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
         counter = np.array([0, position, 0, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
-        raw = np.random.Philox(key=key, counter=counter).random_raw(count)
-        # 52 bits and a half: never 0, and never rounded up to 1.
-        return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def _uniforms(raw: np.ndarray) -> np.ndarray:
+    """Float64 in the open interval (0, 1) from 64 random bits: 52 of them and a half, so never 0 and never rounded up to 1."""
+    return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
