@@ -151,7 +151,7 @@ def serve(work: Iterator[Work], *, interactive: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the program; the exit status: 0, 1 if a line failed or nothing could be loaded, 2 usage, 130 interrupted."""
     arguments = parse_arguments(argv)
-    interactive = not arguments.lines and not arguments.prompts and sys.stdin.isatty() and sys.stdout.isatty()
+    interactive = not arguments.lines and not arguments.prompts and all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color)
     registry = default_registry()
     try:

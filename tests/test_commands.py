@@ -36,7 +36,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         "beams": 0,
         "gamma": 4,
         "length": 35,
-        "processor": "greedy 1",
+        "processor": "greedy",
         "seed": 42,
         "cache": True,
         "chat": True,
@@ -162,7 +162,7 @@ def test_help_of_one_command_and_show(bench: Workbench, view: Screen) -> None:
     assert "target's top tokens" in view.take()[1]
     bench.handle("/show")
     text = view.take()[1]
-    assert all(part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu, float32", "greedy 1", "256 tokens"))
+    assert all(part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu, float32", "greedy", "256 tokens"))
 
 
 def test_chat_stays_off_without_a_template_and_says_so(view: Screen) -> None:

@@ -91,7 +91,7 @@ def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
         assert row["finish"] == ("stop" if expected[-1] in pair.end_ids else "length")
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
         assert 0 < row["first_token_seconds"] <= row["seconds"]
-        assert row["seed"] == 42 and row["settings"]["gamma"] == 4 and row["settings"]["processor"] == "greedy 1"
+        assert row["seed"] == 42 and row["settings"]["gamma"] == 4 and row["settings"]["processor"] == "greedy"
         assert row["models"] == {"target": "tiny-target", "drafter": "tiny-drafter", "dtype": "float32", "device": "cpu"}
         assert row["versions"]["torch"]
     speculative, ngram, target = records_of(file)
@@ -215,6 +215,12 @@ def broken(job: Job) -> Iterator[Step]:
     yield
 
 
+def exhausting(job: Job) -> Iterator[Step]:
+    """A strategy that runs out of memory, as torch says it on a CPU."""
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    yield
+
+
 def table_with(steps) -> tuple:
     return tuple(replace(row, steps=steps) if row.name == "ngram" else row for row in infer.STRATEGIES)
 
@@ -244,6 +250,15 @@ def test_a_bug_shows_its_traceback_and_the_session_lives(view: Screen) -> None:
     bench = workbench(view, strategies=table_with(broken))
     assert bench.handle("Hello") is Verdict.FAILED
     assert "a bug" in view.take()[1]
+    bench.handle("/ngram off")
+    assert bench.handle("Hello") is Verdict.DONE
+
+
+def test_running_out_of_memory_is_a_sentence_and_the_session_lives(view: Screen) -> None:
+    bench = workbench(view, strategies=table_with(exhausting))
+    assert bench.handle("Hello") is Verdict.FAILED
+    message = view.take()[1]
+    assert message.startswith("Out of memory") and "Traceback" not in message
     bench.handle("/ngram off")
     assert bench.handle("Hello") is Verdict.DONE
 

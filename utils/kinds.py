@@ -161,6 +161,8 @@ class ProcessorKind:
         return maker(*values)
 
     def show(self, value: Any) -> str:
+        if value == GreedyProcessor():
+            return "greedy"
         return " ".join([value.name, *(f"{getattr(value, part.name):g}" for part in fields(value))])
 
 

@@ -52,5 +52,5 @@ def typed_lines(commands: Iterable[Command], *, colour: bool, prompt: str = "> "
 
 def piped_lines() -> Iterator[str]:
     """The lines of standard input, the last one with or without a newline."""
-    for line in sys.stdin:
+    for line in sys.stdin or ():  # None where standard input is closed
         yield line.rstrip("\r\n")

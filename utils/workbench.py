@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-import torch
-
 from utils.caching import ModelSession
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.errors import UserError
 from utils.events import FinishReason
 from utils.kinds import Limits, StorageSpec
+from utils.models.failures import is_out_of_memory
 from utils.models.prompting import has_chat_template, prompt_ids
 from utils.printing import Renderer, RunView
 from utils.records import RecordFile, record_of
@@ -88,12 +87,13 @@ class Workbench:
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
-        except (torch.OutOfMemoryError, MemoryError):
-            self._renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
         except BrokenPipeError:
             raise
-        except Exception:
-            self._renderer.crash()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
+            else:
+                self._renderer.crash()
         return Verdict.FAILED
 
     def _command(self, line: str) -> Verdict:

@@ -31,6 +31,9 @@ class Cause:
     sentence: str
 
 
+OUT_OF_MEMORY_CLASSES = ("OutOfMemoryError", "MemoryError")
+OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
 # The first row that matches wins, so the narrow ones come first.
 CAUSES = (
     Cause(("GatedRepoError",), (), "is gated: accept its licence on its model page, then log in with `hf auth login`"),
@@ -53,8 +56,8 @@ CAUSES = (
     Cause(("JSONDecodeError",), (), "holds a file that is not valid JSON: fetch or copy it again"),
     Cause((), ("backend tokenizer",), "has no usable tokenizer files: copy them next to the weights"),
     Cause(
-        ("OutOfMemoryError", "MemoryError"),
-        ("out of memory", "can't allocate memory", "not enough memory"),
+        OUT_OF_MEMORY_CLASSES,
+        OUT_OF_MEMORY_WORDS,
         "does not fit into memory: take a smaller model, --quantize int8, or another --device",
     ),
 )
@@ -82,6 +85,11 @@ def explanation(error: BaseException, name: str) -> str:
     # What follows the first line is advice for programmers.
     first = next(iter(text.strip().splitlines()), "")
     return f"'{name}' could not be loaded: {first[:300].rstrip('.') or type(error).__name__}."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is some library's way to say that memory, the machine's or a GPU's, did not suffice."""
+    return type(error).__name__ in OUT_OF_MEMORY_CLASSES or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
