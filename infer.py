@@ -121,7 +121,7 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records), settings, limits)
     for note in pair.notes:
         renderer.note(note)
-    renderer.note("warming up ...")
+    renderer.note(f"warming up {pair.target_name}, drafter: {pair.drafter_name or 'none'} ...")
     workbench.warm_up()
     return workbench
 

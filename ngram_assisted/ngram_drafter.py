@@ -12,7 +12,7 @@ from sampling.drafting import Draft, Verified
 from sampling.speculative import speculative_steps
 from utils.bounds import MAX_FILLER
 from utils.caching import ModelSession
-from utils.decoding import Decoding
+from utils.decoding import Decoding, token_ids
 from utils.errors import UserError
 from utils.logits_processor import LogitsProcessor, top_tokens
 from utils.printing import traced
@@ -90,6 +90,6 @@ def ngram_assisted_speculative_generate(
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     drafter = NGramDrafter(ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
-    rounds = speculative_steps(inputs, drafter, session, decoding, gamma=gamma, first_target=first_target)
+    rounds = speculative_steps(token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target)
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

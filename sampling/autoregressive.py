@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from utils.caching import ModelSession
-from utils.decoding import Decoding
+from utils.decoding import Decoding, token_ids
 from utils.events import Step
 from utils.logits_processor import LogitsProcessor
 from utils.printing import traced
@@ -46,7 +46,7 @@ def autoregressive_generate(
     """
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(model, use_cache=use_cache, rewinds=False, start_token=pad_token_id)
-    return tokens_of(traced(autoregressive_steps(inputs, session, decoding), enabled=debug))
+    return tokens_of(traced(autoregressive_steps(token_ids(inputs), session, decoding), enabled=debug))
 
 
 autoregressive_generate_encoder_decoder = autoregressive_generate

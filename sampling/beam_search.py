@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from utils.caching import ModelSession
-from utils.decoding import Decoding
+from utils.decoding import Decoding, token_ids
 from utils.errors import UserError
 from utils.events import FinishReason, Step
 from utils.logits_processor import highest, top_tokens
@@ -110,4 +110,4 @@ def beam_search_generate(
     decoding = Decoding.of(None, max_gen_len, end_ids=eos_tokens_id, seed=0 if seed is None else seed)
     session = ModelSession(model, rewinds=False, start_token=pad_token_id)
     width = BeamWidth(num_beams, top_k, min_length, alpha)
-    return tokens_of(traced(beam_search_steps(inputs, session, decoding, width), enabled=debug, tokenizer=tokenizer))
+    return tokens_of(traced(beam_search_steps(token_ids(inputs), session, decoding, width), enabled=debug, tokenizer=tokenizer))

@@ -13,7 +13,7 @@ from torch import Tensor
 from sampling.drafting import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
 from sampling.verification import verify
 from utils.caching import ModelSession
-from utils.decoding import Decoding
+from utils.decoding import Decoding, token_ids
 from utils.errors import UserError
 from utils.events import FinishReason, Step
 from utils.logits_processor import LogitsProcessor
@@ -101,7 +101,7 @@ def speculative_generate(
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     drafting = ModelDrafter(ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id), decoding, session.vocab_size)
     rule = partial(verify, adjust=not skip_sample_adjustment)
-    rounds = speculative_steps(inputs, drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
+    rounds = speculative_steps(token_ids(inputs), drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0
 

@@ -112,6 +112,25 @@ def test_unusable_prompts_are_refused_in_a_sentence(prompt: list[int]) -> None:
         ngram_assisted_speculative_generate(prompt, NGramStorage(3, 64), model)
 
 
+def test_arrays_and_tensors_of_ids_are_as_good_as_lists() -> None:
+    import numpy as np
+    import torch
+
+    model, ids = tiny_llama(), [3, 9, 4]
+    end = autoregressive_generate(ids, model, 9, eos_tokens_id=-1)[5]
+    expected = autoregressive_generate(ids, model, 9, eos_tokens_id=end)
+    for inputs in (tuple(ids), np.array(ids), torch.tensor(ids), iter(ids)):
+        made = speculative_generate(inputs, model, model, max_gen_len=9, eos_tokens_id=np.int64(end))[0]
+        assert made == expected and all(type(token) is int for token in made)
+    assert (
+        ngram_assisted_speculative_generate(torch.tensor(ids), NGramStorage(3, 64), model, max_gen_len=9, eos_tokens_id=(end,))[0]
+        == expected
+    )
+    for inputs in ([ids], "text", torch.tensor([ids, ids]), 5, [1.5]):
+        with pytest.raises(UserError, match="flat list of token ids"):
+            autoregressive_generate(inputs, model)
+
+
 def test_generation_stops_at_the_contexts_end_and_a_full_prompt_is_refused() -> None:
     model = tiny_llama(max_position_embeddings=16)
     for gamma in (0, 1, 3, 8):

@@ -6,6 +6,7 @@ decoders' own arguments; commands and settings are not known here.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 
 from torch import Tensor
 
@@ -29,9 +30,8 @@ class Decoding:
         """From the loose arguments of the library functions. Raises UserError for a negative length."""
         if max_new < 0:
             raise UserError(f"max_gen_len {max_new} is out of range: 0 or more.")
-        ends = () if end_ids is None else (end_ids,) if isinstance(end_ids, int) else end_ids
         chosen = GreedyProcessor() if processor is None else processor
-        return cls(processor=chosen, max_new=max_new, end_ids=frozenset(ends), noise=Noise(resolve_seed(seed)))
+        return cls(chosen, max_new, _end_ids(end_ids), Noise(resolve_seed(seed)))
 
     def law(self, logits: Tensor, name: str) -> Tensor:
         """The processed law (..., V) of a model's logits (..., V). Raises UserError, naming the model, for logits that are not usable."""
@@ -49,3 +49,17 @@ class Decoding:
         if token in self.end_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if made >= limit else None
+
+
+def token_ids(inputs: Iterable[int]) -> list[int]:
+    """Plain ints from a flat sequence of ids: a list, a one-dimensional array or tensor. Raises UserError for anything else."""
+    try:
+        return [index(token) for token in inputs]
+    except TypeError as error:
+        raise UserError("The prompt must be a flat list of token ids, such as tokenizer(text).input_ids gives.") from error
+
+
+def _end_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset(token_ids(ids if isinstance(ids, Iterable) else (ids,)))
