@@ -6,6 +6,7 @@ ngram_assisted, how it looks in utils.printing, what a line does in utils.workbe
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,13 +18,13 @@ from utils.arguments import parse_arguments, read_prompts
 
 if __name__ == "__main__":
     parse_arguments()  # --help and usage errors answer before the heavy imports below
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while those last, Ctrl-C just ends
 
 import argparse
-from dataclasses import replace
 
 from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
 from sampling import BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
-from utils.caching import ModelSession, context_length
+from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Registry, default_registry
 from utils.decoding import Decoding
 from utils.errors import UserError
@@ -57,7 +58,7 @@ def _speculative(job: Job) -> Iterator[Step]:
 def _ngram(job: Job) -> Iterator[Step]:
     decoding = _decoding(job)
     target = ModelSession(job.pair.target, use_cache=job.settings.cache)
-    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler)
+    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler, vocab_size=target.vocab_size)
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma)
 
 
@@ -102,8 +103,8 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
     """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
     named = PAIRS[arguments.pair or "embedded"]
     return PairRequest(
-        target=arguments.target or named.target,
-        drafter=arguments.drafter or (None if arguments.target else named.drafter),
+        target=named.target if arguments.target is None else arguments.target,
+        drafter=named.drafter if arguments.target is None and arguments.drafter is None else arguments.drafter,
         device=arguments.device,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -111,14 +112,13 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
     )
 
 
-def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry) -> Workbench:
+def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool) -> Workbench:
     """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
     records = RecordFile(arguments.json) if arguments.json else None
     pair = load_pair(pair_request(arguments), renderer.note)
-    limits = Limits(context_length(pair.target) or Limits().context, ModelSession(pair.target, rewinds=False).vocab_size)
-    settings = Settings(seed=arguments.seed)
-    settings = replace(settings, length=min(settings.length, limits.context))
-    workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records), settings, limits)
+    limits = Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
+    settings = Settings(seed=arguments.seed, length=min(Settings().length, limits.context))
+    workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records, interactive), settings, limits)
     for note in pair.notes:
         renderer.note(note)
     renderer.note(f"warming up {pair.target_name}, drafter: {pair.drafter_name or 'none'} ...")
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     registry = default_registry()
     try:
         prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
-        workbench = assemble(arguments, renderer, registry)
+        workbench = assemble(arguments, renderer, registry, interactive=interactive)
         lines: Iterable[str] = arguments.lines
         if interactive:
             renderer.note("Type a prompt, or /help for the commands; /quit or Ctrl-D leaves.")
@@ -175,4 +175,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

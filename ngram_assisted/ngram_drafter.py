@@ -25,14 +25,18 @@ class NGramDrafter:
 
     storage: filled in `begin` from the prompt, never reset here. filler_top_k: at each new position the generated token and the rest of
     the target's top k are entered; 1 enters only what was generated. stop_if_unknown: end a draft at an unknown context; otherwise
-    unknown positions get ids drawn from the seed.
+    unknown positions get ids drawn from the seed. vocab_size: the target's, where it is not the storage's; ids that only
+    one of them has are neither drafted nor entered.
     """
 
-    def __init__(self, storage: NGramStorage, noise: Noise, *, filler_top_k: int = 3, stop_if_unknown: bool = True) -> None:
+    def __init__(
+        self, storage: NGramStorage, noise: Noise, *, filler_top_k: int = 3, stop_if_unknown: bool = True, vocab_size: int | None = None
+    ) -> None:
         if not 1 <= filler_top_k <= MAX_FILLER:
             raise UserError(f"filler_top_k {filler_top_k} is out of range: 1 to {MAX_FILLER}.")
         self._storage, self._noise = storage, noise
         self._filler_top_k, self._stop_if_unknown = filler_top_k, stop_if_unknown
+        self._vocab_size = min(storage.vocab_size, storage.vocab_size if vocab_size is None else vocab_size)
         self._origin = 0
         self._reach = storage.n - 1  # how far back a context matters
 
@@ -46,10 +50,10 @@ class NGramDrafter:
         tokens: list[int] = []
         for position in range(start, start + count):
             token = self._storage.next_token(window)
-            if token is None:
+            if token is None or token >= self._vocab_size:
                 if self._stop_if_unknown:
                     break
-                token = int(self._noise.uniform(Domain.FILL, position, start) * self._storage.vocab_size)
+                token = int(self._noise.uniform(Domain.FILL, position, start) * self._vocab_size)
             tokens.append(token)
             window = [*window, token][-self._reach :]
         return Draft(tokens)
@@ -60,7 +64,7 @@ class NGramDrafter:
             if self._filler_top_k > 1:
                 best = top_tokens(verified.logits[row], self._filler_top_k)
                 followers += [token for token in best if token != context[index]]
-            self._storage.update(context[max(0, index - self._reach) : index], followers)
+            self._storage.update(context[max(0, index - self._reach) : index], [token for token in followers if token < self._vocab_size])
 
 
 def ngram_assisted_speculative_generate(
@@ -88,8 +92,10 @@ def ngram_assisted_speculative_generate(
     Raises UserError (a ValueError) for an unusable prompt, argument, cache or logits.
     """
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
-    drafter = NGramDrafter(ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
+    drafter = NGramDrafter(
+        ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, vocab_size=session.vocab_size
+    )
     rounds = speculative_steps(token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target)
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

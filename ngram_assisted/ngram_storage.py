@@ -37,8 +37,8 @@ class NGramStorage:
     """
 
     def __init__(self, n: int, vocab_size: int) -> None:
-        if not MIN_ORDER <= n <= MAX_ORDER:
-            raise UserError(f"n-gram order {n} is out of range: {MIN_ORDER} to {MAX_ORDER}.")
+        if not isinstance(n, int) or not MIN_ORDER <= n <= MAX_ORDER:
+            raise UserError(f"n-gram order {n} is out of range: a whole number from {MIN_ORDER} to {MAX_ORDER}.")
         if vocab_size < 1:
             raise UserError(f"A vocabulary of {vocab_size} tokens is too small: at least 1.")
         self.n, self.vocab_size = n, vocab_size

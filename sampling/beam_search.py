@@ -1,7 +1,8 @@
 """Beam search with length penalty, cached, yielding the steps of the best beam once it is known.
 
 Scores are log-probabilities summed, divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016, arXiv 1609.08144).
-Beams live in the rows of one session; a beam that ended stays among the candidates with the score it ended with.
+Beams live in the rows of one session; a beam that ended stays among the candidates with the score it ended with, and the best that ever
+ended is the answer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 
 from utils.caching import ModelSession
-from utils.decoding import Decoding, token_ids
+from utils.decoding import Decoding, check_count, named, token_ids
 from utils.errors import UserError
 from utils.events import FinishReason, Step
-from utils.logits_processor import highest, top_tokens
+from utils.logits_processor import highest, leading
 from utils.printing import traced
 from utils.results import tokens_of
+
+MAX_PENALTY = 100.0  # of min_length and of the exponent alpha
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,11 @@ class BeamWidth:
     alpha: float = 1.2
 
     def __post_init__(self) -> None:
-        if self.num_beams < 1 or self.top_k < 1:
-            raise UserError(f"num_beams {self.num_beams} and top_k {self.top_k} must both be at least 1.")
-        if self.min_length < 0:
-            raise UserError(f"min_length {self.min_length} is out of range: 0 or more.")
+        check_count("num_beams", self.num_beams, low=1)
+        check_count("top_k", self.top_k, low=1)
+        for name, value in (("min_length", self.min_length), ("alpha", self.alpha)):
+            if not 0 <= value <= MAX_PENALTY:
+                raise UserError(f"{name} {value} is out of range: 0 to {MAX_PENALTY:g}.")
 
     def score(self, beam: Beam) -> float:
         penalty = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
@@ -59,6 +63,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     if limit < 1:
         return
     beams, forwards = [Beam()], 0
+    best: Beam | None = None  # the best beam that ever ended, also where others pushed it out later
     while any(beam.finish is None for beam in beams):
         live = [beam for beam in beams if beam.finish is None]
         if forwards:
@@ -67,18 +72,22 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
         forwards += 1
         grown = [beam for beam in beams if beam.finish is not None]
         for row, beam in enumerate(live):
-            grown.extend(_continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit))
+            with named(session.name):
+                grown.extend(_continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit))
+        ended = [beam for beam in grown if beam.finish is not None]
+        best = max([best, *ended] if best else ended, key=width.score, default=None)
         beams = sorted(grown, key=width.score, reverse=True)[: width.num_beams]
-    yield from _steps_of(beams[0], forwards)
+    assert best is not None
+    yield from _steps_of(best, forwards)
 
 
 def _continuations(beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int) -> Iterator[Beam]:
     highest(logits)
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
-    for token in top_tokens(log_probs, top_k):
+    values, ids = leading(log_probs, min(top_k, len(log_probs)))
+    for value, token in zip(values.tolist(), ids.tolist(), strict=True):
         tokens = (*beam.tokens, token)
-        finish = decoding.finish_of(token, len(tokens), limit)
-        yield Beam(tokens, beam.log_prob + float(log_probs[token]), row, finish)
+        yield Beam(tokens, beam.log_prob + value, row, decoding.finish_of(token, len(tokens), limit))
 
 
 def _steps_of(beam: Beam, forwards: int) -> Iterator[Step]:

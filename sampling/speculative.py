@@ -13,7 +13,7 @@ from torch import Tensor
 from sampling.drafting import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
 from sampling.verification import verify
 from utils.caching import ModelSession
-from utils.decoding import Decoding, token_ids
+from utils.decoding import Decoding, check_count, token_ids
 from utils.errors import UserError
 from utils.events import FinishReason, Step
 from utils.logits_processor import LogitsProcessor
@@ -42,8 +42,7 @@ def speculative_steps(
 
     first_target: the first round drafts nothing. Raises UserError for an unusable prompt, gamma, cache or logits.
     """
-    if gamma < 0:
-        raise UserError(f"gamma {gamma} is out of range: 0 or more drafts per round.")
+    check_count("gamma", gamma)
     context = target.begin(prompt)
     origin = len(context)
     limit = decoding.length_limit(target.room(context))

@@ -22,11 +22,12 @@ def verify(law: Tensor, draft: Draft, noise: Noise, *, start: int, adjust: bool 
 
 def verify_one_hot(law: Tensor, drafted: list[int], noise: Noise, *, start: int) -> tuple[int, int]:
     """Drafts without a law of their own: draw x ~ p, emit it always, and go on while it equals the draft. Exact for any draft."""
+    tokens = noise.samples(law, start)
     for index, wanted in enumerate(drafted):
-        token = noise.sample(law[index], start + index)
+        token = next(tokens)
         if token != wanted:
             return index, token
-    return len(drafted), noise.sample(law[len(drafted)], start + len(drafted))
+    return len(drafted), next(tokens)
 
 
 def verify_rejection(law: Tensor, draft: Draft, noise: Noise, *, start: int, adjust: bool = True) -> tuple[int, int]:

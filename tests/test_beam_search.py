@@ -29,6 +29,7 @@ def reference(
         return beam[1] / ((min_length + len(beam[0])) / (min_length + 1)) ** alpha
 
     kept: list[tuple[list[int], float]] = [([], 0.0)]
+    ended: list[tuple[list[int], float]] = []
     while any(len(tokens) < length and end not in tokens for tokens, _ in kept):
         grown = [beam for beam in kept if end in beam[0]]
         for tokens, total in kept:
@@ -36,8 +37,9 @@ def reference(
                 row = log_probs(model, prompt, tokens)
                 best = row.topk(top_k)
                 grown += [([*tokens, int(token)], total + float(value)) for value, token in zip(best.values, best.indices, strict=True)]
+        ended += [beam for beam in grown if end in beam[0] or len(beam[0]) >= length]
         kept = sorted(grown, key=score, reverse=True)[:beams]
-    return kept[0][0]
+    return max(ended, key=score)[0]
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -65,7 +67,7 @@ def test_one_beam_is_greedy_and_more_find_a_text_at_least_as_likely() -> None:
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    for arguments in ({"num_beams": 0}, {"top_k": 0}, {"min_length": -1.0}):
+    for arguments in ({"num_beams": 0}, {"top_k": 0}, {"top_k": 1.5}, {"min_length": -1.0}, {"alpha": 1e6}, {"alpha": float("nan")}):
         with pytest.raises(UserError):
             beam_search_generate([1], tiny_llama(), **arguments)
     assert beam_search_generate([1], tiny_llama(), 0) == []

@@ -6,9 +6,11 @@ from toys import ToyModel, chain, decoding, session
 
 from ngram_assisted import NGramDrafter, NGramStorage, ngram_assisted_speculative_generate
 from sampling import (
+    BeamWidth,
     ModelDrafter,
     autoregressive_generate,
     autoregressive_steps,
+    beam_search_steps,
     speculative_generate,
     speculative_steps,
 )
@@ -210,6 +212,35 @@ def test_unusable_logits_are_an_error_with_the_models_name(bad: float) -> None:
     model.table[7, :] = bad
     with pytest.raises(UserError, match="toy returned logits"):
         list(autoregressive_steps([0], session(model), decoding(3)))
+
+
+def test_beams_and_drafters_name_their_model_too() -> None:
+    broken, sound = chain(PATH, 10), chain(PATH, 10)
+    broken.table[7, :] = float("nan")
+    broken.name_or_path = "the broken one"
+    with pytest.raises(UserError, match="^the broken one returned logits"):
+        list(beam_search_steps([0], session(broken), decoding(3), BeamWidth()))
+    with pytest.raises(UserError, match="^the broken one returned logits"):
+        list(speculative_steps([0], ModelDrafter(session(broken), decoding(9), 10), session(sound), decoding(9), gamma=3))
+
+
+def test_arguments_that_are_no_counts_are_refused_in_a_sentence() -> None:
+    model = tiny_llama()
+    for arguments in ({"gamma": None}, {"gamma": 2.0}, {"max_gen_len": None}, {"seed": -1}, {"seed": 2**32}, {"seed": 3.7}):
+        with pytest.raises(UserError, match="out of range"):
+            speculative_generate([1], model, model, **arguments)
+    for ends in ([[1]], "x", 1.5):
+        with pytest.raises(UserError, match="eos_tokens_id"):
+            autoregressive_generate([1], model, eos_tokens_id=ends)
+    assert autoregressive_generate([1], model, 3, eos_tokens_id=[None, -1]) == autoregressive_generate([1], model, 3, eos_tokens_id=None)
+
+
+def test_a_processor_of_ones_own_may_return_any_float_format() -> None:
+    import torch
+
+    model = tiny_llama()
+    made = autoregressive_generate([1], model, 5, lambda logits: torch.softmax(logits, -1).bfloat16(), -1, seed=0)
+    assert len(made) == 5
 
 
 def test_minus_infinity_is_probability_zero() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.commands import default_registry
-from utils.kinds import Limits, StorageSpec
+from utils.kinds import Limits, ProcessorKind, StorageSpec
 from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
 from utils.settings import Settings, as_json
 from utils.workbench import Verdict, Workbench
@@ -78,6 +78,7 @@ def test_toggles_flip_and_take_on_and_off(name: str, bench: Workbench) -> None:
         ("/system none", "system", ""),
         ("/system default", "system", None),
         ("  /gamma   7  ", "gamma", 7),
+        ("/gamma\t7", "gamma", 7),
     ],
 )
 def test_good_values_are_taken(line: str, field: str, value: object, bench: Workbench) -> None:
@@ -101,7 +102,6 @@ BAD = [
     ("/top_k_filler 0", "1 to 64"),
     ("/debug maybe", "neither on nor off"),
     ("/speculative 1", "neither on nor off"),
-    ("/processor", None),
     ("/processor nuclues 0.8 0.9", "Did you mean nucleus?"),
     ("/processor nucleus", "T 0 to 100, P above 0, at most 1"),
     ("/processor nucleus 0.8", "for example: nucleus 0.8 0.95"),
@@ -126,10 +126,13 @@ BAD = [
     ("/xyzzy", "/help lists them"),
     ("/", "There is no command /"),
     ("/Gamma 3", "the nearest is /gamma"),
+    ("/ gamma 3", "There is no command /"),
+    ("/quit now", "/quit takes no argument; 'now' is one too many."),
+    ("/show gamma", "takes no argument"),
 ]
 
 
-@pytest.mark.parametrize(("line", "answer"), [row for row in BAD if row[1]])
+@pytest.mark.parametrize(("line", "answer"), BAD)
 def test_bad_values_get_one_sentence_and_change_nothing(line: str, answer: str, bench: Workbench, view: Screen) -> None:
     before = bench.settings
     assert bench.handle(line) is Verdict.FAILED
@@ -151,7 +154,7 @@ def test_help_shows_every_command_with_its_current_value(bench: Workbench, view:
     bench.handle("/gamma 9")
     view.take()
     bench.handle("/help")
-    text = view.take()[1]
+    text = view.take()[0]
     for command in default_registry():
         assert f"/{command.name}" in text
     assert next(line for line in text.splitlines() if line.startswith("/gamma")).split()[2] == "9"
@@ -159,18 +162,34 @@ def test_help_shows_every_command_with_its_current_value(bench: Workbench, view:
 
 def test_help_of_one_command_and_show(bench: Workbench, view: Screen) -> None:
     bench.handle("/help top_k_filler")
-    assert "target's top tokens" in view.take()[1]
+    assert "target's top tokens" in view.take()[0]
     bench.handle("/show")
-    text = view.take()[1]
+    text = view.take()[0]
     assert all(part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu, float32", "greedy", "256 tokens"))
 
 
 def test_chat_stays_off_without_a_template_and_says_so(view: Screen) -> None:
     bench = workbench(view, tiny_pair(chat=False))
     assert not bench.settings.chat
+    assert "no chat template" in view.take()[1]
     bench.handle("/chat on")
     assert not bench.settings.chat
     assert "no chat template" in view.take()[1]
+
+
+def test_a_setting_without_effect_says_so(bench: Workbench, view: Screen) -> None:
+    bench.handle("/system Be brief.")
+    assert "no effect" not in view.take()[1]
+    bench.handle("/chat off")
+    bench.handle("/system Be brief.")
+    assert "(no effect while /chat is off)" in view.take()[1]
+
+
+@pytest.mark.parametrize("line", ["multinomial 0.123456789", "topk 100 2", "nucleus 1e-07 0.9999999", "topknucleus 33.333333333 7 0.1"])
+def test_a_shown_processor_can_be_typed_again_without_loss(line: str) -> None:
+    kind = ProcessorKind()
+    value = kind.parse(line, None, Limits())
+    assert kind.parse(kind.show(value), None, Limits()) == value
 
 
 def test_quit_and_clear(bench: Workbench) -> None:

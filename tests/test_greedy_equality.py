@@ -11,13 +11,17 @@ from tiny import tiny_bart, tiny_llama, tiny_sliding, tiny_t5
 
 from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
 from sampling import (
+    ModelDrafter,
     autoregressive_generate,
     autoregressive_generate_encoder_decoder,
     speculative_generate,
     speculative_generate_encoder_decoder,
+    speculative_steps,
 )
 from utils.caching import ModelSession
+from utils.decoding import Decoding
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
+from utils.results import tokens_of
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 LENGTH = 18
@@ -185,14 +189,12 @@ def test_a_rewind_that_is_off_by_one_is_noticed(kind: str, offset: int, monkeypa
 
 
 def test_soft_greedy_is_noticed(targets: dict, oracles: dict) -> None:
-    """The original's mistake: the p/q test on the full softmax, though the text is meant to be greedy."""
-
-    class SoftGreedy:
-        def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-            return torch.softmax(logits.double(), dim=-1)
-
-    made, _ = speculative_generate(PROMPT, BUILDERS["llama"](seed=1), targets["llama"], None, 4, SoftGreedy(), LENGTH, NO_END, seed=0)
-    assert made != oracles["llama"]
+    """The original's mistake: greedy drafts, but judged by p/q on the full softmax, so a draft may stand that greedy would not say."""
+    greedy = Decoding.of(GreedyProcessor(), LENGTH, end_ids=None, seed=0)
+    soft = Decoding.of(MultinomialProcessor(1.0), LENGTH, end_ids=None, seed=0)
+    target = ModelSession(targets["llama"])
+    drafter = ModelDrafter(ModelSession(BUILDERS["llama"](seed=1)), greedy, target.vocab_size)
+    assert tokens_of(speculative_steps(PROMPT, drafter, target, soft, gamma=4)) != oracles["llama"]
 
 
 def test_equality_holds_past_the_sliding_window_and_over_a_long_text() -> None:

@@ -18,6 +18,7 @@ from utils.logits_processor import (
     nucleus,
     top_tokens,
 )
+from utils.seeding import Noise
 
 ALL = [
     GreedyProcessor(),
@@ -139,6 +140,8 @@ def test_leading_entries_equal_a_stable_sort(rows: list[list[int]], count: int) 
         lambda: MultinomialProcessor(101),
         lambda: MultinomialProcessor(math.nan),
         lambda: TopKProcessor(1, 0),
+        lambda: TopKProcessor(1, 2.0),
+        lambda: TopKProcessor(1, math.inf),
         lambda: NucleusProcessor(1, 0),
         lambda: NucleusProcessor(1, 1.01),
         lambda: TopKNucleusProcessor(1, 1.5, 0.5),
@@ -147,6 +150,12 @@ def test_leading_entries_equal_a_stable_sort(rows: list[list[int]], count: int) 
 def test_arguments_out_of_range_are_refused_with_the_range(build) -> None:
     with pytest.raises(UserError, match="out of range"):
         build()
+
+
+def test_large_half_precision_logits_are_usable_and_tiny_temperatures_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    assert GreedyProcessor()(torch.full((64, 3), 1100.0, dtype=torch.float16)).sum() == 64
+    law = MultinomialProcessor(0.02)(torch.arange(20.0)[None])[0]
+    assert Noise(0).sample(law, 0) == 19 and not list(recwarn)
 
 
 def test_top_k_beyond_the_vocabulary_keeps_everything() -> None:

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_llama
 
-from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
+from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
+from sampling import autoregressive_generate, speculative_steps
+from utils.caching import ModelSession
+from utils.decoding import Decoding
 from utils.errors import UserError
 
 TOKENS = st.integers(0, 4)
@@ -160,13 +163,29 @@ def test_a_storage_outlives_a_call_and_helps_the_next_one() -> None:
 
 
 def test_unknown_positions_are_filled_from_the_seed() -> None:
+    def drafts(seed: int) -> list[tuple[int, ...]]:
+        plan = Decoding.of(None, 9, end_ids=None, seed=seed)
+        drafter = NGramDrafter(NGramStorage(3, 64), plan.noise, stop_if_unknown=False, filler_top_k=1)
+        return [step.drafted for step in speculative_steps([1], drafter, ModelSession(tiny_llama()), plan, gamma=3)]
+
+    assert drafts(1) == drafts(1) != drafts(2)
+    assert len({token for draft in drafts(1) for token in draft}) > 5
+
+
+@pytest.mark.parametrize("size", [60, 70])
+@pytest.mark.parametrize("stop_if_unknown", [True, False])
+def test_a_storage_of_another_size_than_the_vocabulary_is_fine(size: int, stop_if_unknown: bool) -> None:
+    """Padded vocabularies: ids that only the storage or only the target has are neither drafted nor entered."""
     model = tiny_llama()
-    runs = []
-    for seed in (1, 1, 2):
-        storage = Recorder(3, 64)
-        runs.append(ngram_assisted_speculative_generate([1], storage, model, gamma=3, max_gen_len=9, eos_tokens_id=-1, seed=seed))
-    assert runs[0] == runs[1]
-    assert runs[0][0] == runs[2][0]
+    expected = autoregressive_generate([1, 2, 3], model, 30, eos_tokens_id=-1)
+    storage = NGramStorage(2, size)
+    if size > 64:
+        storage.update([3], [69])
+        storage.update([expected[0]], [66, 66])
+    made, _ = ngram_assisted_speculative_generate(
+        [1, 2, 3], storage, model, max_gen_len=30, eos_tokens_id=-1, first_target=False, stop_if_unknown=stop_if_unknown, filler_top_k=64
+    )
+    assert made == expected
 
 
 @pytest.mark.parametrize("top_k", [0, 65])

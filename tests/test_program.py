@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
+import infer
+from utils.arguments import read_prompts
+from utils.errors import UserError
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def program(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def program(*arguments: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "infer.py"), *map(str, arguments)],
         input=stdin,
@@ -30,6 +34,7 @@ def program(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[
         encoding="utf-8",
         timeout=120,
         cwd=ROOT,
+        env=os.environ | environment,
     )
 
 
@@ -118,18 +123,43 @@ def test_bad_prompt_files_are_one_sentence(text: str | None, folder: Path, tmp_p
     assert result.returncode == 1 and "Traceback" not in result.stderr and str(prompts) in result.stderr
 
 
-def test_what_cannot_be_loaded_or_written_is_one_sentence_and_status_one(folder: Path, tmp_path: Path) -> None:
-    for flags in (
-        ["--target", tmp_path / "nothing"],
-        ["--target", tmp_path],
-        ["--target", folder, "--drafter", "layers:9"],
-        ["--target", folder, "--drafter", "layers:x"],
-        ["--target", folder, "--json", tmp_path / "no" / "such" / "folder.jsonl"],
-        ["--target", folder, "--device", "cuda:7"],
-    ):
-        result = program(*flags, "-c", "Hello")
-        last = result.stderr.strip().splitlines()[-1]
-        assert result.returncode == 1 and "Traceback" not in result.stderr and last.endswith("."), result.stderr
+def test_prompt_files_may_begin_with_a_byte_order_mark_and_hold_any_character(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text('\ufeff{"prompt": "a\u2028b"}\r\nc\u0085d\r\n', encoding="utf-8", newline="")
+    assert list(read_prompts(prompts)) == ["a\u2028b", "c\u0085d"]
+    prompts.write_text('{"prompt": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="line 1"):
+        list(read_prompts(prompts))
+
+
+def test_a_terminal_that_lacks_characters_gets_replacements(folder: Path) -> None:
+    result = program("--target", folder, "-c", "/length 5", "-c", "h\u00e9llo", PYTHONIOENCODING="ascii:strict")
+    assert result.returncode == 0 and "Traceback" not in result.stderr and "Target only" in result.stdout
+    assert result.stdout.isascii() and "> h?llo" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--target", "{here}/nothing"],
+        ["--target", "{here}"],
+        ["--target", ""],
+        ["--target", "{folder}", "--drafter", ""],
+        ["--target", "{folder}", "--drafter", "layers:9"],
+        ["--target", "{folder}", "--drafter", "layers:x"],
+        ["--target", "{folder}", "--json", "{here}/no/such/folder.jsonl"],
+        ["--target", "{folder}", "--device", "cuda:7"],
+        ["--target", "{folder}", "--prompts", "{here}/none"],
+    ],
+)
+def test_what_cannot_be_loaded_or_written_is_one_sentence_and_status_one(
+    flags: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = infer.main([flag.format(here=tmp_path, folder=folder) for flag in flags] + ["-c", "Hello"])
+    results, messages = capsys.readouterr()
+    assert status == 1 and results == ""
+    last = messages.strip().splitlines()[-1]
+    assert last.endswith(".") and "Traceback" not in messages and "Hello" not in messages
 
 
 def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiny import tiny_llama
 from toys import ToyModel, chi_square, decoding, joint_law, opposed, session, toy
 
 from ngram_assisted import NGramDrafter, NGramStorage
-from sampling import ModelDrafter, Verified, autoregressive_steps, speculative_steps, verify
+from sampling import ModelDrafter, Verified, autoregressive_steps, speculative_generate, speculative_steps, verify
 from sampling.drafting import Draft
 from utils.logits_processor import (
     LogitsProcessor,
@@ -80,6 +81,24 @@ def test_ngram_assisted_text_is_plain_text_at_every_seed(processor: LogitsProces
     for seed in range(60):
         plain = tokens_of(autoregressive_steps([START], session(target), decoding(LENGTH, processor=processor, seed=seed)))
         assert list(assist(target, seed, processor=processor)) == plain
+
+
+@pytest.mark.parametrize("size", [9, 7])
+def test_cached_runs_with_a_drafter_of_another_vocabulary_follow_the_law(size: int) -> None:
+    """The library's own path on a tiny Llama of 8 tokens, the drafter's vocabulary padded or short: joint law of the first two tokens."""
+    target, drafter, processor = tiny_llama(seed=0, vocab_size=8), tiny_llama(seed=1, vocab_size=size), MultinomialProcessor(2.0)
+    prompt = [3, 1, 5]
+    with torch.no_grad():
+        first = processor(target(torch.tensor([prompt])).logits[0, -1:])[0]
+        second = processor(target(torch.tensor([[*prompt, token] for token in range(8)])).logits[:, -1])
+    law = {(a, b): float(first[a] * second[a, b]) for a in range(8) for b in range(8)}
+
+    def sample(seed: int) -> tuple[int, ...]:
+        made, _ = speculative_generate(prompt, drafter, target, None, 2, processor, 3, -1, first_target=False, seed=seed)
+        return tuple(made[:2])
+
+    statistic, threshold = chi_square(sample, law, 1500)
+    assert statistic < threshold
 
 
 def double_draw(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Whole prompts through a session of tiny models: what is run, shown, recorded, interrupted, and what survives."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,8 +153,10 @@ def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
     bench.handle("Hello")
     lines = view.take()[0].splitlines()
     rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
-    assert rounds and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
-    assert all(sign in "+-=*" for line in rounds for sign in [part[0] for part in line.split()[1:] if part[:1] in "+-=*"])
+    assert len(rounds) >= 2 and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
+    for line in rounds:
+        signs = "".join(re.findall(r' ([+=*-])(?:"|#)', line))
+        assert re.fullmatch(r"\+*(-*=|\*)|\++", signs), line
 
 
 def test_colours_in_debug_are_green_red_and_blue() -> None:
@@ -180,7 +183,7 @@ def test_typed_escapes_stand_for_newline_and_tab_and_say_sends_as_it_stands(view
     for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", r"/say /gamma 3 \n", "  /say   two  words"):
         bench.handle(line)
     bench.send("/gamma 9")
-    assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "two  words", "/gamma 9"]
+    assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "  two  words", "/gamma 9"]
     assert bench.settings.gamma == 4
 
 
@@ -292,6 +295,56 @@ def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) 
     rows = {row["strategy"]: row for row in records_of(file)}
     assert len(rows) == 5
     assert rows["speculative"]["token_ids"] == rows["ngram"]["token_ids"] == rows["target"]["token_ids"]
+
+
+def test_a_bug_in_one_strategy_leaves_the_others_and_their_records(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file, strategies=table_with(broken))
+    assert bench.handle("Hello") is Verdict.FAILED
+    assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
+
+
+def test_an_interrupt_while_something_is_printed_keeps_what_was_made(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    calls: list[int] = []
+
+    def figures(*arguments: object, **options: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(view.renderer, "figures", figures)
+    assert bench.handle("Hello") is Verdict.INTERRUPTED
+    assert [(row["strategy"], row["finish"]) for row in records_of(file)] == [("speculative", "length"), ("ngram", "length")]
+
+
+def test_an_interrupt_while_warming_up_is_one(view: Screen) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        workbench(view, strategies=table_with(interrupting)).warm_up()
+
+
+def test_prompts_with_broken_characters_are_run_with_them_replaced(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    assert bench.handle("a\ud800b \x00 \u202e") is Verdict.DONE
+    assert records_of(file)[0]["prompt"] == "a?b \x00 \u202e"
+
+
+def test_a_prompt_beyond_the_drafters_context_is_said(view: Screen) -> None:
+    pair = tiny_pair()
+    pair.drafter = tiny_pair(max_position_embeddings=16).drafter
+    bench = workbench(view, pair)
+    assert bench.handle("Hello there, this is a longer prompt") is Verdict.DONE
+    assert "the drafter a context of 16" in view.take()[1]
+
+
+def test_a_narrow_screen_leaves_columns_out_and_folds_no_word() -> None:
+    view = screen(width=60)
+    bench = workbench(view)
+    bench.handle("Hello")
+    table = view.take()[0].split("strategy")[1]
+    assert "seconds" not in table and "acceptance" in table and "speed-up" in table
 
 
 def test_warming_up_shows_and_keeps_nothing(view: Screen) -> None:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.bounds import MAX_SEED
+from utils.bounds import DEVICE_PATTERN, DTYPES, MAX_SEED, QUANTIZATIONS
 from utils.errors import UserError
 from utils.models.pairs import PAIRS
+from utils.text import unescaped
 from utils.version import VERSION
-
-QUANTIZATIONS = ("none", "int8", "nf4")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -25,7 +24,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafter", metavar="ID|FOLDER|layers:K", help="drafter model, or the target's own first K layers")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="a known target and drafter (default: embedded)")
     parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, default="none", help="the target's weights (default: none)")
     parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="the drafter's weights (default: none)")
     parser.add_argument("--seed", type=_seed, default=42, metavar="N", help="seed of every run (default: 42)")
@@ -41,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", text):
+    if not re.fullmatch(f"auto|{DEVICE_PATTERN}", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a device; choose auto, cpu, cuda, cuda:N or mps")
     return text
 
@@ -58,20 +57,20 @@ def read_prompts(path: Path) -> Iterator[str]:
     Blank lines are passed over. Raises UserError for an unreadable file or a JSON line without a prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The prompts file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}.") from error
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith("{"):
             yield _json_prompt(line, f"{path}, line {number}")
         elif line.strip():
-            yield line.replace("\\n", "\n").replace("\\t", "\t")
+            yield unescaped(line.rstrip("\r"))
 
 
 def _json_prompt(line: str, where: str) -> str:
     try:
         prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f'{where}: a JSON line needs a "prompt", for example {{"prompt": "Hello"}}.') from error
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f'{where}: "prompt" must be a text that is not blank.')

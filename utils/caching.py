@@ -18,7 +18,12 @@ from utils.errors import UserError
 
 def model_name(model: Any) -> str:
     """A name to call a model by in a sentence."""
-    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return str(getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def vocabulary_size(model: Any) -> int:
+    """The width of the model's logits."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def context_length(model: Any) -> int | None:
@@ -40,7 +45,7 @@ class ModelSession:
     def __init__(self, model: Any, *, use_cache: bool = True, rewinds: bool = True, start_token: int = 0) -> None:
         self.model = model
         self.name = model_name(model)
-        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
         self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
         self._device = model.device

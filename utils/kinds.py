@@ -163,7 +163,12 @@ class ProcessorKind:
     def show(self, value: Any) -> str:
         if value == GreedyProcessor():
             return "greedy"
-        return " ".join([value.name, *(f"{getattr(value, part.name):g}" for part in fields(value))])
+        return " ".join([value.name, *(_shortest(getattr(value, part.name)) for part in fields(value))])
+
+
+def _shortest(number: float) -> str:
+    """A number as one would type it, without loss."""
+    return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 
 def _ranges(letters: list[str], limits: Limits) -> str:

@@ -7,7 +7,6 @@ have no float64).
 """
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import ClassVar, Protocol
 
 import torch
@@ -36,7 +35,7 @@ def highest(logits: Tensor) -> Tensor:
 
 
 def _finite(top: Tensor) -> Tensor:
-    if not isfinite(float(top.sum())):
+    if not bool(torch.isfinite(top).all()):
         raise UnusableLogits("The model returned logits that are NaN or infinite, so no token can be drawn; try float32 or load it again.")
     return top
 
@@ -125,7 +124,7 @@ def _check_temperature(temperature: float) -> None:
 
 
 def _check_top_k(top_k: int) -> None:
-    if top_k < 1 or top_k != int(top_k):
+    if not isinstance(top_k, int) or top_k < 1:
         raise UserError(f"top-k {top_k} is out of range: a whole number of at least 1.")
 
 

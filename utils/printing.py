@@ -6,6 +6,7 @@ from a model or a user is shown as text: no markup, no control characters.
 
 import sys
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -19,6 +20,8 @@ from utils.results import Comparison, Generation
 from utils.strategies import Strategy
 from utils.text import TextStream, token_piece, visible
 
+NARROW = 72  # columns; below this the table leaves out what the lines above it say
+
 
 class Renderer:
     """Writes results to `out` and messages to `messages`; `colour` says whether either may carry escapes."""
@@ -28,6 +31,10 @@ class Renderer:
 
     def title(self, title: str, colour: str) -> None:
         self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._out.encoding == "ascii" else "─"))
+
+    def prompt(self, text: str) -> None:
+        """Which prompt the following answers, where nobody typed it on this screen."""
+        self._out.print(Text("> " + visible(text), style="bold"), soft_wrap=True)
 
     def stream(self, text: str, colour: str) -> None:
         """A piece of growing text, written at once."""
@@ -56,10 +63,13 @@ class Renderer:
     def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
         """The table at the end: one row per strategy."""
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        for heading in ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens per\nforward", "text"):
-            table.add_column(heading, justify="left" if heading in ("strategy", "text") else "right", overflow="fold")
+        headings = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens per\nforward", "text")
+        shown = [place for place in range(len(headings)) if self._out.width >= NARROW or place not in (2, 6)]
+        for place in shown:
+            table.add_column(headings[place], justify="left" if place in (0, 7) else "right", overflow="fold")
         for strategy, run, comparison in compared:
-            table.add_row(Text(strategy.name, style=strategy.colour), *map(Text, _cells(strategy, run, comparison)))
+            cells = (Text(strategy.name, style=strategy.colour), *map(Text, _cells(strategy, run, comparison)))
+            table.add_row(*(cells[place] for place in shown))
         self._out.print()
         self._out.print(table)
 
@@ -84,7 +94,7 @@ class Renderer:
                 for place in range(len(row)):
                     table.add_column(style="bold" if place == 0 else "", overflow="fold")
             table.add_row(*(Text(visible(cell)) for cell in row))
-        self._messages.print(table)
+        self._out.print(table)
 
     def newline(self) -> None:
         self._write("\n")
@@ -145,16 +155,20 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
     ]
 
 
-def make_renderer(*, interactive: bool, plain: bool = False, out: TextIO | None = None) -> Renderer:
-    """The screen. Colour is used where rich finds a terminal that has it, NO_COLOR is not set and `plain` is not asked for."""
-    out = sys.stdout if out is None else out
-    probe = Console(file=out)
+def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
+    """The screen: results on standard output; messages there too when interactive, otherwise on standard error.
+
+    Each is coloured where rich finds a terminal that has colours, NO_COLOR is not set and `plain` is not asked for.
+    """
+    out = _console(sys.stdout, plain)
+    return Renderer(out, out if interactive else _console(sys.stderr, plain), colour=not out.no_color)
+
+
+def _console(stream: TextIO, plain: bool) -> Console:
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="replace")  # a terminal may lack a character that a model writes
+    probe = Console(file=stream)
     colour = probe.color_system is not None and not probe.no_color and not plain
-    consoles = [_console(stream, colour) for stream in (out, out if interactive else sys.stderr)]
-    return Renderer(consoles[0], consoles[1], colour=colour)
-
-
-def _console(stream: TextIO, colour: bool) -> Console:
     return Console(
         file=stream,
         no_color=not colour,

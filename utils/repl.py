@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -52,5 +53,7 @@ def typed_lines(commands: Iterable[Command], *, colour: bool, prompt: str = "> "
 
 def piped_lines() -> Iterator[str]:
     """The lines of standard input, the last one with or without a newline."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin or ():  # None where standard input is closed
         yield line.rstrip("\r\n")

@@ -7,14 +7,18 @@ next round, and reusing its numbers there would condition on the rejection.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED
+from utils.errors import UserError
 
 
 class Domain(IntEnum):
@@ -38,10 +42,12 @@ def fix_seeds(seed: int) -> None:
 
 
 def resolve_seed(seed: int | None) -> int:
-    """`seed`, or where it is None one drawn from torch's default generator (which moves on)."""
+    """`seed`, or where it is None one drawn from torch's default generator (which moves on). Raises UserError out of range."""
     if seed is None:
         return int(torch.randint(MAX_SEED + 1, ()).item())
-    return seed
+    if not isinstance(seed, SupportsIndex) or not 0 <= index(seed) <= MAX_SEED:
+        raise UserError(f"seed {seed} is out of range: a whole number from 0 to {MAX_SEED}.")
+    return index(seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +66,23 @@ class Noise:
         An exponential race, argmin E_i / w_i, which is the Gumbel-max trick without its second logarithm: the token depends on
         (seed, position, token id) and on the law, never on how many draws came before.
         """
-        law = weights.cpu().numpy()
+        law = weights.cpu().double().numpy()
         ids = np.flatnonzero(law)
         if len(ids) == 1:  # a one-hot law needs no noise
             return int(ids[0])
         raw = self._raw(Domain.TARGET, position, 0, count=int(ids[-1]) + 1)
         exponentials = -np.log(_uniforms(raw[ids]))
-        return int(ids[np.argmin(exponentials / law[ids])])
+        with np.errstate(over="ignore"):  # a weight next to nothing loses the race at infinity
+            return int(ids[np.argmin(exponentials / law[ids])])
+
+    def samples(self, law: Tensor, start: int) -> Iterator[int]:
+        """For each row of a law (k, V) the token drawn at positions start, start + 1, ...; rows are looked at only as they are asked for.
+
+        One-hot rows need no noise and come over from the device together.
+        """
+        tops, likeliest = (part.tolist() for part in law.max(dim=-1))
+        for row, (top, token) in enumerate(zip(tops, likeliest, strict=True)):
+            yield token if top == 1.0 else self.sample(law[row], start + row)
 
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
         """A token id drawn from weights (V,) by inversion, with the noise of a draft-side domain."""

@@ -11,8 +11,9 @@ from utils.kinds import Kind, Limits, ProcessorKind, StorageKind, StorageSpec, S
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 
 
-def _setting(default: Any, kind: Kind, meaning: str, command: str = "") -> Any:
-    return field(default=default, metadata={"kind": kind, "help": meaning, "command": command})
+def _setting(default: Any, kind: Kind, meaning: str, *, command: str = "", needs: str = "") -> Any:
+    """needs: a toggle without which the field has no effect."""
+    return field(default=default, metadata={"kind": kind, "help": meaning, "command": command, "needs": needs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Settings:
     seed: int = _setting(42, Whole(0, MAX_SEED), "every strategy starts from this seed, 0 to 2**32 - 1")
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
-    system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template")
+    system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")
     ngram_storage: StorageSpec = _setting(
         StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
     )

@@ -22,6 +22,16 @@ def visible(text: str) -> str:
     return text.translate(_UNSAFE)
 
 
+def unescaped(typed: str) -> str:
+    """A typed line as a prompt: backslash-n and backslash-t stand for newline and tab."""
+    return typed.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates (bytes that were no UTF-8) replaced, which no tokenizer and no file takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def decode(tokenizer: Any, tokens: list[int]) -> str:
     """The text of these ids, special tokens left out."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from utils.caching import ModelSession
+from utils.caching import ModelSession, context_length
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.errors import UserError
@@ -24,8 +24,10 @@ from utils.results import Generation, collect, compare
 from utils.seeding import fix_seeds
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
+from utils.text import encodable, unescaped
 
 Result = tuple[Strategy, Generation]
+NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
 
 class Verdict(Enum):
@@ -39,13 +41,17 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go."""
+    """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
+
+    interactive: whether the prompts are typed on the screen that shows the answers.
+    """
 
     strategies: Sequence[Strategy]
     registry: Registry
     renderer: Renderer
     make_storage: Callable[[StorageSpec, int], Any]
     records: RecordFile | None = None
+    interactive: bool = True
 
 
 class Workbench:
@@ -55,6 +61,8 @@ class Workbench:
         self._pair, self._tools, self._limits = pair, tools, limits
         self._renderer = tools.renderer
         self.settings = self._allowed(settings)
+        if settings.chat and not self.settings.chat:
+            self._renderer.note(NO_TEMPLATE)
         self._storage = tools.make_storage(self.settings.ngram_storage, limits.vocabulary)
 
     def warm_up(self) -> None:
@@ -64,7 +72,8 @@ class Workbench:
         job = Job(prompt=[0, 0, 0, 0], pair=self._pair, settings=settings, storage=storage)
         for strategy in self._runnable(self._tools.strategies):
             with suppress(UserError):  # it will be said when it is asked for
-                collect(strategy.steps(job))
+                if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
+                    raise KeyboardInterrupt
 
     def handle(self, line: str) -> Verdict:
         """Carry out one typed line: a command, a prompt (in which \\n and \\t stand for newline and tab), or nothing."""
@@ -72,7 +81,7 @@ class Workbench:
             return Verdict.DONE
         if line.lstrip().startswith("/"):
             return self._guarded(self._command, line)
-        return self._guarded(self._prompt, line.replace("\\n", "\n").replace("\\t", "\t"))
+        return self._guarded(self._prompt, unescaped(line))
 
     def send(self, text: str) -> Verdict:
         """Run a prompt as it stands, never as a command."""
@@ -82,19 +91,23 @@ class Workbench:
         """Whatever happens in a line, the session lives on."""
         try:
             return work(text)
-        except UserError as error:
-            self._renderer.error(str(error))
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
         except BrokenPipeError:
             raise
         except Exception as error:
-            if is_out_of_memory(error):
-                self._renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
-            else:
-                self._renderer.crash()
+            self._explain(error)
         return Verdict.FAILED
+
+    def _explain(self, error: Exception) -> None:
+        """A sentence for what a user can mend, a traceback for a bug."""
+        if isinstance(error, UserError):
+            self._renderer.error(str(error))
+        elif is_out_of_memory(error):
+            self._renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
+        else:
+            self._renderer.crash()
 
     def _command(self, line: str) -> Verdict:
         situation = Situation(self.settings, self._tools.registry, self._limits, self._facts())
@@ -105,7 +118,7 @@ class Workbench:
         if outcome.settings is not None:
             allowed = self._allowed(outcome.settings)
             if allowed != outcome.settings:
-                reply = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
+                reply = NO_TEMPLATE
             self._change(allowed)
         if reply:
             self._renderer.reply(reply)
@@ -126,52 +139,67 @@ class Workbench:
         return settings if not settings.chat or has_chat_template(self._pair.tokenizer) else replace(settings, chat=False)
 
     def _prompt(self, text: str) -> Verdict:
+        text = encodable(text)
         ids = prompt_ids(self._pair.tokenizer, text, chat=self.settings.chat, system=self.settings.system)
         ModelSession(self._pair.target, rewinds=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
+        chosen = self._chosen(len(ids))
+        if self.settings.reset_in_between:
+            self._storage.reset()
+        if not self._tools.interactive:
+            self._renderer.prompt(text)
+        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._storage)
+        results: list[Result] = []
+        interrupted = self._run_all(chosen, job, results)
+        self._report(results, job, text)
+        if interrupted:
+            return Verdict.INTERRUPTED
+        return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
+
+    def _chosen(self, prompt_tokens: int) -> list[Strategy]:
+        """The strategies that are on and can run; a note for each reason to draft nothing."""
         wanted = [strategy for strategy in self._tools.strategies if strategy.is_on(self.settings)]
         chosen = self._runnable(wanted)
         if len(chosen) < len(wanted):
             self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
         if not chosen:
             raise UserError("No strategy is left to run; turn one on, for example with /target on.")
-        if self.settings.reset_in_between:
-            self._storage.reset()
-        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._storage)
-        results = self._run_all(chosen, job)
-        self._report(results, job, text)
-        if any(run.finish is FinishReason.INTERRUPTED for _, run in results):
-            return Verdict.INTERRUPTED
-        return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
+        bound = context_length(self._pair.drafter) if any(strategy.needs_drafter for strategy in chosen) else None
+        if bound is not None and prompt_tokens >= bound:
+            self._renderer.note(f"The prompt has {prompt_tokens} tokens and the drafter a context of {bound}: it will draft nothing.")
+        return chosen
 
     def _runnable(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         return [strategy for strategy in strategies if self._pair.drafter is not None or not strategy.needs_drafter]
 
-    def _run_all(self, strategies: list[Strategy], job: Job) -> list[Result]:
-        """One run after the other from the same seed. One that fails says why; an interrupted one is the last."""
-        results: list[Result] = []
-        for strategy in strategies:
-            self._renderer.title(strategy.title, strategy.colour)
-            fix_seeds(job.settings.seed)
-            view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
-            try:
-                run = collect(strategy.steps(job), view.show)
-            except UserError as error:
-                self._renderer.error(str(error))
-                continue
-            view.end()
-            self._renderer.figures(run, forwards=strategy.uses_target)
-            results.append((strategy, run))
-            if run.finish is FinishReason.INTERRUPTED:
-                break
-        return results
+    def _run_all(self, strategies: list[Strategy], job: Job, results: list[Result]) -> bool:
+        """One run after the other from the same seed, each added to `results`; whether Ctrl-C ended it. A run that fails says why."""
+        try:
+            for strategy in strategies:
+                self._renderer.title(strategy.title, strategy.colour)
+                fix_seeds(job.settings.seed)
+                view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
+                try:
+                    run = collect(strategy.steps(job), view.show)
+                except Exception as error:
+                    self._explain(error)
+                    continue
+                results.append((strategy, run))
+                view.end()
+                self._renderer.figures(run, forwards=strategy.uses_target)
+                if run.finish is FinishReason.INTERRUPTED:
+                    return True
+        except KeyboardInterrupt:
+            return True
+        return False
 
     def _report(self, results: list[Result], job: Job, prompt: str) -> None:
+        """Records first: they are kept even if the table is interrupted."""
         target = next((run for strategy, run in results if strategy.name == "target"), None)
         compared = [(strategy, run, compare(run, target)) for strategy, run in results]
-        if compared:
-            self._renderer.comparison(compared)
         if self._tools.records is not None:
             self._tools.records.append([record_of(strategy, job, run, comparison, prompt=prompt) for strategy, run, comparison in compared])
+        if compared:
+            self._renderer.comparison(compared)
 
     def _facts(self) -> tuple[tuple[str, str], ...]:
         pair = self._pair

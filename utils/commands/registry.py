@@ -4,6 +4,7 @@ A command is a function of its argument and the situation to an Outcome. It prin
 outcome. Errors are UserErrors, one sentence each.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -44,7 +45,10 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """name without its slash, usage of its argument, one-line summary, what it does, and how its current value reads."""
+    """name without its slash, usage of its argument, one-line summary, what it does, and how its current value reads.
+
+    words: completions of the argument. verbatim: the argument is handed over with its outer blanks.
+    """
 
     name: str
     usage: str
@@ -52,6 +56,7 @@ class Command:
     run: Callable[[str, Situation], Outcome]
     current: Callable[[Settings], str] = lambda settings: ""
     words: tuple[str, ...] = ()
+    verbatim: bool = False
 
 
 class Registry:
@@ -69,10 +74,12 @@ class Registry:
 
     def run(self, line: str, situation: Situation) -> Outcome:
         """Carry out a line that begins with a slash. Raises UserError for an unknown name or a bad argument."""
-        name, _, argument = line.strip().removeprefix("/").partition(" ")
+        name, argument = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL).groups("")  # type: ignore[union-attr]
         command = self.find(name)
+        if not command.usage and argument.strip():
+            raise UserError(f"/{name} takes no argument; '{argument.strip()}' is one too many.")
         try:
-            return command.run(argument.strip(), situation)
+            return command.run(argument if command.verbatim else argument.strip(), situation)
         except UserError as error:
             raise UserError(f"/{command.name}: {error}") from error
 

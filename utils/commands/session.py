@@ -6,7 +6,7 @@ from utils.settings import setting_fields, shown
 
 
 def _say(argument: str, situation: Situation) -> Outcome:
-    if not argument:
+    if not argument.strip():
         raise UserError("give the text to send, for example: /say /etc/hosts is a file that")
     return Outcome(prompt=argument)
 
@@ -32,7 +32,7 @@ def _quit(argument: str, situation: Situation) -> Outcome:
 
 
 SESSION_COMMANDS = (
-    Command("say", "TEXT", "send TEXT as it stands, also when it begins with a slash", _say),
+    Command("say", "TEXT", "send TEXT as it stands, also when it begins with a slash", _say, verbatim=True),
     Command("show", "", "what is loaded, and every setting", _show),
     Command("help", "[COMMAND]", "every command with its current value", _help),
     Command("clear", "", "clear the screen", _clear),

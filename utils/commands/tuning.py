@@ -33,4 +33,6 @@ def _tune(name: str, entry: Field[Any], argument: str, situation: Situation) -> 
     if not argument and not isinstance(entry.metadata["kind"], Toggle):
         return Outcome(reply=f"{name}: {shown(situation.settings, entry)}   ({entry.metadata['help']})")
     settings = changed(situation.settings, entry, argument, situation.limits)
-    return Outcome(settings=settings, reply=f"{name}: {shown(settings, entry)}")
+    needs = entry.metadata["needs"]
+    idle = f"   (no effect while /{needs} is off)" if needs and not getattr(settings, needs) else ""
+    return Outcome(settings=settings, reply=f"{name}: {shown(settings, entry)}{idle}")

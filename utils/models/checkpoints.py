@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from utils.errors import UserError
+from utils.models.embedded import Report
 from utils.models.failures import explained, quiet
 from utils.models.quantization import loading_arguments, quantize_loaded
-from utils.models.sources import Report, Source, has_tokenizer
+from utils.models.sources import Source, has_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
         )
         _check_complete(outcome, source.name)
         quantize_loaded(model, kind)
+    model.name_or_path = source.name  # what sentences call it; the config keeps the place
     return model.eval().requires_grad_(False)
 
 

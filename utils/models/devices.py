@@ -6,9 +6,8 @@ import re
 
 import torch
 
+from utils.bounds import DEVICE_PATTERN, DTYPES
 from utils.errors import UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(word: str) -> str:
@@ -16,7 +15,7 @@ def choose_device(word: str) -> str:
     if word == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     # torch would raise on these only at the first transfer, after minutes of loading.
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", word):
+    if not re.fullmatch(DEVICE_PATTERN, word):
         raise UserError(f"'{word}' is no device: it must be auto, cpu, cuda, cuda:N or mps.")
     if word == "mps" and not torch.backends.mps.is_available():
         raise UserError("This machine has no mps device: use --device auto or --device cpu.")
@@ -35,7 +34,8 @@ def choose_dtype(word: str, device: str) -> torch.dtype | str:
         return torch.float32 if device == "cpu" else "auto"
     if word not in DTYPES:
         raise UserError(f"'{word}' is no dtype: it must be auto, {', '.join(DTYPES)}.")
-    return DTYPES[word]
+    dtype: torch.dtype = getattr(torch, word)
+    return dtype
 
 
 def _check_cuda(word: str) -> None:

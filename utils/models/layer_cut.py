@@ -104,4 +104,4 @@ def _check_runs(cut: PreTrainedModel) -> None:
 
 
 def _name(model: PreTrainedModel) -> str:
-    return model.config.name_or_path.rpartition("/")[2] or type(model).__name__
+    return str(model.name_or_path).rpartition("/")[2] or type(model).__name__

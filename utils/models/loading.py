@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
+from utils.models.embedded import Report
 from utils.models.layer_cut import default_depth, first_layers
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
-from utils.models.sources import Report, Source, locate
+from utils.models.sources import Source, locate
 
 LAYERS = "layers:"
 
@@ -70,7 +71,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     depth = _check_words(request)
     source = _locate(request.target, request.quantize, report)
     # Before the target is loaded: a wrong word should not cost a minute of waiting.
-    separate = _locate(request.drafter, request.drafter_quantize, report) if request.drafter and depth is None else None
+    separate = _locate(request.drafter, request.drafter_quantize, report) if request.drafter is not None and depth is None else None
     target = load_model(source, request.quantize, where)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
@@ -129,7 +130,8 @@ def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None) -> _Draf
             raise
         return _Drafter(notes=(f"no drafter: {error}",))
     notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
-    return _Drafter(model, f"{name}, first {chosen} layers", f"{LAYERS}{chosen}", notes)
+    model.name_or_path = f"{name}, first {chosen} layers"
+    return _Drafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes)
 
 
 def _check_fit(

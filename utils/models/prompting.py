@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.errors import UserError
+from utils.text import encodable
 
 # Stands for an answer; letters only, so that no template trims or escapes it.
 ANSWER = "ANSWERMARK"
@@ -37,6 +38,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, sys
     Raises UserError when the text gives no ids, when there is no chat template, or when the template takes no system prompt.
     """
     # Plain text still gets what the tokenizer itself puts around it, such as a first token.
+    text = encodable(text)
     ids = _chat_ids(tokenizer, text, system) if chat else tokenizer(text)["input_ids"]
     if not ids:
         raise UserError("The prompt is empty: it gives no tokens, so type at least one character.")

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
-
-KINDS = ("none", "int8", "nf4")
 
 
 def check_kind(kind: str, *, gguf: bool, name: str) -> None:
     """Raise UserError for an unknown kind, or one that the file format excludes."""
-    if kind not in KINDS:
-        raise UserError(f"'{kind}' is no quantization: it must be one of {', '.join(KINDS)}.")
+    if kind not in QUANTIZATIONS:
+        raise UserError(f"'{kind}' is no quantization: it must be one of {', '.join(QUANTIZATIONS)}.")
     if kind == "nf4" and gguf:
         raise UserError(f"nf4 cannot be made from the GGUF file {name}: use int8, or the model's safetensors folder.")
 

@@ -5,7 +5,6 @@ Nothing is loaded here. What is known before transformers is asked gets a better
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 from transformers.utils import cached_file
 
 from utils.errors import UserError
-from utils.models.embedded import MODEL_NAME, embedded_folder
+from utils.models.embedded import MODEL_NAME, Report, embedded_folder
 
-Report = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
