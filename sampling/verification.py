@@ -42,7 +42,7 @@ def verify_rejection(law: Tensor, draft: Draft, noise: Noise, *, start: int, adj
         if noise.uniform(Domain.ACCEPT, position, start) * q >= p:
             weights = _residual(law[index], draft.probs[index]) if adjust else law[index]
             return index, noise.pick(weights, Domain.RESIDUAL, position, start)
-    return len(draft.tokens), noise.sample(law[len(draft.tokens)], start + len(draft.tokens))
+    return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
 
 
 def _chosen(law: Tensor, tokens: list[int]) -> list[float]:

@@ -33,7 +33,7 @@ def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
     law = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
     for seed in range(200):
         drawn = Noise(seed).sample(law, 4)
-        assert drawn == Noise(seed).sample(torch.cat([law, torch.zeros(5, dtype=torch.float64)]) * 3, 4) != 1
+        assert drawn == Noise(seed).sample(torch.cat([law, torch.zeros(5, dtype=torch.float64)]) * 0.3, 4) != 1
 
 
 def test_draws_follow_their_weights() -> None:

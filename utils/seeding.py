@@ -61,31 +61,32 @@ class Noise:
         return float(_uniforms(self._raw(domain, position, start, count=1))[0])
 
     def sample(self, weights: Tensor, position: int) -> int:
-        """A token id drawn from the target's law (V,), not necessarily normalised, with the target's noise at this position.
+        """A token id drawn from a law (V,), or from a residual of one, with the target's noise at this position."""
+        return next(self.samples(weights[None], position))
 
-        An exponential race, argmin E_i / w_i, which is the Gumbel-max trick without its second logarithm: the token depends on
-        (seed, position, token id) and on the law, never on how many draws came before.
+    def samples(self, law: Tensor, start: int) -> Iterator[int]:
+        """For each row of a law (k, V) the token drawn at positions start, start + 1, ...; a row is drawn from only when it is asked for.
+
+        Rows that are one-hot need no noise and come over from the device together.
+        """
+        tops, likeliest = (part.tolist() for part in law.max(dim=-1))
+        for row, (top, token) in enumerate(zip(tops, likeliest, strict=True)):
+            yield token if top == 1.0 else self._race(law[row], start + row)
+
+    def _race(self, weights: Tensor, position: int) -> int:
+        """An exponential race, argmin E_i / w_i, which is the Gumbel-max trick without its second logarithm.
+
+        The token depends on (seed, position, token id) and on the weights, never on how many draws came before.
         """
         law = weights.cpu().double().numpy()
         ids = np.flatnonzero(law)
-        if len(ids) == 1:  # a one-hot law needs no noise
-            return int(ids[0])
         raw = self._raw(Domain.TARGET, position, 0, count=int(ids[-1]) + 1)
         exponentials = -np.log(_uniforms(raw[ids]))
         with np.errstate(over="ignore"):  # a weight next to nothing loses the race at infinity
             return int(ids[np.argmin(exponentials / law[ids])])
 
-    def samples(self, law: Tensor, start: int) -> Iterator[int]:
-        """For each row of a law (k, V) the token drawn at positions start, start + 1, ...; rows are looked at only as they are asked for.
-
-        One-hot rows need no noise and come over from the device together.
-        """
-        tops, likeliest = (part.tolist() for part in law.max(dim=-1))
-        for row, (top, token) in enumerate(zip(tops, likeliest, strict=True)):
-            yield token if top == 1.0 else self.sample(law[row], start + row)
-
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
-        """A token id drawn from weights (V,) by inversion, with the noise of a draft-side domain."""
+        """A token id drawn from a law (V,), or from a residual of one, by inversion, with the noise of a draft-side domain."""
         top, likeliest = weights.max(dim=0)
         if float(top) == 1.0:  # a one-hot law needs no noise
             return int(likeliest)
