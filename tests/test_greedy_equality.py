@@ -24,7 +24,7 @@ from utils.logits_processor import GreedyProcessor, MultinomialProcessor, Nucleu
 from utils.results import tokens_of
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
-LENGTH = 18
+LENGTH = 14
 NO_END = -1
 GREEDY_FORMS = [
     GreedyProcessor(),

@@ -55,13 +55,13 @@ def rows(path: Path) -> list[dict]:
 def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = bench_on(pair, view, file)
-    bench.handle("/length 28")
+    bench.handle("/length 24")
     for prompt in PROMPTS:
         assert bench.handle(prompt) is Verdict.DONE
     assert len(rows(file)) == 3 * len(PROMPTS)
     for index, prompt in enumerate(PROMPTS):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
-        whole = pair.target.generate(torch.tensor([ids]), max_new_tokens=28, do_sample=False, eos_token_id=list(pair.end_ids))
+        whole = pair.target.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=list(pair.end_ids))
         expected = whole[0, len(ids) :].tolist()
         for row in rows(file)[3 * index : 3 * index + 3]:
             assert row["token_ids"] == expected, (prompt, row["strategy"])
