@@ -36,6 +36,14 @@ def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
         assert drawn == Noise(seed).sample(torch.cat([law, torch.zeros(5, dtype=torch.float64)]) * 0.3, 4) != 1
 
 
+def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
+    """The shortcut for laws of small support against the whole race: padding with zeros switches between them."""
+    for seed in range(100):
+        law = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(seed)).double(), 0)
+        padded = torch.cat([law, torch.zeros(500, dtype=torch.float64)])
+        assert Noise(seed).sample(law, seed) == Noise(seed).sample(padded, seed)
+
+
 def test_draws_follow_their_weights() -> None:
     """10,000 draws each; every frequency within 5 sigma (false alarm under 1e-5)."""
     law = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)

@@ -7,6 +7,7 @@ have no float64).
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import ClassVar, Protocol
 
 import torch
@@ -35,7 +36,7 @@ def highest(logits: Tensor) -> Tensor:
 
 
 def _finite(top: Tensor) -> Tensor:
-    if not bool(torch.isfinite(top).all()):
+    if not all(map(isfinite, top.flatten().tolist())):
         raise UnusableLogits("The model returned logits that are NaN or infinite, so no token can be drawn; try float32 or load it again.")
     return top
 

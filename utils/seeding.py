@@ -80,10 +80,10 @@ class Noise:
         """
         law = weights.cpu().double().numpy()
         ids = np.flatnonzero(law)
-        raw = self._raw(Domain.TARGET, position, 0, count=int(ids[-1]) + 1)
-        exponentials = -np.log(_uniforms(raw[ids]))
-        with np.errstate(over="ignore"):  # a weight next to nothing loses the race at infinity
-            return int(ids[np.argmin(exponentials / law[ids])])
+        raw = self._raw(Domain.TARGET, position, 0, count=len(law))
+        if len(ids) < len(law) // 4:  # gathering a few is cheaper, gathering most is not; either way the numbers are the same
+            return int(ids[_first_home(raw[ids], law[ids])])
+        return _first_home(raw, law)
 
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
         """A token id drawn from a law (V,), or from a residual of one, by inversion, with the noise of a draft-side domain."""
@@ -99,6 +99,12 @@ class Noise:
         counter = np.array([0, position, 0, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def _first_home(raw: np.ndarray, weights: np.ndarray) -> int:
+    # A weight of nothing, or next to it, loses the race at infinity.
+    with np.errstate(over="ignore", divide="ignore"):
+        return int(np.argmin(-np.log(_uniforms(raw)) / weights))
 
 
 def _uniforms(raw: np.ndarray) -> np.ndarray:
