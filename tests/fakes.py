@@ -1,5 +1,6 @@
 """A session over tiny models, its screen in memory: what the transcript tests type into."""
 
+import json
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -71,3 +72,8 @@ def workbench(view: Screen, pair: Any = None, records: Path | None = None, strat
     file = None if records is None else RecordFile(records)
     tools = Tools(strategies, default_registry(), view.renderer, infer.make_storage, file)
     return Workbench(pair, tools, Settings(), limits)
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The JSON records of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

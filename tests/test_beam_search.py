@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_bart, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
+from tiny import next_logits, tiny_bart, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
 
 from sampling import autoregressive_generate, beam_search_generate
 from utils.errors import UserError
@@ -13,13 +13,7 @@ BUILDERS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart":
 
 
 def log_probs(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        if model.config.is_encoder_decoder:
-            start = model.generation_config.decoder_start_token_id or 0
-            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits
-        else:
-            logits = model(input_ids=torch.tensor([[*prompt, *made]])).logits
-    return logits[0, -1].double().log_softmax(-1)
+    return next_logits(model, prompt, made).double().log_softmax(-1)
 
 
 def reference(

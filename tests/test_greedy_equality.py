@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_bart, tiny_llama, tiny_sliding, tiny_t5
+from tiny import next_logits, tiny_bart, tiny_llama, tiny_sliding, tiny_t5
 
 from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
 from sampling import (
@@ -42,13 +42,7 @@ def oracle(model: Any, prompt: list[int], length: int) -> list[int]:
     """Greedy decoding with a whole uncached forward per token."""
     made: list[int] = []
     for _ in range(length):
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:
-                start = model.generation_config.decoder_start_token_id or 0
-                logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits
-            else:
-                logits = model(input_ids=torch.tensor([[*prompt, *made]])).logits
-        made.append(int(logits[0, -1].argmax()))
+        made.append(int(next_logits(model, prompt, made).argmax()))
     return made
 
 

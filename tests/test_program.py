@@ -1,6 +1,5 @@
 """The program as a process: flags, piped lines, exit codes, streams, records; on tiny models in a folder."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import records_of
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
@@ -36,10 +36,6 @@ def program(*arguments: object, stdin: str = "", **environment: str) -> subproce
         cwd=ROOT,
         env=os.environ | environment,
     )
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_help_and_version_answer_without_the_heavy_imports() -> None:
@@ -78,11 +74,11 @@ def test_lines_of_dash_c_run_in_order_and_results_and_messages_are_apart(folder:
     assert result.returncode == 0, result.stderr
     assert "Target only" in result.stdout and "gamma: 2" in result.stderr and "gamma: 2" not in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
-    assert [(row["strategy"], row["settings"]["gamma"]) for row in rows(file)] == [
+    assert [(row["strategy"], row["settings"]["gamma"]) for row in records_of(file)] == [
         (name, gamma) for gamma in (4, 2) for name in ("speculative", "ngram", "target")
     ]
-    assert rows(file)[0]["drafter_kind"] == "layers:1" and "first 1 layers" in result.stderr
-    assert all(row["same_as_target"] for row in rows(file))
+    assert records_of(file)[0]["drafter_kind"] == "layers:1" and "first 1 layers" in result.stderr
+    assert all(row["same_as_target"] for row in records_of(file))
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -90,7 +86,7 @@ def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path) -> N
     file = tmp_path / "runs.jsonl"
     result = program("--target", folder, "--json", file, stdin="/length 4\n\n/say /gamma\nHello" + end)
     assert result.returncode == 0, result.stderr
-    assert [row["prompt"] for row in rows(file)] == ["/gamma"] * 3 + ["Hello"] * 3
+    assert [row["prompt"] for row in records_of(file)] == ["/gamma"] * 3 + ["Hello"] * 3
 
 
 def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path) -> None:
@@ -111,7 +107,7 @@ def test_prompt_files_hold_plain_and_json_lines_and_never_commands(folder: Path,
         "--target", folder, "--prompts", prompts, "--json", file, "-c", "/length 2", "-c", "/speculative off", "-c", "/ngram off"
     )
     assert result.returncode == 0, result.stderr
-    assert [row["prompt"] for row in rows(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
+    assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
 
 
 @pytest.mark.parametrize("text", ['{"text": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
@@ -168,7 +164,7 @@ def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: 
     result = program("--target", tmp_path / "t5", "--json", file, "-c", "/length 5", "-c", "Hello")
     assert result.returncode == 0, result.stderr
     assert "no drafter" in result.stderr.lower()
-    assert [row["strategy"] for row in rows(file)] == ["ngram", "target"] and all(row["same_as_target"] for row in rows(file))
+    assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"] and all(row["same_as_target"] for row in records_of(file))
 
 
 def test_an_interrupt_keeps_what_was_made_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
@@ -189,5 +185,5 @@ def test_an_interrupt_keeps_what_was_made_and_gives_status_130(folder: Path, tmp
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert [row["strategy"] for row in rows(file)] == ["target", "beam"]
-    assert rows(file)[0]["finish"] != "interrupted" and rows(file)[1]["finish"] == "interrupted"
+    assert [row["strategy"] for row in records_of(file)] == ["target", "beam"]
+    assert records_of(file)[0]["finish"] != "interrupted" and records_of(file)[1]["finish"] == "interrupted"

@@ -1,11 +1,10 @@
 """The embedded pair, as `make run` loads it: greedy texts of all strategies are one text, and that of transformers' own generate."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from fakes import Screen, screen
+from fakes import Screen, records_of, screen
 from toys import decoding
 
 import infer
@@ -48,22 +47,18 @@ def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
     )
 
 
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = bench_on(pair, view, file)
     bench.handle("/length 24")
     for prompt in PROMPTS:
         assert bench.handle(prompt) is Verdict.DONE
-    assert len(rows(file)) == 3 * len(PROMPTS)
+    assert len(records_of(file)) == 3 * len(PROMPTS)
     for index, prompt in enumerate(PROMPTS):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
         whole = pair.target.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=list(pair.end_ids))
         expected = whole[0, len(ids) :].tolist()
-        for row in rows(file)[3 * index : 3 * index + 3]:
+        for row in records_of(file)[3 * index : 3 * index + 3]:
             assert row["token_ids"] == expected, (prompt, row["strategy"])
             assert row["same_as_target"] is True
 
@@ -73,7 +68,7 @@ def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view
     bench = bench_on(pair, view, file)
     for line in ("/chat off", "/length 12", "The three primary colours are", "/cache off", "The three primary colours are"):
         assert bench.handle(line) is Verdict.DONE
-    assert len({tuple(row["token_ids"]) for row in rows(file)}) == 1
+    assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
 
 
 def test_sampled_ngram_assisted_text_is_the_targets_own(pair: Pair, view: Screen, tmp_path: Path) -> None:
@@ -81,7 +76,7 @@ def test_sampled_ngram_assisted_text_is_the_targets_own(pair: Pair, view: Screen
     bench = bench_on(pair, view, file)
     for line in ("/speculative off", "/processor nucleus 0.8 0.9", "/length 25", *PROMPTS[:3]):
         assert bench.handle(line) is Verdict.DONE
-    assert all(row["same_as_target"] for row in rows(file))
+    assert all(row["same_as_target"] for row in records_of(file))
 
 
 def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:

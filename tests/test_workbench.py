@@ -1,20 +1,14 @@
 """Whole prompts through a session of tiny models: what is run, shown, recorded, interrupted, and what survives."""
 
-import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, screen, tiny_pair, workbench
+from fakes import Screen, records_of, screen, tiny_pair, workbench
 
-import infer
 from sampling import autoregressive_generate
-from utils.errors import UserError
 from utils.events import Step
 from utils.models.prompting import prompt_ids
-from utils.strategies import Job
 from utils.workbench import Verdict
 
 FIELDS = [
@@ -52,10 +46,6 @@ FIELDS = [
 @pytest.fixture
 def view() -> Screen:
     return screen()
-
-
-def records_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_path: Path) -> None:
@@ -145,29 +135,6 @@ def test_cache_off_and_gamma_zero_give_the_same_texts(view: Screen, tmp_path: Pa
     assert rows[6]["drafted"] == 0 and rows[6]["acceptance_rate"] is None and rows[6]["declined_rounds"] == rows[6]["rounds"]
 
 
-def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
-    bench = workbench(view)
-    for line in ("/ngram off", "/target off", "/length 6", "/gamma 2", "/debug on"):
-        bench.handle(line)
-    view.take()
-    bench.handle("Hello")
-    lines = view.take()[0].splitlines()
-    rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
-    assert len(rounds) >= 2 and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
-    for line in rounds:
-        signs = "".join(re.findall(r' ([+=*-])(?:"|#)', line))
-        assert re.fullmatch(r"\+*(-*=|\*)|\++", signs), line
-
-
-def test_colours_in_debug_are_green_red_and_blue() -> None:
-    view = screen(colour=True)
-    view.renderer.round(1, Step((5, 6), 1, 7), None)
-    view.renderer.round(2, Step((5,), 1, 7), None)
-    first, second = view.take()[0].splitlines()
-    assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
-    assert "\x1b[34m*7" in second
-
-
 def test_plain_output_has_no_escapes_and_model_text_cannot_send_any(view: Screen) -> None:
     bench = workbench(view)
     bench.handle("Hello")
@@ -199,85 +166,6 @@ def test_storage_is_emptied_between_prompts_unless_told_otherwise(view: Screen, 
     assert records_of(file)[-2]["settings"]["ngram_storage"] == "onelevel 4"
 
 
-def interrupting(job: Job) -> Iterator[Step]:
-    """A strategy that is interrupted after two tokens."""
-    yield Step((), 0, 5)
-    yield Step((), 0, 6)
-    raise KeyboardInterrupt
-
-
-def failing(job: Job) -> Iterator[Step]:
-    """A strategy that is refused."""
-    raise UserError("This one cannot run.")
-    yield
-
-
-def broken(job: Job) -> Iterator[Step]:
-    """A strategy with a bug."""
-    raise RuntimeError("a bug")
-    yield
-
-
-def exhausting(job: Job) -> Iterator[Step]:
-    """A strategy that runs out of memory, as torch says it on a CPU."""
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-    yield
-
-
-def table_with(steps) -> tuple:
-    return tuple(replace(row, steps=steps) if row.name == "ngram" else row for row in infer.STRATEGIES)
-
-
-def test_ctrl_c_keeps_what_was_made_skips_the_rest_and_the_session_lives(view: Screen, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(interrupting))
-    assert bench.handle("Hello") is Verdict.INTERRUPTED
-    rows = records_of(file)
-    assert [(row["strategy"], row["finish"]) for row in rows] == [("speculative", "length"), ("ngram", "interrupted")]
-    assert rows[1]["token_ids"] == [5, 6] and rows[1]["same_as_target"] is None
-    assert "interrupted" in view.take()[0]
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
-
-
-def test_a_refused_strategy_says_why_and_the_others_run(view: Screen, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(failing))
-    assert bench.handle("Hello") is Verdict.FAILED
-    results, messages = view.take()
-    assert messages == "This one cannot run.\n" and "Target only" in results
-    assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
-
-
-def test_a_bug_shows_its_traceback_and_the_session_lives(view: Screen) -> None:
-    bench = workbench(view, strategies=table_with(broken))
-    assert bench.handle("Hello") is Verdict.FAILED
-    assert "a bug" in view.take()[1]
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
-
-
-def test_running_out_of_memory_is_a_sentence_and_the_session_lives(view: Screen) -> None:
-    bench = workbench(view, strategies=table_with(exhausting))
-    assert bench.handle("Hello") is Verdict.FAILED
-    message = view.take()[1]
-    assert message.startswith("Out of memory") and "Traceback" not in message
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
-
-
-def test_prompts_that_cannot_be_run_are_refused_once(view: Screen) -> None:
-    bench = workbench(view)
-    assert bench.handle("word " * 400) is Verdict.FAILED
-    results, messages = view.take()
-    assert results == "" and messages.count("\n") == 1 and "has a context of 256" in messages
-    for name in ("speculative", "ngram", "target"):
-        bench.handle(f"/{name} off")
-    view.take()
-    assert bench.handle("Hello") is Verdict.FAILED
-    assert "turn one on" in view.take()[1]
-
-
 def test_without_a_drafter_its_strategies_are_left_out_with_a_note(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = workbench(view, tiny_pair(drafter=False), records=file)
@@ -297,48 +185,6 @@ def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) 
     assert rows["speculative"]["token_ids"] == rows["ngram"]["token_ids"] == rows["target"]["token_ids"]
 
 
-def test_a_bug_in_one_strategy_leaves_the_others_and_their_records(view: Screen, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(broken))
-    assert bench.handle("Hello") is Verdict.FAILED
-    assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
-
-
-def test_an_interrupt_while_something_is_printed_keeps_what_was_made(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    calls: list[int] = []
-
-    def figures(*arguments: object, **options: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(view.renderer, "figures", figures)
-    assert bench.handle("Hello") is Verdict.INTERRUPTED
-    assert [(row["strategy"], row["finish"]) for row in records_of(file)] == [("speculative", "length"), ("ngram", "length")]
-
-
-def test_an_interrupt_while_warming_up_is_one(view: Screen) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        workbench(view, strategies=table_with(interrupting)).warm_up()
-
-
-def test_prompts_with_broken_characters_are_run_with_them_replaced(view: Screen, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    assert bench.handle("a\ud800b \x00 \u202e") is Verdict.DONE
-    assert records_of(file)[0]["prompt"] == "a?b \x00 \u202e"
-
-
-def test_a_prompt_beyond_the_drafters_context_is_said(view: Screen) -> None:
-    pair = tiny_pair()
-    pair.drafter = tiny_pair(max_position_embeddings=16).drafter
-    bench = workbench(view, pair)
-    assert bench.handle("Hello there, this is a longer prompt") is Verdict.DONE
-    assert "the drafter a context of 16" in view.take()[1]
-
-
 def test_a_narrow_screen_leaves_columns_out_and_folds_no_word() -> None:
     view = screen(width=60)
     bench = workbench(view)
@@ -353,6 +199,24 @@ def test_warming_up_shows_and_keeps_nothing(view: Screen) -> None:
     assert view.take() == ("", "")
 
 
-def test_records_that_cannot_be_written_are_an_error_at_once(tmp_path: Path, view: Screen) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        workbench(view, records=tmp_path / "missing" / "runs.jsonl")
+def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
+    bench = workbench(view)
+    for line in ("/ngram off", "/target off", "/length 6", "/gamma 2", "/debug on"):
+        bench.handle(line)
+    view.take()
+    bench.handle("Hello")
+    lines = view.take()[0].splitlines()
+    rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
+    assert len(rounds) >= 2 and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
+    for line in rounds:
+        signs = "".join(re.findall(r' ([+=*-])(?:"|#)', line))
+        assert re.fullmatch(r"\+*(-*=|\*)|\++", signs), line
+
+
+def test_colours_in_debug_are_green_red_and_blue() -> None:
+    view = screen(colour=True)
+    view.renderer.round(1, Step((5, 6), 1, 7), None)
+    view.renderer.round(2, Step((5,), 1, 7), None)
+    first, second = view.take()[0].splitlines()
+    assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
+    assert "\x1b[34m*7" in second

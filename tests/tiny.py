@@ -165,3 +165,12 @@ def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     return path
+
+
+def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
+    """Logits (V,) of the token behind `made`, by one whole forward without cache or session: what oracles are built of."""
+    with torch.no_grad():
+        if model.config.is_encoder_decoder:
+            start = model.generation_config.decoder_start_token_id or 0
+            return model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits[0, -1]
+        return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
