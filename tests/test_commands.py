@@ -104,7 +104,7 @@ BAD = [
     ("/speculative 1", "neither on nor off"),
     ("/processor nuclues 0.8 0.9", "Did you mean nucleus?"),
     ("/processor nucleus", "T 0 to 100, P above 0, at most 1"),
-    ("/processor nucleus 0.8", "for example: nucleus 0.8 0.95"),
+    ("/processor nucleus 0.8", "for example: /processor nucleus 0.8 0.95"),
     ("/processor nucleus 0.8 0", "top-p 0 is out of range"),
     ("/processor nucleus 0.8 1.5", "top-p 1.5 is out of range"),
     ("/processor nucleus nan 0.5", "'nan' is not a number"),

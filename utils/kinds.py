@@ -156,7 +156,7 @@ class ProcessorKind:
         letters = pattern.strip("[]").split()
         if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
             example = " ".join(_EXAMPLES[letter] for letter in letters)
-            raise UserError(f"{name} takes {pattern} ({_ranges(letters, limits)}), for example: {name} {example}.")
+            raise UserError(f"{name} takes {pattern} ({_ranges(letters, limits)}), for example: /processor {name} {example}.")
         values = [_argument(letter, word, limits) for letter, word in zip(letters, arguments, strict=False)]
         return maker(*values)
 

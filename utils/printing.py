@@ -34,7 +34,7 @@ class Renderer:
 
     def prompt(self, text: str) -> None:
         """Which prompt the following answers, where nobody typed it on this screen."""
-        self._out.print(Text("> " + visible(text), style="bold"), soft_wrap=True)
+        self._line(self._out, "> " + text, "bold")
 
     def stream(self, text: str, colour: str) -> None:
         """A piece of growing text, written at once."""
@@ -58,7 +58,7 @@ class Renderer:
             parts.append(f"{run.tokens_per_target_forward:.2f} tokens per target forward")
         speed = run.tokens_per_second
         parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
-        self._out.print(Text(" · ".join(parts) + f" · {run.finish}", style="dim"), soft_wrap=True)
+        self._line(self._out, " · ".join(parts) + f" · {run.finish}", "dim")
 
     def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
         """The table at the end: one row per strategy."""
@@ -74,13 +74,13 @@ class Renderer:
         self._out.print(table)
 
     def reply(self, text: str) -> None:
-        self._messages.print(Text(visible(text)), soft_wrap=True)
+        self._line(self._messages, text)
 
     def note(self, text: str) -> None:
-        self._messages.print(Text(visible(text), style="dim"), soft_wrap=True)
+        self._line(self._messages, text, "dim")
 
     def error(self, text: str) -> None:
-        self._messages.print(Text(visible(text), style="red"), soft_wrap=True)
+        self._line(self._messages, text, "red")
 
     def crash(self) -> None:
         """A traceback: for bugs only."""
@@ -101,6 +101,10 @@ class Renderer:
 
     def clear(self) -> None:
         self._out.clear()
+
+    def _line(self, console: Console, text: str, style: str = "") -> None:
+        """A line of its own: wrapped between words on a terminal, left whole in a file or a pipe."""
+        console.print(Text(visible(text), style=style), soft_wrap=not console.is_terminal)
 
     def _paint(self, text: str, colour: str) -> str:
         return colored(text, colour, no_color=not self.colour, force_color=self.colour)
