@@ -122,6 +122,8 @@ def test_arrays_and_tensors_of_ids_are_as_good_as_lists() -> None:
     end = autoregressive_generate(ids, model, 9, eos_tokens_id=-1)[5]
     expected = autoregressive_generate(ids, model, 9, eos_tokens_id=end)
     for inputs in (tuple(ids), np.array(ids), torch.tensor(ids), iter(ids)):
+        for ends in (np.int64(end), torch.tensor(end), torch.tensor([end, 63]), np.array([end])):
+            assert autoregressive_generate(ids, model, 9, eos_tokens_id=ends)[: len(expected)] == expected
         made = speculative_generate(inputs, model, model, max_gen_len=9, eos_tokens_id=np.int64(end))[0]
         assert made == expected and all(type(token) is int for token in made)
     assert (

@@ -79,6 +79,6 @@ def _end_ids(ids: int | Iterable[int | None] | None) -> frozenset[int]:
     except TypeError:
         pass
     try:
-        return frozenset(index(token) for token in ids or () if token is not None)  # type: ignore[union-attr]
+        return frozenset(index(token) for token in (() if ids is None else ids) if token is not None)  # type: ignore[union-attr]
     except TypeError as error:
         raise UserError(f"eos_tokens_id {ids!r} is no token id and no list of them.") from error

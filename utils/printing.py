@@ -1,7 +1,7 @@
 """The one place that writes to a screen: titles, streamed text, step traces, figures, tables, replies, errors.
 
-rich lays out; termcolor paints what is streamed. Both follow one decision about colour, made in `make_renderer`. Everything that comes
-from a model or a user is shown as text: no markup, no control characters.
+rich lays out; termcolor paints what is streamed. For each stream both follow one decision about colour, made in `_console`. Everything that
+comes from a model or a user is shown as text: no markup, no control characters.
 """
 
 import sys
@@ -24,7 +24,7 @@ NARROW = 72  # columns; below this the table leaves out what the lines above it 
 
 
 class Renderer:
-    """Writes results to `out` and messages to `messages`; `colour` says whether either may carry escapes."""
+    """Writes results to `out` and messages to `messages`; `colour` says whether results may carry escapes."""
 
     def __init__(self, out: Console, messages: Console, *, colour: bool) -> None:
         self._out, self._messages, self.colour = out, messages, colour
