@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: run test test-full check clean
 
@@ -9,10 +10,10 @@ run: $(VENV)/.ready
 	@$(BIN)/python infer.py $(ARGS)
 
 test: $(VENV)/.ready
-	@$(BIN)/python -m pytest -m "not full"
+	@$(PYTEST) -m "not full"
 
 test-full: $(VENV)/.ready
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 check: $(VENV)/.ready
 	@$(BIN)/ruff check .

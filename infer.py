@@ -23,8 +23,8 @@ if __name__ == "__main__":
 import argparse
 
 from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
-from sampling import BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
-from utils.caching import ModelSession, context_length, vocabulary_size
+from sampling import RULES, BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
+from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
 from utils.decoding import Decoding
 from utils.errors import UserError
@@ -49,27 +49,24 @@ def _decoding(job: Job) -> Decoding:
 
 
 def _speculative(job: Job) -> Iterator[Step]:
-    decoding, cache = _decoding(job), job.settings.cache
-    target = ModelSession(job.pair.target, use_cache=cache)
-    drafter = ModelDrafter(ModelSession(job.pair.drafter, use_cache=cache), decoding, target.vocab_size)
-    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma)
+    decoding, rule = _decoding(job), RULES[job.settings.verify]
+    target = job.session("target")
+    drafter = ModelDrafter(job.session("drafter"), decoding, target.vocab_size, shares_noise=rule.shares_noise)
+    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=rule)
 
 
 def _ngram(job: Job) -> Iterator[Step]:
-    decoding = _decoding(job)
-    target = ModelSession(job.pair.target, use_cache=job.settings.cache)
+    decoding, target = _decoding(job), job.session("target")
     drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler, vocab_size=target.vocab_size)
-    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma)
+    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify])
 
 
 def _plain(model: str, job: Job) -> Iterator[Step]:
-    session = ModelSession(getattr(job.pair, model), use_cache=job.settings.cache, rewinds=False)
-    yield from autoregressive_steps(job.prompt, session, _decoding(job))
+    yield from autoregressive_steps(job.prompt, job.session(model, rewinds=False), _decoding(job))
 
 
 def _beam(job: Job) -> Iterator[Step]:
-    session = ModelSession(job.pair.target, use_cache=job.settings.cache, rewinds=False)
-    yield from beam_search_steps(job.prompt, session, _decoding(job), BeamWidth(num_beams=job.settings.beams))
+    yield from beam_search_steps(job.prompt, job.session("target", rewinds=False), _decoding(job), BeamWidth(num_beams=job.settings.beams))
 
 
 LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")

@@ -10,6 +10,7 @@ from typing import Any
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.drafting import Draft, Verified
 from sampling.speculative import speculative_steps
+from sampling.verification import choose_rule
 from utils.bounds import MAX_FILLER
 from utils.caching import ModelSession
 from utils.decoding import Decoding, token_ids
@@ -84,18 +85,21 @@ def ngram_assisted_speculative_generate(
     debug: bool = False,
     *,
     seed: int | None = None,
+    verify: str = "rejection",
 ) -> tuple[list[int], float]:
     """New token ids (end token included, prompt left out) and the acceptance rate, 0.0 where nothing was drafted.
 
     inputs: flat list of prompt ids, entered into `ngramstorage` by its initialize(); it is never reset here. target: causal or
     encoder-decoder model. tokenizer: only for readable text with debug=True. first_target: the first round drafts nothing.
-    Raises UserError (a ValueError) for an unusable prompt, argument, cache or logits.
+    verify: as in speculative_generate; drafts without a law are judged alike, and the text is plain decoding's own, under every rule.
+    Raises UserError (a ValueError) for an unusable prompt, argument, rule, cache or logits.
     """
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     drafter = NGramDrafter(
         ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, vocab_size=session.vocab_size
     )
-    rounds = speculative_steps(token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target)
+    rule = choose_rule(verify)
+    rounds = speculative_steps(token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

@@ -4,23 +4,26 @@ from sampling.autoregressive import autoregressive_generate, autoregressive_gene
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
-from sampling.verification import verify, verify_one_hot, verify_rejection
+from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 
 __all__ = [
+    "RULES",
     "BeamWidth",
     "Draft",
     "Drafter",
     "ModelDrafter",
+    "Rule",
     "Verified",
     "autoregressive_generate",
     "autoregressive_generate_encoder_decoder",
     "autoregressive_steps",
     "beam_search_generate",
     "beam_search_steps",
+    "choose_rule",
     "speculative_generate",
     "speculative_generate_encoder_decoder",
     "speculative_steps",
-    "verify",
+    "verify_block",
     "verify_one_hot",
     "verify_rejection",
 ]

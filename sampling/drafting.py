@@ -18,7 +18,7 @@ from utils.seeding import Domain
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where the draft law is one-hot."""
+    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where that law is one-hot or plays no part in judging."""
 
     tokens: list[int]
     probs: Tensor | None = None
@@ -53,11 +53,13 @@ class ModelDrafter:
     """A model that drafts by plain decoding under the target's own processor.
 
     session: the drafter model's own. vocab_size: the target's; q is cut or zero-filled to it, since vocabularies of one family differ in
-    their padding. It declines from where its context ends, or where the text holds an id that it has no embedding for.
+    their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. It declines from where its context ends, or
+    where the text holds an id that it has no embedding for.
     """
 
-    def __init__(self, session: ModelSession, decoding: Decoding, vocab_size: int) -> None:
+    def __init__(self, session: ModelSession, decoding: Decoding, vocab_size: int, *, shares_noise: bool = False) -> None:
         self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
+        self._shares_noise = shares_noise
         self._known = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin
         self._readable = True
@@ -79,12 +81,17 @@ class ModelDrafter:
         laws: list[Tensor] = []
         for position in range(start, start + count):
             logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
-            law = self._decoding.law(logits, self._session.name)[0]  # q, (V,)
-            tokens.append(self._decoding.noise.pick(law, Domain.DRAFT, position, start))
-            laws.append(law)
+            laws.append(self._decoding.law(logits, self._session.name)[0])  # q, (V,)
+            tokens.append(self._draw(laws[-1], position, start))
+        if self._shares_noise:
+            return Draft(tokens)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
         probs = torch.stack(laws)
         missing = self._vocab_size - self._known
         return Draft(tokens, pad(probs, (0, missing)) if missing else probs)
+
+    def _draw(self, law: Tensor, position: int, start: int) -> int:
+        noise = self._decoding.noise
+        return noise.sample(law, position) if self._shares_noise else noise.pick(law, Domain.DRAFT, position, start)
 
     def commit(self, context: list[int], verified: Verified) -> None:
         self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size

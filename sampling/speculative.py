@@ -5,13 +5,12 @@ steps own those.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from sampling.drafting import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
-from sampling.verification import verify
+from sampling.verification import REJECTION, choose_rule
 from utils.caching import ModelSession
 from utils.decoding import Decoding, check_count, token_ids
 from utils.errors import UserError
@@ -22,8 +21,8 @@ from utils.results import acceptance_of, tokens_of
 from utils.seeding import Noise
 
 
-class Rule(Protocol):
-    """A verification rule: see sampling.verification."""
+class Verify(Protocol):
+    """A verification rule: see sampling.verification, whose RULES are such."""
 
     def __call__(self, law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
 
@@ -36,7 +35,7 @@ def speculative_steps(
     *,
     gamma: int,
     first_target: bool = False,
-    rule: Rule = verify,
+    rule: Verify = REJECTION,
 ) -> Iterator[Step]:
     """Yield one Step per round of at most `gamma` drafts and one target forward (Leviathan et al. 2023; gamma 0 is plain decoding).
 
@@ -87,19 +86,22 @@ def speculative_generate(
     debug: bool = False,
     *,
     seed: int | None = None,
+    verify: str = "rejection",
 ) -> tuple[list[int], float]:
     """New token ids (end token included, prompt left out) and the acceptance rate, 0.0 where nothing was drafted.
 
     inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models of one vocabulary (padding may differ).
     tokenizer: only for readable text with debug=True. skip_sample_adjustment: draw corrected tokens from p; no longer the target's law.
-    first_target: the first round drafts nothing. Raises UserError (a ValueError) for an unusable prompt, pair, cache or logits.
+    first_target: the first round drafts nothing. verify: "rejection", "coupled" (the text of autoregressive_generate at the same seed) or
+    "block". Raises UserError (a ValueError) for an unusable prompt, pair, rule, cache or logits.
     """
     if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
         raise UserError("Drafter and target are of two kinds (decoder-only and encoder-decoder): choose two models of one kind.")
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
-    drafting = ModelDrafter(ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id), decoding, session.vocab_size)
-    rule = partial(verify, adjust=not skip_sample_adjustment)
+    rule = choose_rule(verify, adjust=not skip_sample_adjustment)
+    drafts = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)
+    drafting = ModelDrafter(drafts, decoding, session.vocab_size, shares_noise=rule.shares_noise)
     rounds = speculative_steps(token_ids(inputs), drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

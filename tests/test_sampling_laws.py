@@ -13,7 +13,7 @@ from tiny import tiny_llama
 from toys import ToyModel, chi_square, decoding, joint_law, opposed, session, toy
 
 from ngram_assisted import NGramDrafter, NGramStorage
-from sampling import ModelDrafter, Verified, autoregressive_steps, speculative_generate, speculative_steps, verify
+from sampling import RULES, ModelDrafter, Verified, autoregressive_steps, choose_rule, speculative_generate, speculative_steps
 from sampling.drafting import Draft
 from utils.logits_processor import (
     LogitsProcessor,
@@ -36,13 +36,15 @@ SAMPLERS: list[LogitsProcessor] = [
 ]
 
 
-def speculate(target: ToyModel, drafter: ToyModel, seed: int, *, processor: LogitsProcessor, gamma: int, rule=verify) -> tuple[int, ...]:
+def speculate(
+    target: ToyModel, drafter: ToyModel, seed: int, *, processor: LogitsProcessor, gamma: int, rule=RULES["rejection"]
+) -> tuple[int, ...]:
     plan = decoding(LENGTH, processor=processor, seed=seed)
     drafting = ModelDrafter(session(drafter), plan, target.config.vocab_size)
     return tuple(tokens_of(speculative_steps([START], drafting, session(target), plan, gamma=gamma, rule=rule)))
 
 
-def assist(target: ToyModel, seed: int, *, processor: LogitsProcessor, rule=verify) -> tuple[int, ...]:
+def assist(target: ToyModel, seed: int, *, processor: LogitsProcessor, rule=RULES["rejection"]) -> tuple[int, ...]:
     plan = decoding(LENGTH, processor=processor, seed=seed)
     drafting = NGramDrafter(NGramStorage(3, target.config.vocab_size), plan.noise, stop_if_unknown=False)
     return tuple(tokens_of(speculative_steps(PROMPT, drafting, session(target), plan, gamma=3, rule=rule)))
@@ -121,7 +123,7 @@ def shared_noise(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -
 
 def bonus_from_q(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """The bonus token drawn from the drafter's law of the last draft."""
-    accepted, token = verify(law, draft, noise, start=start)
+    accepted, token = RULES["rejection"](law, draft, noise, start=start)
     if accepted == len(draft.tokens) and draft.probs is not None and draft.tokens:
         return accepted, noise.pick(draft.probs[-1], Domain.RESIDUAL, start + accepted, start)
     return accepted, token
@@ -132,7 +134,12 @@ def never_reject(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -
     return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
 
 
-@pytest.mark.parametrize("mutant", [partial(verify, adjust=False), shared_noise, bonus_from_q, never_reject], ids=str)
+MUTANTS = {"corrected_from_p": choose_rule("rejection", adjust=False)} | {
+    rule.__name__: rule for rule in (shared_noise, bonus_from_q, never_reject)
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_mutants_of_the_rejection_rule_are_noticed(mutant) -> None:
     target, processor = toy(1, 5), MultinomialProcessor(1.0)
     sample = partial(speculate, target, opposed(target), processor=processor, gamma=2, rule=mutant)
@@ -170,7 +177,9 @@ def test_raw_q_against_processed_p_is_noticed() -> None:
 
 def test_an_unadjusted_run_is_still_reproducible() -> None:
     target = toy(1, 5)
-    runs = [speculate(target, opposed(target), 7, processor=SAMPLERS[0], gamma=2, rule=partial(verify, adjust=False)) for _ in range(2)]
+    runs = [
+        speculate(target, opposed(target), 7, processor=SAMPLERS[0], gamma=2, rule=choose_rule("rejection", adjust=False)) for _ in range(2)
+    ]
     assert runs[0] == runs[1]
 
 
@@ -181,7 +190,7 @@ def test_acceptance_equals_one_minus_the_distance_of_the_laws() -> None:
     for seed in range(trials):
         noise = Noise(seed)
         draft = Draft([noise.pick(q, Domain.DRAFT, 0, 0)], q[None])
-        accepted += verify(law, draft, noise, start=0)[0]
+        accepted += RULES["rejection"](law, draft, noise, start=0)[0]
     alpha = float(torch.minimum(p[0], q).sum())
     assert abs(accepted / trials - alpha) < 5 * (alpha * (1 - alpha) / trials) ** 0.5
 

@@ -6,6 +6,8 @@ MAX_GAMMA = 63
 MIN_ORDER, MAX_ORDER = 2, 16  # of an n-gram storage
 MAX_FILLER = 64
 
+RULES = ("rejection", "coupled", "block")  # of verification
+
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 DEVICE_PATTERN = r"cpu|mps|cuda(:\d+)?"

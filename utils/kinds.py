@@ -62,6 +62,24 @@ class Toggle:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+    what: str
+
+    @property
+    def usage(self) -> str:
+        return "|".join(self.words)
+
+    def parse(self, text: str, current: str, limits: Limits) -> str:
+        return one_of(text.lower(), self.words, self.what)
+
+    def show(self, value: str) -> str:
+        return value
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A whole number from `low` to `high`, or to the named limit of the loaded target."""
 

@@ -1,9 +1,9 @@
 """Where randomness comes from: one seed, one state before every run, and noise that is looked up rather than drawn in turn.
 
-Noise is a pure function of (seed, domain, position, round start, token id), made by the counter-based Philox generator, so that a
-position's noise is the same whatever was computed before, by whichever strategy. The target's noise is keyed by position alone. Noise
-that only the draft side sees (drafts, acceptance, residual) is keyed by the round's start as well: a position may be drafted again in the
-next round, and reusing its numbers there would condition on the rejection.
+Noise is a pure function of (seed, domain, turn, position, round start, token id), made by the counter-based Philox generator on the host,
+so that a position's noise is the same on every device, whatever was computed before, by whichever strategy. The target's noise is keyed
+by turn and position alone. Noise that only the draft side sees (drafts, acceptance, residual) is keyed by the round's start as well: a
+position may be drafted again in the next round, and reusing its numbers there would condition on the rejection.
 """
 
 import random
@@ -52,9 +52,13 @@ def resolve_seed(seed: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of one run. Positions count the run's new tokens from 0; `start` is the position at which a round begins."""
+    """The noise of one run. Positions count the run's new tokens from 0; `start` is the position at which a round begins.
+
+    turn: which answer of a conversation this is, from 0, so that a second answer does not repeat the first one's numbers.
+    """
 
     seed: int
+    turn: int = 0
 
     def uniform(self, domain: Domain, position: int, start: int) -> float:
         """One float64 in the open interval (0, 1)."""
@@ -80,7 +84,7 @@ class Noise:
         """
         law = weights.cpu().double().numpy()
         ids = np.flatnonzero(law)
-        raw = self._raw(Domain.TARGET, position, 0, count=len(law))
+        raw = self._raw(Domain.TARGET, position, 0, count=len(law))  # one number per token id, never per rank
         if len(ids) < len(law) // 4:  # gathering a few is cheaper, gathering most is not; either way the numbers are the same
             return int(ids[_first_home(raw[ids], law[ids])])
         return _first_home(raw, law)
@@ -96,7 +100,7 @@ class Noise:
         return index if index < len(reached) else int(weights.nonzero()[-1])  # rounding may put the threshold at the very end
 
     def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
-        counter = np.array([0, position, 0, start], dtype=np.uint64)
+        counter = np.array([0, position, self.turn, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
 

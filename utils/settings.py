@@ -6,8 +6,8 @@ The slash commands, /help, completions and the JSON record are derived from this
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from utils.bounds import MAX_FILLER, MAX_GAMMA, MAX_SEED
-from utils.kinds import Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, Toggle, Whole
+from utils.bounds import MAX_FILLER, MAX_GAMMA, MAX_SEED, RULES
+from utils.kinds import Choice, Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, Toggle, Whole
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 
 
@@ -31,6 +31,7 @@ class Settings:
         GreedyProcessor(), ProcessorKind(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
     )
     seed: int = _setting(42, Whole(0, MAX_SEED), "every strategy starts from this seed, 0 to 2**32 - 1")
+    verify: str = _setting("rejection", Choice(RULES, "rule"), "how drafts are judged; coupled: same seed, same text as target-only")
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")

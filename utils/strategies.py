@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from utils.caching import ModelSession
 from utils.events import Step
 from utils.settings import Settings
 
@@ -20,6 +21,10 @@ class Job:
     pair: Any
     settings: Settings
     storage: Any
+
+    def session(self, model: str, *, rewinds: bool = True) -> ModelSession:
+        """A fresh session over the pair's "target" or "drafter". Raises UserError where its cache cannot be rewound and must be."""
+        return ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""Exact enumeration: run a verification rule on laws of fractions, through every outcome of every draw, and add up the probabilities.
+
+The rules are the program's own functions; `Exact` stands for their tensors and `Branching` for their noise. Nothing is sampled and nothing
+is rounded, so that "the law is p" means equality of fractions.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from sampling.drafting import Draft
+from utils.seeding import Domain
+
+Row = tuple[Fraction, ...]
+Law = Callable[[tuple[int, ...]], Row]  # from the tokens so far to the law of the next one
+Text = tuple[int, ...]
+Judge = Callable[..., tuple[int, int]]
+
+
+class Exact:
+    """A vector or a matrix of fractions with the few tensor operations that the rules use."""
+
+    device = None
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple):
+            return Exact([self.values[row][column] for row, column in zip(*key, strict=True)])
+        picked = self.values[key]
+        return Exact(picked) if isinstance(picked, Sequence) else picked
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __mul__(self, factor: Fraction) -> "Exact":
+        return Exact([value * Fraction(factor) for value in self.values])
+
+    def __sub__(self, other: "Exact") -> "Exact":
+        return Exact([mine - theirs for mine, theirs in zip(self.values, other.values, strict=True)])
+
+    def clamp(self, min: int) -> "Exact":
+        return Exact([max(value, Fraction(min)) for value in self.values])
+
+    def to(self, device: Any) -> "Exact":
+        return self
+
+    def any(self) -> bool:
+        return any(self.values)
+
+    def sum(self) -> "Exact":
+        return Exact(sum(self.values))
+
+    def item(self) -> Fraction:
+        return self.values
+
+    def tolist(self) -> list[Fraction]:
+        return list(self.values)
+
+
+class Uniform:
+    """A number drawn from (0, 1) of which only comparisons are known; each comparison is a fork in the road."""
+
+    def __init__(self, noise: "Branching", scale: Fraction = Fraction(1)) -> None:
+        self.noise, self.scale = noise, scale
+
+    def __mul__(self, factor: Fraction) -> "Uniform":
+        return Uniform(self.noise, self.scale * factor)
+
+    def __le__(self, bound: Fraction) -> bool:
+        below = min(Fraction(1), max(Fraction(0), Fraction(bound) / self.scale)) if self.scale else Fraction(1)
+        return self.noise.choose([below, 1 - below]) == 0
+
+    def __ge__(self, bound: Fraction) -> bool:
+        return not self <= bound
+
+
+class Branching:
+    """Noise that takes one road after the other; `probability` is that of the road taken."""
+
+    def __init__(self, road: list[int]) -> None:
+        self._road, self._taken = road, 0
+        self.widths: list[int] = []
+        self.probability = Fraction(1)
+
+    def choose(self, weights: Sequence[Fraction]) -> int:
+        """One of the outcomes that can happen."""
+        possible = [index for index, weight in enumerate(weights) if weight > 0]
+        place = self._road[self._taken] if self._taken < len(self._road) else 0
+        self._taken += 1
+        self.widths.append(len(possible))
+        self.probability *= weights[possible[place]] / sum(weights)
+        return possible[place]
+
+    def uniform(self, domain: Domain, position: int, start: int) -> Uniform:
+        return Uniform(self)
+
+    def pick(self, weights: Exact, domain: Domain, position: int, start: int) -> int:
+        return self.choose(weights.values)
+
+    def sample(self, weights: Exact, position: int) -> int:
+        return self.choose(weights.values)
+
+    def samples(self, law: Exact, start: int) -> Iterator[int]:
+        for row in law.values:
+            yield self.choose(row)
+
+
+def every_road(walk: Callable[[Branching], Text]) -> Iterator[tuple[Text, Fraction]]:
+    """The result and probability of every road through `walk`."""
+    road: list[int] = []
+    while True:
+        noise = Branching(road)
+        yield walk(noise), noise.probability
+        taken = (road + [0] * len(noise.widths))[: len(noise.widths)]
+        while taken and taken[-1] + 1 == noise.widths[len(taken) - 1]:
+            taken.pop()
+        if not taken:
+            return
+        road = [*taken[:-1], taken[-1] + 1]
+
+
+def one_round(p: Law, q: Law, gamma: int, judge: Judge, noise: Branching) -> Text:
+    """Draft by q, judge by p: the tokens of one round."""
+    tokens: list[int] = []
+    for position in range(gamma):
+        tokens.append(noise.pick(Exact(q(tuple(tokens))), Domain.DRAFT, position, 0))
+    before = [tuple(tokens[:index]) for index in range(gamma + 1)]
+    draft = Draft(tokens, Exact([q(prefix) for prefix in before[:-1]]))  # type: ignore[arg-type]
+    accepted, token = judge(Exact([p(prefix) for prefix in before]), draft, noise, start=0)
+    return (*tokens[:accepted], token)
+
+
+def one_hot_round(p: Law, drafted: Text, judge: Judge, noise: Branching) -> Text:
+    """The tokens of one round with a fixed draft."""
+    law = Exact([p(drafted[:index]) for index in range(len(drafted) + 1)])
+    accepted, token = judge(law, Draft(list(drafted)), noise, start=0)
+    return (*drafted[:accepted], token)
+
+
+def law_of_round(walk: Callable[[Branching], Text]) -> dict[Text, Fraction]:
+    """The probability of every outcome of a round."""
+    law: dict[Text, Fraction] = defaultdict(Fraction)
+    for text, probability in every_road(walk):
+        law[text] += probability
+    return dict(law)
+
+
+def joint(law: Law, length: int, prefix: Text = ()) -> dict[Text, Fraction]:
+    """The probability of every text of `length` tokens that begins with `prefix`, given the prefix."""
+    texts = {prefix: Fraction(1)}
+    for _ in range(length - len(prefix)):
+        texts = {(*text, token): mass * weight for text, mass in texts.items() for token, weight in enumerate(law(text)) if weight}
+    return texts
+
+
+def completed(rounds: dict[Text, Fraction], p: Law, length: int) -> dict[Text, Fraction]:
+    """The law of the first `length` tokens where plain decoding goes on after the round."""
+    law: dict[Text, Fraction] = defaultdict(Fraction)
+    for text, probability in rounds.items():
+        for whole, mass in joint(p, length, text).items():
+            law[whole] += probability * mass
+    return dict(law)
+
+
+def accepted_on_average(rounds: dict[Text, Fraction]) -> Fraction:
+    """Expected number of drafts that stand in a round."""
+    return sum(((len(text) - 1) * probability for text, probability in rounds.items()), Fraction(0))
+
+
+def grid(size: int, steps: int) -> list[Row]:
+    """Every law over `size` tokens in multiples of 1 / steps."""
+    if size == 1:
+        return [(Fraction(1),)]
+    cuts = [[]]
+    for _ in range(size - 1):
+        cuts = [[*cut, nxt] for cut in cuts for nxt in range(cut[-1] if cut else 0, steps + 1)]
+    return [tuple(Fraction(after - before, steps) for before, after in pairwise([0, *cut, steps])) for cut in cuts]
