@@ -1,4 +1,4 @@
-"""Set before torch is imported: a passive wait policy (spinning threads starve a busy machine), no hub, one thread where tests run abreast."""
+"""Set before torch is imported: a passive wait policy (spinning threads starve a busy machine), no hub, one thread in tests run abreast."""
 
 import os
 

@@ -1,10 +1,12 @@
 """Noise is a function of its key: reproducible, independent of order, uniform, and never 0 or 1."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
-from utils.seeding import Domain, Noise, fix_seeds, resolve_seed
+from utils.seeding import Domain, Noise, _uniforms, fix_seeds, resolve_seed
 
 
 def test_uniforms_are_keyed_not_drawn_in_turn() -> None:
@@ -15,8 +17,8 @@ def test_uniforms_are_keyed_not_drawn_in_turn() -> None:
 
 
 def test_every_part_of_the_key_matters() -> None:
-    keys = [(seed, domain, position, start) for seed in (1, 2) for domain in Domain for position in (0, 1) for start in (0, 1)]
-    values = {Noise(seed).uniform(domain, position, start) for seed, domain, position, start in keys}
+    keys = list(product((1, 2), (0, 1), Domain, (0, 1), (0, 1)))
+    values = {Noise(seed, turn).uniform(domain, position, start) for seed, turn, domain, position, start in keys}
     assert len(values) == len(keys)
 
 
@@ -25,7 +27,25 @@ def test_uniforms_fill_the_open_interval() -> None:
     values = np.array([Noise(seed).uniform(Domain.ACCEPT, 3, 1) for seed in range(20_000)])
     assert values.min() > 0 and values.max() < 1
     assert abs(values.mean() - 0.5) < 5 * (1 / 12 / 20_000) ** 0.5
-    assert ((2**52 - 1) + 0.5) * 2.0**-52 < 1.0
+
+
+def test_no_uniform_is_zero_or_one() -> None:
+    """With one more bit the largest would round to 1: its exponential is 0, and it would win every race, however small its weight."""
+    ends = np.array([0, 2**64 - 1], dtype=np.uint64)
+    low, high = _uniforms(ends)
+    assert 0 < low < 2.0**-52 and high == 1 - 2.0**-53
+    assert np.isfinite(-np.log(-np.log(_uniforms(ends)))).all()
+    with_one_more_bit = ((ends >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    assert with_one_more_bit[1] == 1.0
+    weights = np.array([1 - 1e-12, 1e-12])
+    assert np.argmin(-np.log(with_one_more_bit) / weights) == 1 == np.argmin(-np.log([0.5, 1.0]) / weights)
+
+
+def test_the_targets_noise_does_not_know_where_a_round_began_and_turns_differ() -> None:
+    law = torch.full((4, 50), 0.02, dtype=torch.float64)
+    noise = Noise(3)
+    assert list(noise.samples(law, 5))[1:] == list(noise.samples(law, 6))[:3] == [noise.sample(law[0], position) for position in (6, 7, 8)]
+    assert [noise.sample(law[0], position) for position in range(9)] != [Noise(3, 1).sample(law[0], position) for position in range(9)]
 
 
 def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:

@@ -87,14 +87,19 @@ def chi_square(sample: Callable[[int], tuple[int, ...]], law: dict[tuple[int, ..
     Cells expected under 5 are merged. The threshold df + 10 sqrt(2 df) is passed by chance with probability under 1e-8 for df >= 15,
     and under 1e-5 for df >= 3.
     """
-    counts = Counter(sample(seed) for seed in range(trials))
+    statistic, threshold, freedom = statistic_of(Counter(sample(seed) for seed in range(trials)), law)
+    assert freedom >= 3, "too few cells to say anything"
+    return statistic, threshold
+
+
+def statistic_of(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> tuple[float, float, int]:
+    """(statistic, threshold, degrees of freedom) of counts against a law."""
     assert all(law.get(tokens, 0.0) > 0 for tokens in counts), "a sequence of probability 0 was produced"
+    trials = sum(counts.values())
     cells = [(counts[tokens], trials * probability) for tokens, probability in law.items() if probability > 0]
     large = [cell for cell in cells if cell[1] >= 5]
     small = [cell for cell in cells if cell[1] < 5]
     if small:
         large.append((sum(seen for seen, _ in small), sum(expected for _, expected in small)))
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom = len(large) - 1
-    assert freedom >= 3, "too few cells to say anything"
-    return statistic, freedom + 10 * (2 * freedom) ** 0.5
+    return sum((seen - expected) ** 2 / expected for seen, expected in large), freedom + 10 * (2 * freedom) ** 0.5, freedom
