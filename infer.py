@@ -26,7 +26,6 @@ from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
 from sampling import RULES, BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
-from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
 from utils.kinds import Limits, StorageSpec
@@ -35,59 +34,45 @@ from utils.models.pairs import PAIRS
 from utils.printing import Renderer, make_renderer
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
-from utils.seeding import Noise
+from utils.runner import Verdict
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
-from utils.workbench import Tools, Verdict, Workbench
+from utils.workbench import Tools, Workbench
 
 STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 
 
-def _decoding(job: Job) -> Decoding:
-    settings = job.settings
-    return Decoding(settings.processor, settings.length, job.pair.end_ids, Noise(settings.seed))
-
-
 def _speculative(job: Job) -> Iterator[Step]:
-    decoding, rule = _decoding(job), RULES[job.settings.verify]
+    decoding, rule = job.decoding, RULES[job.settings.verify]
     target = job.session("target")
     drafter = ModelDrafter(job.session("drafter"), decoding, target.vocab_size, shares_noise=rule.shares_noise)
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=rule)
 
 
 def _ngram(job: Job) -> Iterator[Step]:
-    decoding, target = _decoding(job), job.session("target")
+    decoding, target = job.decoding, job.session("target")
     drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler, vocab_size=target.vocab_size)
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify])
 
 
 def _plain(model: str, job: Job) -> Iterator[Step]:
-    yield from autoregressive_steps(job.prompt, job.session(model, rewinds=False), _decoding(job))
+    yield from autoregressive_steps(job.prompt, job.session(model, rewinds=False), job.decoding)
 
 
 def _beam(job: Job) -> Iterator[Step]:
-    yield from beam_search_steps(job.prompt, job.session("target", rewinds=False), _decoding(job), BeamWidth(num_beams=job.settings.beams))
+    yield from beam_search_steps(job.prompt, job.session("target", rewinds=False), job.decoding, BeamWidth(num_beams=job.settings.beams))
 
 
 LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
 
 STRATEGIES = (
     Strategy(
-        "speculative", "Speculative", "magenta", "speculative", _speculative, drafter_kind=LOADED_KIND, drafts=True, needs_drafter=True
+        "speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, draft_law=True, needs_drafter=True
     ),
-    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, drafter_kind=lambda pair: "ngram", drafts=True),
+    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True),
     Strategy("target", "Target only", "cyan", "target", partial(_plain, "target")),
-    Strategy(
-        "drafter",
-        "Drafter only",
-        "green",
-        "drafter",
-        partial(_plain, "drafter"),
-        drafter_kind=LOADED_KIND,
-        uses_target=False,
-        needs_drafter=True,
-    ),
-    Strategy("beam", "Beam search", "blue", "beams", _beam),
+    Strategy("drafter", "Drafter only", "green", "drafter", partial(_plain, "drafter"), LOADED_KIND, uses_target=False, needs_drafter=True),
+    Strategy("beam", "Beam search", "blue", "beams", _beam, draws=False),
 )
 
 

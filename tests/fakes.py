@@ -62,6 +62,8 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         drafter_kind="model" if drafter else None,
         device="cpu",
         dtype="float32",
+        quantize="none",
+        drafter_quantize="none" if drafter else None,
         notes=(),
     )
 

@@ -5,16 +5,21 @@ from fakes import Screen, screen, tiny_pair, workbench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import infer
+from utils.bench import Bench
 from utils.commands import default_registry
 from utils.kinds import Limits, ProcessorKind, StorageSpec
 from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
+from utils.runner import Verdict
 from utils.settings import Settings, as_json
-from utils.workbench import Verdict, Workbench
+from utils.workbench import Workbench
+
+PAIR = tiny_pair()
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_pair()
+    return PAIR
 
 
 @pytest.fixture
@@ -213,9 +218,9 @@ def test_no_argument_is_a_crash_or_leaves_a_bad_value(text: str, name: str) -> N
     from utils.commands import Situation
     from utils.errors import UserError
 
-    registry, limits = default_registry(), Limits(256, 300)
+    registry, limits, bench = default_registry(), Limits(256, 300), Bench(PAIR, infer.STRATEGIES, infer.make_storage, 300)
     try:
-        outcome = registry.run(f"/{name} {text}", Situation(Settings(), registry, limits))
+        outcome = registry.run(f"/{name} {text}", Situation(Settings(), registry, bench, limits))
     except UserError as error:
         assert str(error)
         return

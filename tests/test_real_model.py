@@ -17,8 +17,9 @@ from utils.models.loading import Pair, PairRequest, load_pair
 from utils.models.prompting import prompt_ids
 from utils.records import RecordFile
 from utils.results import tokens_of
+from utils.runner import Verdict
 from utils.settings import Settings
-from utils.workbench import Tools, Verdict, Workbench
+from utils.workbench import Tools, Workbench
 
 PROMPTS = [
     "What is the capital of France?",

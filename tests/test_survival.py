@@ -10,8 +10,8 @@ from fakes import Screen, records_of, screen, tiny_pair, workbench
 import infer
 from utils.errors import UserError
 from utils.events import Step
+from utils.runner import Verdict
 from utils.strategies import Job
-from utils.workbench import Verdict
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from fakes import Screen, records_of, screen, tiny_pair, workbench
 from sampling import autoregressive_generate
 from utils.events import Step
 from utils.models.prompting import prompt_ids
-from utils.workbench import Verdict
+from utils.runner import Verdict
 
 FIELDS = [
     "schema",
@@ -36,6 +36,7 @@ FIELDS = [
     "speedup_vs_target",
     "same_as_target",
     "first_difference",
+    "divergence",
     "seed",
     "settings",
     "models",
@@ -83,7 +84,14 @@ def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
         assert 0 < row["first_token_seconds"] <= row["seconds"]
         assert row["seed"] == 42 and row["settings"]["gamma"] == 4 and row["settings"]["processor"] == "greedy"
-        assert row["models"] == {"target": "tiny-target", "drafter": "tiny-drafter", "dtype": "float32", "device": "cpu"}
+        assert row["models"] == {
+            "target": "tiny-target",
+            "drafter": "tiny-drafter",
+            "dtype": "float32",
+            "device": "cpu",
+            "quantize": "none",
+            "drafter_quantize": "none",
+        }
         assert row["versions"]["torch"]
     speculative, ngram, target = records_of(file)
     assert target["speedup_vs_target"] == 1.0 and target["target_forwards"] == len(expected)

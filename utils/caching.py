@@ -5,6 +5,7 @@ models are called and which logits are needed. Cached and uncached sessions answ
 tokens to the decoders. Every forward goes through `model(...)`.
 """
 
+import copy
 import inspect
 from typing import Any
 
@@ -59,8 +60,11 @@ class ModelSession:
         if use_cache and rewinds and getattr(model, "_is_stateful", False):
             self._refuse_cache()
 
-    def begin(self, prompt: list[int]) -> list[int]:
-        """The decoder's first context for these prompt ids. Raises UserError for an empty prompt, foreign ids or no room for a token."""
+    def begin(self, prompt: list[int], rows: int = 1) -> list[int]:
+        """The decoder's first context for these prompt ids, which an encoder reads for each of so many rows.
+
+        Raises UserError for an empty prompt, foreign ids or no room for a token.
+        """
         if not prompt:
             raise UserError("The prompt is empty: at least one token id is needed.")
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
@@ -68,7 +72,7 @@ class ModelSession:
         self._check_room(len(prompt))
         if not self.model.config.is_encoder_decoder:
             return list(prompt)
-        self._encoder_ids = self._upload([prompt])
+        self._encoder_ids = self._upload([prompt] * rows)
         sources = (getattr(self.model, "generation_config", None), self.model.config)
         named = (getattr(source, "decoder_start_token_id", None) for source in sources)
         return [next((start for start in named if start is not None), self._start_token)]
@@ -102,6 +106,12 @@ class ModelSession:
         excess = max(self._cached - length, 0)
         self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
         self._cached -= excess
+
+    def fork(self) -> "ModelSession":
+        """A second session that goes on from here; neither sees what the other feeds or rewinds afterwards."""
+        twin = copy.copy(self)
+        twin._cache = copy.deepcopy(self._cache)
+        return twin
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows of the cache, in this order, repeats allowed (beam search)."""

@@ -5,7 +5,7 @@ comes from a model or a user is shown as text: no markup, no control characters.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from typing import Any, TextIO
 
@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
+from utils.divergence import Cause, Divergence
 from utils.events import Step
 from utils.results import Comparison, Generation
 from utils.strategies import Strategy
-from utils.text import TextStream, token_piece, visible
+from utils.text import TextStream, token_or_end, token_piece, visible
 
 NARROW = 72  # columns; below this the table leaves out what the lines above it say
 
@@ -72,6 +73,33 @@ class Renderer:
             table.add_row(*(cells[place] for place in shown))
         self._out.print()
         self._out.print(table)
+
+    def divergence(self, strategy: Strategy, found: Divergence, tokenizer: Any, *, rule: str) -> None:
+        """One line on why a text is not the target's."""
+        said, target = (token_or_end(tokenizer, token) for token in (found.ours, found.theirs))
+        highest = ", ".join(f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3f}" for candidate in found.highest)
+        why = {
+            Cause.SAMPLING: f"sampling: expected under /verify {rule}; /verify coupled makes it the same text",
+            Cause.ROUNDING: f"rounding tie: windows of another width move logits by up to {found.rounding or 0:.2g} here",
+            Cause.UNEXPLAINED: "unexplained: please report, with what /divergence shows",
+        }[found.cause]
+        self.result(
+            f"{strategy.name} differs at token {found.position + 1}: {said}, target {target} "
+            f"(its highest: {highest}, {found.gap:.2g} apart in logits) · {why}"
+        )
+
+    def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
+        """Rows of text under headings."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for heading in headings:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(visible(cell)) for cell in row))
+        self._out.print(table)
+
+    def result(self, text: str) -> None:
+        """A sentence among the results."""
+        self._line(self._out, text)
 
     def reply(self, text: str) -> None:
         self._line(self._messages, text)

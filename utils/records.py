@@ -1,30 +1,40 @@
-"""JSON records: one line per generation, schema 1, for scripts that read what the screen shows.
+"""JSON records: one line per generation or report, schema 1, for scripts that read what the screen shows.
 
 Absent figures are null, never NaN. The file is only ever appended to.
 """
 
 import json
 import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from utils.bench import Compared, Last
+from utils.divergence import Divergence
 from utils.errors import UserError
-from utils.results import Comparison, Generation
-from utils.settings import as_json
-from utils.strategies import Job, Strategy
+from utils.reports import Finding, Report
+from utils.results import Generation
+from utils.settings import Settings, as_json
+from utils.strategies import Strategy
 from utils.text import decode
 from utils.version import VERSION
 
 SCHEMA = 1
 
 
-def record_of(strategy: Strategy, job: Job, run: Generation, comparison: Comparison, *, prompt: str) -> dict[str, Any]:
-    """The record of one generation; `prompt` is the text as it was sent, before any chat template."""
+def generation_records(last: Last, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
+    """A record for each run of a prompt; `divergences` by the strategy's name."""
+    return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
+
+
+def _generation(last: Last, compared: Compared, divergence: Divergence | None) -> dict[str, Any]:
+    job, (strategy, run, comparison) = last.job, compared
     return {
         "schema": SCHEMA,
         "record": "generation",
-        "prompt": prompt,
+        "prompt": last.text,
         "strategy": strategy.name,
         "drafter_kind": strategy.drafter_kind(job.pair),
         "text": decode(job.pair.tokenizer, run.tokens),
@@ -39,11 +49,31 @@ def record_of(strategy: Strategy, job: Job, run: Generation, comparison: Compari
         "speedup_vs_target": comparison.speedup,
         "same_as_target": comparison.same,
         "first_difference": comparison.first_difference,
-        "seed": job.settings.seed,
-        "settings": as_json(job.settings),
-        "models": _models(job.pair),
-        "versions": versions(),
+        "divergence": None if divergence is None else divergence_figures(divergence),
+        **_circumstances(job.pair, job.settings),
     }
+
+
+def divergence_figures(divergence: Divergence) -> dict[str, Any]:
+    """A divergence as plain values; token ids, 0-based position."""
+    return asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value}
+
+
+def report_record(report: Report, findings: Sequence[Finding], pair: Any, settings: Settings, *, finished: bool) -> dict[str, Any]:
+    """What a command that runs models found, complete or not, and its conclusion."""
+    return {
+        "schema": SCHEMA,
+        "record": report.name,
+        "prompt": report.prompt,
+        "finished": finished,
+        "findings": [finding.figures for finding in findings],
+        "conclusion": report.conclude(findings),
+        **_circumstances(pair, settings),
+    }
+
+
+def _circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
+    return {"seed": settings.seed, "settings": as_json(settings), "models": _models(pair), "versions": versions()}
 
 
 def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
@@ -61,7 +91,14 @@ def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
 
 
 def _models(pair: Any) -> dict[str, str | None]:
-    return {"target": pair.target_name, "drafter": pair.drafter_name, "dtype": pair.dtype, "device": pair.device}
+    return {
+        "target": pair.target_name,
+        "drafter": pair.drafter_name,
+        "dtype": pair.dtype,
+        "device": pair.device,
+        "quantize": pair.quantize,
+        "drafter_quantize": pair.drafter_quantize,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -9,30 +9,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.caching import ModelSession
+from utils.decoding import Decoding
 from utils.events import Step
+from utils.seeding import Noise
 from utils.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt for one strategy: its ids, the models (utils.models.loading.Pair), the settings of the moment, the n-gram storage."""
+    """One prompt for one strategy: its ids, the models (utils.models.loading.Pair), the settings of the moment, the n-gram storage.
+
+    read: where many runs of one prompt share what its prefill computed: the sessions that have read it, filled as they are asked for.
+    """
 
     prompt: list[int]
     pair: Any
     settings: Settings
     storage: Any
+    read: dict[tuple[str, bool], ModelSession] | None = None
+
+    @property
+    def decoding(self) -> Decoding:
+        """What to draw from, with which noise, and when to stop."""
+        return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, Noise(self.settings.seed))
 
     def session(self, model: str, *, rewinds: bool = True) -> ModelSession:
-        """A fresh session over the pair's "target" or "drafter". Raises UserError where its cache cannot be rewound and must be."""
-        return ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds)
+        """A session of its own over the pair's "target" or "drafter". Raises UserError where its cache must be rewound and cannot be."""
+        if self.read is not None and (model, rewinds) in self.read:
+            return self.read[model, rewinds].fork()
+        session = ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds)
+        if self.read is None:
+            return session
+        before = session.begin(self.prompt)[:-1]
+        if before:
+            session.feed(before, keep=1)
+        self.read[model, rewinds] = session
+        return session.fork()
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """name: as in the JSON records. toggle: the Settings field that turns it on. steps: its decoder, models and all.
 
-    drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. uses_target and
-    needs_drafter: which models it runs.
+    drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. drafts: whether it
+    drafts; draft_law: whether its drafts have a law of their own, so that p/q rules judge them. uses_target and needs_drafter: which
+    models it runs. draws: whether it draws its tokens, one by one, from a law.
     """
 
     name: str
@@ -42,8 +63,15 @@ class Strategy:
     steps: Callable[[Job], Iterator[Step]]
     drafter_kind: Callable[[Any], str | None] = lambda pair: None
     drafts: bool = False
+    draft_law: bool = False
     uses_target: bool = True
     needs_drafter: bool = False
+    draws: bool = True
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its text follows exactly the target's law."""
+        return self.uses_target and self.draws
 
     def is_on(self, settings: Settings) -> bool:
         """Whether the settings ask for this strategy."""

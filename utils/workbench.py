@@ -1,4 +1,4 @@
-"""Workbench: one session. It takes lines, carries out commands, runs every enabled strategy on a prompt and compares the runs.
+"""Workbench: one session. It takes lines, carries out commands, and has the enabled strategies run on every prompt.
 
 It knows neither a terminal (lines come from whoever reads them) nor a decoder (strategies are handed in); everything it has to say goes
 to the renderer. Settings, storage and models outlive any failed line.
@@ -7,36 +7,25 @@ to the renderer. Settings, storage and models outlive any failed line.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
+from utils.bench import Bench
 from utils.caching import ModelSession, context_length
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.errors import UserError
 from utils.events import FinishReason
 from utils.kinds import Limits, StorageSpec
-from utils.models.failures import is_out_of_memory
-from utils.models.prompting import has_chat_template, prompt_ids
-from utils.printing import Renderer, RunView
-from utils.records import RecordFile, record_of
-from utils.results import Generation, collect, compare
-from utils.seeding import fix_seeds
+from utils.models.prompting import has_chat_template
+from utils.printing import Renderer
+from utils.records import RecordFile
+from utils.results import collect
+from utils.runner import Runner, Verdict, explain_error
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
 from utils.text import encodable, unescaped
 
-Result = tuple[Strategy, Generation]
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
-
-
-class Verdict(Enum):
-    """How a line went."""
-
-    DONE = auto()
-    FAILED = auto()
-    INTERRUPTED = auto()
-    QUIT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +49,18 @@ class Workbench:
     def __init__(self, pair: Any, tools: Tools, settings: Settings, limits: Limits) -> None:
         self._pair, self._tools, self._limits = pair, tools, limits
         self._renderer = tools.renderer
+        self._bench = Bench(pair, tools.strategies, tools.make_storage, limits.vocabulary)
+        self._runner = Runner(self._bench, tools.renderer, tools.records)
         self.settings = self._allowed(settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
-        self._storage = tools.make_storage(self.settings.ngram_storage, limits.vocabulary)
+        self._storage = self._bench.new_storage(self.settings)
 
     def warm_up(self) -> None:
         """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
         settings = replace(self.settings, length=min(4, self._limits.context), beams=2)
-        storage = self._tools.make_storage(settings.ngram_storage, self._limits.vocabulary)
-        job = Job(prompt=[0, 0, 0, 0], pair=self._pair, settings=settings, storage=storage)
-        for strategy in self._runnable(self._tools.strategies):
+        job = self._bench.job([0, 0, 0, 0], settings)
+        for strategy in self._bench.runnable():
             with suppress(UserError):  # it will be said when it is asked for
                 if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
                     raise KeyboardInterrupt
@@ -97,20 +87,11 @@ class Workbench:
         except BrokenPipeError:
             raise
         except Exception as error:
-            self._explain(error)
+            explain_error(self._renderer, error)
         return Verdict.FAILED
 
-    def _explain(self, error: Exception) -> None:
-        """A sentence for what a user can mend, a traceback for a bug."""
-        if isinstance(error, UserError):
-            self._renderer.error(str(error))
-        elif is_out_of_memory(error):
-            self._renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
-        else:
-            self._renderer.crash()
-
     def _command(self, line: str) -> Verdict:
-        situation = Situation(self.settings, self._tools.registry, self._limits, self._facts())
+        situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, self._facts())
         return self._apply(self._tools.registry.run(line, situation))
 
     def _apply(self, outcome: Outcome) -> Verdict:
@@ -128,11 +109,13 @@ class Workbench:
             self._renderer.clear()
         if outcome.prompt is not None:
             return self._prompt(outcome.prompt)
+        if outcome.report is not None:
+            return self._runner.report(outcome.report, self.settings)
         return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE
 
     def _change(self, settings: Settings) -> None:
         if settings.ngram_storage != self.settings.ngram_storage:
-            self._storage = self._tools.make_storage(settings.ngram_storage, self._limits.vocabulary)
+            self._storage = self._bench.new_storage(settings)
         self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:
@@ -140,7 +123,7 @@ class Workbench:
 
     def _prompt(self, text: str) -> Verdict:
         text = encodable(text)
-        ids = prompt_ids(self._pair.tokenizer, text, chat=self.settings.chat, system=self.settings.system)
+        ids = self._bench.ids(text, self.settings)
         ModelSession(self._pair.target, rewinds=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
         chosen = self._chosen(len(ids))
         if self.settings.reset_in_between:
@@ -148,18 +131,12 @@ class Workbench:
         if not self._tools.interactive:
             self._renderer.prompt(text)
         job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._storage)
-        results: list[Result] = []
-        interrupted = self._run_all(chosen, job, results)
-        self._report(results, job, text)
-        if interrupted:
-            return Verdict.INTERRUPTED
-        return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
+        return self._runner.prompt(text, job, chosen)
 
     def _chosen(self, prompt_tokens: int) -> list[Strategy]:
         """The strategies that are on and can run; a note for each reason to draft nothing."""
-        wanted = [strategy for strategy in self._tools.strategies if strategy.is_on(self.settings)]
-        chosen = self._runnable(wanted)
-        if len(chosen) < len(wanted):
+        chosen = self._bench.enabled(self.settings)
+        if len(chosen) < sum(strategy.is_on(self.settings) for strategy in self._tools.strategies):
             self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
         if not chosen:
             raise UserError("No strategy is left to run; turn one on, for example with /target on.")
@@ -167,39 +144,6 @@ class Workbench:
         if bound is not None and prompt_tokens >= bound:
             self._renderer.note(f"The prompt has {prompt_tokens} tokens and the drafter a context of {bound}: it will draft nothing.")
         return chosen
-
-    def _runnable(self, strategies: Sequence[Strategy]) -> list[Strategy]:
-        return [strategy for strategy in strategies if self._pair.drafter is not None or not strategy.needs_drafter]
-
-    def _run_all(self, strategies: list[Strategy], job: Job, results: list[Result]) -> bool:
-        """One run after the other from the same seed, each added to `results`; whether Ctrl-C ended it. A run that fails says why."""
-        try:
-            for strategy in strategies:
-                self._renderer.title(strategy.title, strategy.colour)
-                fix_seeds(job.settings.seed)
-                view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
-                try:
-                    run = collect(strategy.steps(job), view.show)
-                except Exception as error:
-                    self._explain(error)
-                    continue
-                results.append((strategy, run))
-                view.end()
-                self._renderer.figures(run, forwards=strategy.uses_target)
-                if run.finish is FinishReason.INTERRUPTED:
-                    return True
-        except KeyboardInterrupt:
-            return True
-        return False
-
-    def _report(self, results: list[Result], job: Job, prompt: str) -> None:
-        """Records first: they are kept even if the table is interrupted."""
-        target = next((run for strategy, run in results if strategy.name == "target"), None)
-        compared = [(strategy, run, compare(run, target)) for strategy, run in results]
-        if self._tools.records is not None:
-            self._tools.records.append([record_of(strategy, job, run, comparison, prompt=prompt) for strategy, run, comparison in compared])
-        if compared:
-            self._renderer.comparison(compared)
 
     def _facts(self) -> tuple[tuple[str, str], ...]:
         pair = self._pair

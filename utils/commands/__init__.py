@@ -1,5 +1,8 @@
 """Slash commands: a registry, and the commands by group. `default_registry` is the set the program starts with."""
 
+from utils.commands.audit import AUDIT
+from utils.commands.divergence import DIVERGENCE
+from utils.commands.lossless import LOSSLESS
 from utils.commands.registry import Command, Outcome, Registry, Situation
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.tuning import tuning_commands
@@ -8,5 +11,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 
 def default_registry() -> Registry:
-    """Every command of the program: one per setting, then those of the session."""
-    return Registry([*tuning_commands(), *SESSION_COMMANDS])
+    """Every command of the program: one per setting, those that check what was said, then those of the session."""
+    return Registry([*tuning_commands(), DIVERGENCE, AUDIT, LOSSLESS, *SESSION_COMMANDS])

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum, auto
 
+from utils.bench import Bench
 from utils.errors import UserError
 from utils.kinds import Limits
+from utils.reports import Report
 from utils.settings import Settings
 
 
@@ -24,12 +26,13 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A command's answer: new settings, a reply or rows to show, a prompt to generate from, an action; each optional."""
+    """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional."""
 
     settings: Settings | None = None
     reply: str = ""
     rows: tuple[tuple[str, str, str], ...] = ()
     prompt: str | None = None
+    report: Report | None = None
     action: Action | None = None
 
 
@@ -39,6 +42,7 @@ class Situation:
 
     settings: Settings
     registry: "Registry"
+    bench: Bench
     limits: Limits = field(default_factory=Limits)
     facts: tuple[tuple[str, str], ...] = ()  # (name, value) of what is loaded
 

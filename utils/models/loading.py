@@ -36,7 +36,10 @@ class PairRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What was loaded. `drafter_kind` is "model", "layers:K" or None, and `notes` are sentences for the user."""
+    """What was loaded. `drafter_kind` is "model", "layers:K" or None, and `notes` are sentences for the user.
+
+    quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
+    """
 
     target: PreTrainedModel
     drafter: PreTrainedModel | None
@@ -47,6 +50,8 @@ class Pair:
     drafter_kind: str | None
     device: str
     dtype: str
+    quantize: str
+    drafter_quantize: str | None
     notes: tuple[str, ...]
 
 
@@ -58,6 +63,7 @@ class _Drafter:
     name: str | None = None
     kind: str | None = None
     notes: tuple[str, ...] = ()
+    quantize: str | None = None
 
 
 def load_pair(request: PairRequest, report: Report) -> Pair:
@@ -79,9 +85,9 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     if separate:
         model = load_model(separate, request.drafter_quantize, where)
         _check_fit(model, target, own=load_tokenizer(separate), tokenizer=tokenizer, name=separate.name)
-        drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name))
+        drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name), request.drafter_quantize)
     else:
-        drafter = _cut_drafter(target, source.name, depth)
+        drafter = _cut_drafter(target, source.name, depth, request.quantize)
     return Pair(
         target=target,
         drafter=drafter.model,
@@ -92,6 +98,8 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter_kind=drafter.kind,
         device=device,
         dtype=str(target.dtype).removeprefix("torch."),
+        quantize=request.quantize,
+        drafter_quantize=drafter.quantize,
         notes=code_notes(target, source.name) + drafter.notes,
     )
 
@@ -117,8 +125,8 @@ def _locate(word: str, kind: str, report: Report) -> Source:
     return locate(word, report)
 
 
-def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None) -> _Drafter:
-    """The first layers of the target; without a depth a third of them, or no drafter where that cannot be."""
+def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize: str) -> _Drafter:
+    """The first layers of the target, weights shared; without a depth a third of them, or no drafter where that cannot be."""
     chosen = default_depth(target) if depth is None else depth
     if chosen is None:
         return _Drafter(notes=(f"no drafter: none was given, and {name} cannot be cut into layers",))
@@ -131,7 +139,7 @@ def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None) -> _Draf
         return _Drafter(notes=(f"no drafter: {error}",))
     notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
     model.name_or_path = f"{name}, first {chosen} layers"
-    return _Drafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes)
+    return _Drafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes, quantize)
 
 
 def _check_fit(

@@ -1,0 +1,94 @@
+"""Bench: the loaded models and strategies as those who run them need them, and what a session remembers from one line to the next.
+
+The workbench runs prompts on it; commands that run models (utils.commands) are handed it. It shows nothing and decides nothing about
+settings.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from utils.divergence import Divergence, Parting, explain
+from utils.errors import UserError
+from utils.events import FinishReason
+from utils.kinds import StorageSpec
+from utils.models.prompting import prompt_ids
+from utils.results import Comparison, Generation
+from utils.settings import Settings
+from utils.strategies import Job, Strategy
+from utils.text import encodable
+
+Compared = tuple[Strategy, Generation, Comparison]
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What the last prompt came to: its text as it was sent, what was run, and how the runs compare."""
+
+    text: str
+    job: Job
+    compared: tuple[Compared, ...]
+
+
+@dataclass(slots=True)
+class Memory:
+    """last: the last prompt's runs. rounding: how far windows of another width were seen to move the target's logits."""
+
+    last: Last | None = None
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """pair: utils.models.loading.Pair. make_storage: an empty n-gram storage of a kind, for a vocabulary."""
+
+    pair: Any
+    strategies: Sequence[Strategy]
+    make_storage: Callable[[StorageSpec, int], Any]
+    vocabulary: int
+    memory: Memory = field(default_factory=Memory)
+
+    def last(self) -> Last:
+        """The last prompt's runs. Raises UserError where there was none."""
+        if self.memory.last is None:
+            raise UserError("it works on the last prompt: send one first.")
+        return self.memory.last
+
+    def runnable(self) -> list[Strategy]:
+        """The strategies whose models are loaded."""
+        return [strategy for strategy in self.strategies if self.pair.drafter is not None or not strategy.needs_drafter]
+
+    def enabled(self, settings: Settings) -> list[Strategy]:
+        """Those of them that the settings ask for."""
+        return [strategy for strategy in self.runnable() if strategy.is_on(settings)]
+
+    def ids(self, text: str, settings: Settings) -> list[int]:
+        """The prompt ids of a text. Raises UserError where it gives none."""
+        return prompt_ids(self.pair.tokenizer, encodable(text), chat=settings.chat, system=settings.system)
+
+    def new_storage(self, settings: Settings) -> Any:
+        """An empty n-gram storage."""
+        return self.make_storage(settings.ngram_storage, self.vocabulary)
+
+    def job(self, prompt: list[int], settings: Settings) -> Job:
+        """A job of its own: no storage and no session is shared with another."""
+        return Job(prompt, self.pair, settings, self.new_storage(settings))
+
+
+def divergences(last: Last, rounding: float) -> Iterator[tuple[Strategy, Divergence]]:
+    """Why each text that should be the target's own is not. A difference costs one forward over the text, or a few."""
+    target = next((run for strategy, run, _ in last.compared if strategy.name == "target"), None)
+    for strategy, run, comparison in last.compared:
+        if target is None or not strategy.lossless or comparison.same is not False or run.finish is FinishReason.INTERRUPTED:
+            continue
+        parting = Parting(
+            last.job.prompt,
+            run.steps,
+            target.tokens,
+            opened=partial(last.job.session, "target"),
+            decoding=last.job.decoding,
+            window=last.job.settings.gamma + 1,
+            may_sample=strategy.draft_law and last.job.settings.verify != "coupled",
+        )
+        yield strategy, explain(parting, rounding)

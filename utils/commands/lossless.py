@@ -1,0 +1,101 @@
+"""/lossless: do first tokens follow the target's law? Many one-round draws per strategy on the last prompt, and a chi-square test.
+
+Draw i is made under seed + i, exactly as a run under that seed would begin, with the prompt read only once.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from utils.bench import Bench
+from utils.bounds import MAX_SEED
+from utils.commands.registry import Command, Outcome, Situation
+from utils.errors import UserError
+from utils.kinds import Whole
+from utils.reports import Finding, Progress, Report
+from utils.settings import Settings
+from utils.statistics import Fit, fit
+from utils.strategies import Job, Strategy
+
+DRAWS, MOST_DRAWS = 200, 1_000_000
+DOUBTFUL, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are said to be suspicious, and to be wrong
+HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
+
+
+def _lossless(argument: str, situation: Situation) -> Outcome:
+    draws: int = Whole(1, MOST_DRAWS).parse(argument or str(DRAWS), DRAWS, situation.limits)
+    last = situation.bench.last()
+    strategies = [strategy for strategy in situation.bench.enabled(situation.settings) if strategy.draws]
+    return Outcome(report=Report("lossless", last.text, HEADINGS, _findings(situation, last.job.prompt, strategies, draws), _conclusion))
+
+
+def _findings(situation: Situation, prompt: list[int], strategies: Sequence[Strategy], draws: int) -> Iterator[Progress | Finding]:
+    law = _first_law(situation.bench, prompt, situation.settings)
+    for strategy in strategies:
+        yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
+        job = situation.bench.job(prompt, _one_round(situation.settings))
+        job = replace(job, read={})
+        seen = Counter(_first_token(strategy, job, draw) for draw in range(draws))
+        yield _finding(strategy, fit(seen, law))
+
+
+def _one_round(settings: Settings) -> Settings:
+    return replace(settings, length=settings.gamma + 1)
+
+
+def _first_law(bench: Bench, prompt: list[int], settings: Settings) -> Tensor:
+    """The target's law (V,) of the first new token: the mean of the two ways in which it is computed, alone and at the head of a window.
+
+    They differ by rounding only, which can put a token at the edge of a nucleus in or out.
+    """
+    job = replace(bench.job(prompt, settings), read={})
+    session = job.session("target", rewinds=False)
+    context = session.begin(prompt)
+    alone = session.feed(context, keep=1)
+    room = session.room(context)
+    window = context[-1:] * (settings.gamma if room is None else min(settings.gamma, room - 1))
+    versions = [alone]
+    with suppress(UserError):  # a recurrent model has no windows, and no strategy that needs them
+        versions.append(job.session("target").feed(context + window, keep=len(window) + 1)[:1])
+    return torch.cat([job.decoding.law(logits, session.name) for logits in versions]).mean(dim=0)
+
+
+def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
+    seed = (job.settings.seed + draw) % (MAX_SEED + 1)
+    rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
+    return next(rounds).tokens[0]
+
+
+def _finding(strategy: Strategy, result: Fit) -> Finding:
+    statistic = "-" if result.statistic is None else f"{result.statistic:.1f} ({result.freedom} df)"
+    p_value = "-" if result.p_value is None else f"{result.p_value:.2g}"
+    matches = f"{result.matches}/{result.draws}" if result.statistic is None else "-"
+    cells = (strategy.name, str(result.draws), str(result.cells), statistic, p_value, matches)
+    verdict = _verdict(strategy, result)
+    return Finding((*cells, verdict), {"strategy": strategy.name, **asdict(result), "verdict": verdict})
+
+
+def _verdict(strategy: Strategy, result: Fit) -> str:
+    if result.p_value is None:
+        return "all match"
+    if result.p_value >= DOUBTFUL:
+        return "no difference seen"
+    if not strategy.lossless:
+        return "another law, as it should be: not the target's"
+    if result.p_value >= IMPOSSIBLE:
+        return f"suspicious: chance does this once in {1 / result.p_value:.0f}; try more draws"
+    return "NOT the target's law: please report"
+
+
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
+    """What the rows mean together."""
+    if all(finding.figures["cells"] < 2 for finding in findings):
+        return ["matches: draws that are a token the target can say. With one token that likely, or so few draws, no more can be tested."]
+    return ["p-value: how often as many draws from the target's own law look at least this far from it."]
+
+
+LOSSLESS = Command("lossless", "[N]", f"N first tokens per strategy against the target's law, on the last prompt (N: {DRAWS})", _lossless)

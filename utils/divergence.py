@@ -1,0 +1,178 @@
+"""Why a text left the target's own: where, with which tokens, and whether that is sampling, a rounding tie, or a bug.
+
+Under greedy and under noise that is shared with the target the two must be one text, but for rounding: the same position computed in a
+window of another width may come out a little different, and flip a choice between two tokens that are nearly tied. First the tie is
+looked for: do the logits, moved by no more than widths move them on this machine, give either token? If that explains nothing, both runs'
+forwards are repeated exactly as they were, and must give each its own token with a difference that rounding can make.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from utils.caching import ModelSession
+from utils.decoding import Decoding
+from utils.events import Step
+from utils.logits_processor import leading
+from utils.results import first_difference, tokens_of
+from utils.rounding import Spread, by_width, most_rounding
+
+NEARBY = 32  # tokens before the difference over which widths are compared
+
+
+class Cause(StrEnum):
+    """Why two texts part."""
+
+    SAMPLING = "sampling"
+    ROUNDING = "rounding tie"
+    UNEXPLAINED = "unexplained: please report"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token, its probability under the processor, and its raw logit."""
+
+    token: int
+    probability: float
+    logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference between a run and the target's.
+
+    position: 0-based among the new tokens. ours, theirs: the run's token there and the target's, None where a text had ended.
+    highest: the target's two highest candidates there. rounding: how far widths move the logits here; None where that was not needed.
+    """
+
+    position: int
+    ours: int | None
+    theirs: int | None
+    highest: tuple[Candidate, ...]
+    rounding: float | None
+    cause: Cause
+
+    @property
+    def gap(self) -> float:
+        """Between the two highest logits."""
+        return self.highest[0].logit - self.highest[-1].logit
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A run beside the target's own on one prompt, and how the models are reached.
+
+    rounds: the run's. theirs: the target's tokens. opened: a session of its own over the target, `rewinds` or not. window: how many tokens
+    the run verified at once. may_sample: whether its rule allows another draw at the same seed.
+    """
+
+    prompt: list[int]
+    rounds: Sequence[Step]
+    theirs: list[int]
+    opened: Callable[..., ModelSession]
+    decoding: Decoding
+    window: int
+    may_sample: bool
+
+    @property
+    def position(self) -> int:
+        """0-based place of the first difference among the new tokens."""
+        position = first_difference(tokens_of(self.rounds), self.theirs)
+        assert position is not None, "the texts are equal"
+        return position
+
+    @property
+    def said(self) -> tuple[int | None, int | None]:
+        """The run's token there and the target's, None where a text had ended."""
+        position = self.position
+        ours, theirs = (text[position] if position < len(text) else None for text in (tokens_of(self.rounds), self.theirs))
+        return ours, theirs
+
+    def gives(self, logits: Tensor, token: int) -> bool:
+        """Whether the target says the token there, from logits (V,); where the run drew numbers of its own, whether that could say it."""
+        law = self.decoding.law(logits, "The target")
+        could = self.may_sample and token == self.said[0] and float(law[token]) > 0
+        return could or self.decoding.noise.sample(law, self.position) == token
+
+
+def explain(parting: Parting, rounding: float = 0.0) -> Divergence:
+    """The cause of the first difference. rounding: how far widths are known to move the logits, where that is more than is seen here."""
+    position, (ours, theirs) = parting.position, parting.said
+    session = parting.opened(rewinds=False)
+    context = [*session.begin(parting.prompt), *parting.theirs[:position]]
+    count = min(NEARBY, position + 1)
+    if len(context) > count:
+        session.feed(context[:-count], keep=1)
+    whole = by_width(session, context, count, count)
+    law = parting.decoding.law(whole[-1], session.name)
+    values, ids = leading(whole[-1], 2)
+    highest = tuple(Candidate(token, float(law[token]), value) for token, value in zip(ids.tolist(), values.tolist(), strict=True))
+    if ours is None or theirs is None:
+        return Divergence(position, ours, theirs, highest, None, Cause.UNEXPLAINED)
+    if parting.may_sample and float(law.max()) < 1 and float(law[ours]) > 0:
+        return Divergence(position, ours, theirs, highest, None, Cause.SAMPLING)
+    slack = max(rounding, Spread.of([whole, *(by_width(session, context, count, width) for width in (1, parting.window))]).difference)
+    limit = most_rounding(whole)
+    if slack <= limit and _is_tie(parting, whole[-1].cpu().double(), ours, theirs, slack):
+        return Divergence(position, ours, theirs, highest, slack, Cause.ROUNDING)
+    replayed = _replay(parting, ours, theirs)
+    proved = replayed is not None and replayed <= limit
+    seen = slack if replayed is None else replayed
+    return Divergence(position, ours, theirs, highest, seen, Cause.ROUNDING if proved else Cause.UNEXPLAINED)
+
+
+def _is_tie(parting: Parting, logits: Tensor, ours: int, theirs: int, slack: float) -> bool:
+    """Whether logits (V,) that are moved by at most `slack` give either token."""
+    return all(
+        any(parting.gives(moved, token) for moved in _moved(logits, token, rival, slack))
+        for token, rival in ((ours, theirs), (theirs, ours))
+    )
+
+
+def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]:
+    """The two moves that help a token against its rival the most: into a top-k set or a nucleus, and the rival out of it."""
+    moves = []
+    for judged, up in ((token, -slack), (rival, slack)):
+        moved = logits + torch.where(logits > logits[judged], up, -up)
+        moved[token], moved[rival] = logits[token] + slack, logits[rival] - slack
+        moves.append(moved)
+    return moves
+
+
+def _replay(parting: Parting, ours: int, theirs: int) -> float | None:
+    """The largest difference between the logits of both runs, computed by the same forwards as then.
+
+    None where they do not give each run its own token again.
+    """
+    windows, singles = _window_logits(parting), _single_logits(parting)
+    if parting.gives(windows, ours) and parting.gives(singles, theirs):
+        return Spread.of([windows[None], singles[None]]).difference
+    return None
+
+
+def _single_logits(parting: Parting) -> Tensor:
+    """Logits (V,) of plain decoding at the place of the difference."""
+    session = parting.opened(rewinds=False)
+    context = session.begin(parting.prompt)
+    for token in parting.theirs[: parting.position]:
+        session.feed(context, keep=1)
+        context.append(token)
+    return session.feed(context, keep=1)[0]
+
+
+def _window_logits(parting: Parting) -> Tensor:
+    """Logits (V,) of the run's windows at the place of the difference."""
+    session = parting.opened(rewinds=True)
+    context = session.begin(parting.prompt)
+    left = parting.position
+    for step in parting.rounds:
+        logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1)
+        if left < len(step.tokens):
+            return logits[left]
+        left -= len(step.tokens)
+        context.extend(step.tokens)
+        session.rewind(len(context) - 1)
+    raise AssertionError("the difference lies behind the last round")

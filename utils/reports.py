@@ -1,0 +1,38 @@
+"""Reports: what a command that runs models has to say, as it finds it out.
+
+A report is an iterator of events that somebody else draws and records; closing it early keeps what it found.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A sentence about what is being done now."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row: its cells for the screen, its figures for the record."""
+
+    cells: tuple[str, ...]
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """name: as in the records. prompt: the text it works on. headings: of the findings' cells. conclude: sentences from what was found.
+
+    upright: findings stand side by side, a column each; for few of them with many cells.
+    """
+
+    name: str
+    prompt: str
+    headings: tuple[str, ...]
+    events: Iterator[Progress | Finding]
+    conclude: Callable[[Sequence[Finding]], list[str]]
+    upright: bool = False

@@ -1,0 +1,123 @@
+"""Runner: runs every chosen strategy on a prompt, or a report, shows it as it goes and keeps its records, also when it is interrupted.
+
+What is run, and with which settings, is decided by its caller; decoders are reached through the table of strategies alone.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from utils.bench import Bench, Last, divergences
+from utils.divergence import Divergence
+from utils.errors import UserError
+from utils.events import FinishReason
+from utils.models.failures import is_out_of_memory
+from utils.printing import Renderer, RunView
+from utils.records import RecordFile, generation_records, report_record
+from utils.reports import Finding, Progress, Report
+from utils.results import Generation, collect, compare
+from utils.seeding import fix_seeds
+from utils.settings import Settings
+from utils.strategies import Job, Strategy
+
+Result = tuple[Strategy, Generation]
+
+
+class Verdict(Enum):
+    """How a line went."""
+
+    DONE = auto()
+    FAILED = auto()
+    INTERRUPTED = auto()
+    QUIT = auto()
+
+
+def explain_error(renderer: Renderer, error: Exception) -> None:
+    """A sentence for what a user can mend, a traceback for a bug."""
+    if isinstance(error, UserError):
+        renderer.error(str(error))
+    elif is_out_of_memory(error):
+        renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
+    else:
+        renderer.crash()
+
+
+class Runner:
+    """Runs on one bench, shows on one screen, records into one file (or none)."""
+
+    def __init__(self, bench: Bench, renderer: Renderer, records: RecordFile | None) -> None:
+        self._bench, self._renderer, self._records = bench, renderer, records
+
+    def prompt(self, text: str, job: Job, chosen: Sequence[Strategy]) -> Verdict:
+        """Run the chosen strategies one after the other from the same seed, and compare them."""
+        results: list[Result] = []
+        interrupted = self._run_all(chosen, job, results)
+        target = next((run for strategy, run in results if strategy.name == "target"), None)
+        last = Last(text, job, tuple((strategy, run, compare(run, target)) for strategy, run in results))
+        self._bench.memory.last = last
+        self._compare(last)
+        if interrupted:
+            return Verdict.INTERRUPTED
+        return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
+
+    def _run_all(self, strategies: Sequence[Strategy], job: Job, results: list[Result]) -> bool:
+        """Each run is added to `results`; whether Ctrl-C ended it. A run that fails says why."""
+        try:
+            for strategy in strategies:
+                self._renderer.title(strategy.title, strategy.colour)
+                fix_seeds(job.settings.seed)
+                view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
+                try:
+                    run = collect(strategy.steps(job), view.show)
+                except Exception as error:
+                    explain_error(self._renderer, error)
+                    continue
+                results.append((strategy, run))
+                view.end()
+                self._renderer.figures(run, forwards=strategy.uses_target)
+                if run.finish is FinishReason.INTERRUPTED:
+                    return True
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _compare(self, last: Last) -> None:
+        """The table, and a line for each text that is not the target's. Records are kept even if showing it all is interrupted."""
+        causes: dict[str, Divergence] = {}
+        try:
+            if last.compared:
+                self._renderer.comparison(last.compared)
+            for strategy, divergence in divergences(last, self._bench.memory.rounding):
+                causes[strategy.name] = divergence
+                self._renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
+        finally:
+            if self._records is not None:
+                self._records.append(generation_records(last, causes))
+
+    def report(self, report: Report, settings: Settings) -> Verdict:
+        """Run a report to its end or to Ctrl-C; what it found until then is shown and recorded."""
+        findings: list[Finding] = []
+        finished = False
+        try:
+            for event in report.events:
+                if isinstance(event, Progress):
+                    self._renderer.note(event.text)
+                else:
+                    findings.append(event)
+            finished = True
+        except KeyboardInterrupt:
+            self._renderer.note("Interrupted.")
+        finally:
+            if findings:
+                self._conclude(report, findings, settings, finished=finished)
+        return Verdict.DONE if finished else Verdict.INTERRUPTED
+
+    def _conclude(self, report: Report, findings: list[Finding], settings: Settings, *, finished: bool) -> None:
+        if self._records is not None:
+            self._records.append([report_record(report, findings, self._bench.pair, settings, finished=finished)])
+        cells = [finding.cells for finding in findings]
+        if report.upright:
+            self._renderer.rows(zip(report.headings, *cells, strict=True))
+        else:
+            self._renderer.table(report.headings, cells)
+        for line in report.conclude(findings):
+            self._renderer.result(line)
