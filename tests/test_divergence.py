@@ -60,7 +60,8 @@ def tied_table(gap: float) -> torch.Tensor:
 def test_a_tie_that_rounding_decides_is_called_one_under_greedy(rule: str) -> None:
     target, plan = Wobbly(tied_table(1e-5), 3e-5), decoding(4, processor=GreedyProcessor())
     found = explain(parting(target, plan, speculate(target, target, plan, rule), may_sample=rule != "coupled"))
-    assert (found.position, found.ours, found.theirs, found.cause) == (0, 2, 1, Cause.ROUNDING)
+    assert found.ours and found.theirs
+    assert (found.position, found.ours.token, found.theirs.token, found.cause) == (0, 2, 1, Cause.ROUNDING)
     assert found.rounding == pytest.approx(3e-5, rel=0.1)
     assert {candidate.token for candidate in found.highest} == {1, 2} and 0 < found.gap < 4e-5
 
@@ -91,14 +92,14 @@ def test_a_wrong_token_is_unexplained() -> None:
     altered = [*plain[:3], (plain[3] + 1) % 8, *plain[4:]]
     found = explain(parting(target, plan, [Step((), 0, token) for token in altered]))
     assert (found.position, found.cause) == (3, Cause.UNEXPLAINED)
-    assert (found.ours, found.theirs) == (altered[3], plain[3])
+    assert found.ours and found.theirs and (found.ours.token, found.theirs.token) == (altered[3], plain[3])
 
 
 def test_a_text_that_ends_early_is_unexplained() -> None:
     target, plan = toy(9, 8), decoding(6, seed=3)
     plain = tokens_of(autoregressive_steps([0], session(target), plan))
     found = explain(parting(target, plan, [Step((), 0, token) for token in plain[:4]]))
-    assert (found.position, found.ours, found.theirs, found.cause) == (4, None, plain[4], Cause.UNEXPLAINED)
+    assert (found.position, found.ours, found.theirs and found.theirs.token, found.cause) == (4, None, plain[4], Cause.UNEXPLAINED)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -151,7 +152,7 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
     assert [row["divergence"] and row["divergence"]["cause"] for row in rows] == ["sampling", None, None]
     assert rows[0]["divergence"]["position"] == rows[0]["first_difference"]
     place = rows[0]["first_difference"]
-    assert [rows[0]["divergence"][name] for name in ("ours", "theirs")] == [row["token_ids"][place] for row in rows[::2]]
+    assert [rows[0]["divergence"][name]["token"] for name in ("ours", "theirs")] == [row["token_ids"][place] for row in rows[::2]]
     bench.handle("/divergence")
     results = view.take()[0]
     assert "target's highest" in results and "as /verify rejection allows. /verify coupled makes it the same text." in results

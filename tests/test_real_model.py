@@ -72,12 +72,18 @@ def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view
     assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
 
 
-def test_sampled_ngram_assisted_text_is_the_targets_own(pair: Pair, view: Screen, tmp_path: Path) -> None:
+def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = bench_on(pair, view, file)
-    for line in ("/speculative off", "/processor nucleus 0.8 0.9", "/length 25", *PROMPTS[:3]):
+    lines = ["/verify coupled", "/length 20", "/gamma 3"]
+    for prompt, processor in zip(PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False):
+        lines += [f"/processor {processor}", prompt]
+    for line in lines:
         assert bench.handle(line) is Verdict.DONE
-    assert all(row["same_as_target"] for row in records_of(file))
+    rows = records_of(file)
+    assert len(rows) == 4 * 3
+    assert all(row["same_as_target"] or row["divergence"]["cause"] == "rounding tie" for row in rows)
+    assert sum(row["same_as_target"] for row in rows) > 10
 
 
 def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.events import Step
-from utils.logits_processor import leading
+from utils.logits_processor import top_tokens
 from utils.results import first_difference, tokens_of
 from utils.rounding import Spread, by_width, most_rounding
 
@@ -49,8 +49,8 @@ class Divergence:
     """
 
     position: int
-    ours: int | None
-    theirs: int | None
+    ours: Candidate | None
+    theirs: Candidate | None
     highest: tuple[Candidate, ...]
     rounding: float | None
     cause: Cause
@@ -106,22 +106,38 @@ def explain(parting: Parting, rounding: float = 0.0) -> Divergence:
     count = min(NEARBY, position + 1)
     if len(context) > count:
         session.feed(context[:-count], keep=1)
-    whole = by_width(session, context, count, count)
+    whole = by_width(session, context, count, count)  # (count, V)
     law = parting.decoding.law(whole[-1], session.name)
-    values, ids = leading(whole[-1], 2)
-    highest = tuple(Candidate(token, float(law[token]), value) for token, value in zip(ids.tolist(), values.tolist(), strict=True))
-    if ours is None or theirs is None:
-        return Divergence(position, ours, theirs, highest, None, Cause.UNEXPLAINED)
-    if parting.may_sample and float(law.max()) < 1 and float(law[ours]) > 0:
-        return Divergence(position, ours, theirs, highest, None, Cause.SAMPLING)
-    slack = max(rounding, Spread.of([whole, *(by_width(session, context, count, width) for width in (1, parting.window))]).difference)
-    limit = most_rounding(whole)
-    if slack <= limit and _is_tie(parting, whole[-1].cpu().double(), ours, theirs, slack):
-        return Divergence(position, ours, theirs, highest, slack, Cause.ROUNDING)
+
+    def candidate(token: int) -> Candidate:
+        return Candidate(token, float(law[token]), float(whole[-1, token]))
+
+    moved, cause = None, Cause.UNEXPLAINED
+    if ours is not None and theirs is not None:
+        if parting.may_sample and float(law.max()) < 1 and float(law[ours]) > 0:
+            cause = Cause.SAMPLING
+        else:
+            versions = [whole, *(by_width(session, context, count, width) for width in (1, parting.window))]
+            moved, cause = _rounding_or_not(parting, versions, ours, theirs, known=rounding)
+    return Divergence(
+        position,
+        None if ours is None else candidate(ours),
+        None if theirs is None else candidate(theirs),
+        tuple(map(candidate, top_tokens(whole[-1], 2))),
+        moved,
+        cause,
+    )
+
+
+def _rounding_or_not(parting: Parting, versions: list[Tensor], ours: int, theirs: int, *, known: float) -> tuple[float, Cause]:
+    """How far the logits (k, V) of these versions are apart, and whether that explains the two tokens."""
+    slack, limit = max(known, Spread.of(versions).difference), most_rounding(versions[0])
+    if slack <= limit and _is_tie(parting, versions[0][-1].cpu().double(), ours, theirs, slack):
+        return slack, Cause.ROUNDING
     replayed = _replay(parting, ours, theirs)
-    proved = replayed is not None and replayed <= limit
-    seen = slack if replayed is None else replayed
-    return Divergence(position, ours, theirs, highest, seen, Cause.ROUNDING if proved else Cause.UNEXPLAINED)
+    if replayed is None or replayed > limit:
+        return slack if replayed is None else replayed, Cause.UNEXPLAINED
+    return replayed, Cause.ROUNDING
 
 
 def _is_tie(parting: Parting, logits: Tensor, ours: int, theirs: int, slack: float) -> bool:

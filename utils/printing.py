@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
-from utils.divergence import Cause, Divergence
+from utils.divergence import Candidate, Cause, Divergence
 from utils.events import Step
 from utils.results import Comparison, Generation
 from utils.strategies import Strategy
-from utils.text import TextStream, token_or_end, token_piece, visible
+from utils.text import TextStream, token_piece, visible
 
 NARROW = 72  # columns; below this the table leaves out what the lines above it say
 
@@ -76,8 +76,7 @@ class Renderer:
 
     def divergence(self, strategy: Strategy, found: Divergence, tokenizer: Any, *, rule: str) -> None:
         """One line on why a text is not the target's."""
-        said, target = (token_or_end(tokenizer, token) for token in (found.ours, found.theirs))
-        highest = ", ".join(f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3f}" for candidate in found.highest)
+        said, target, *highest = (candidate_piece(tokenizer, candidate) for candidate in (found.ours, found.theirs, *found.highest))
         why = {
             Cause.SAMPLING: f"sampling: expected under /verify {rule}; /verify coupled makes it the same text",
             Cause.ROUNDING: f"rounding tie: windows of another width move logits by up to {found.rounding or 0:.2g} here",
@@ -85,7 +84,7 @@ class Renderer:
         }[found.cause]
         self.result(
             f"{strategy.name} differs at token {found.position + 1}: {said}, target {target} "
-            f"(its highest: {highest}, {found.gap:.2g} apart in logits) · {why}"
+            f"(its highest: {', '.join(highest)}, {found.gap:.2g} apart in logits) · {why}"
         )
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
@@ -141,6 +140,11 @@ class Renderer:
         # Not through rich: it would wrap the stream and corrupt termcolor's escapes.
         self._out.file.write(text)
         self._out.file.flush()
+
+
+def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
+    """A token as a readable piece with its probability; where a text had ended, that."""
+    return "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3f}"
 
 
 class RunView:

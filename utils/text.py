@@ -47,11 +47,6 @@ def token_piece(tokenizer: Any, token: int) -> str:
     return '"' + visible(piece).replace("\n", "\\n").replace("\t", "\\t") + '"'
 
 
-def token_or_end(tokenizer: Any, token: int | None) -> str:
-    """One token as a readable piece; where a text had ended, that."""
-    return "(the end)" if token is None else token_piece(tokenizer, token)
-
-
 class TextStream:
     """Text that grows token by token; what cannot be read yet (half a character) waits for the tokens that complete it."""
 

@@ -29,6 +29,7 @@ ANSWER = 8  # tokens of each run, and of the answer whose logits are compared
 LONGEST_PROMPT = 512  # tokens of the prompt that logits are computed over
 EVERY_WIDTH = 9  # up to here every window is tried, beyond it doubled ones and the widest
 LARGEST_BATCH = 8
+FAINT = 0.01  # a difference in logits below this seldom decides anything
 OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
 HEADINGS = ("mode", "trials", "unique outputs", "largest difference in logits", "argmax flips")
 
@@ -184,14 +185,14 @@ def _promise(windows: Sequence[dict[str, Any]]) -> str:
     if difference == 0:
         return "Logits are bit-identical in every window: under greedy and /verify coupled all strategies say the same text."
     moved = f"Windows of another width move logits by up to {difference:.2g}"
-    if flips == 0:
+    if flips == 0 and difference < FAINT:
         return (
-            f"{moved}, which flipped none of {positions} choices: under greedy and /verify coupled all strategies say the same text, "
+            f"{moved}, which flipped none of {positions} argmaxes: under greedy and /verify coupled all strategies say the same text, "
             "but for tokens nearer to each other than that. /divergence tells such a rounding tie from anything else."
         )
     return (
-        f"{moved} and flipped {flips} of {positions} choices: under greedy and /verify coupled texts can part at such a tie, "
-        "about as often; float32 makes it rare."
+        f"{moved} and flipped {flips} of {positions} argmaxes: even under greedy and /verify coupled texts can part wherever two tokens "
+        "are as near as that. /divergence names such a rounding tie; float32 makes it rare."
     )
 
 

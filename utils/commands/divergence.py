@@ -9,10 +9,10 @@ from utils.bench import Last, divergences
 from utils.commands.registry import Command, Outcome, Situation
 from utils.divergence import Cause, Divergence
 from utils.errors import UserError
+from utils.printing import candidate_piece
 from utils.records import divergence_figures, generation_records
 from utils.reports import Finding, Progress, Report
 from utils.strategies import Strategy
-from utils.text import token_or_end, token_piece
 
 HEADINGS = ("strategy", "token", "said", "target said", "target's highest", "gap in logits", "widths move logits by", "cause")
 
@@ -34,10 +34,9 @@ def _findings(last: Last, rounding: float) -> Iterator[Progress | Finding]:
 
 
 def _cells(tokenizer: Any, strategy: Strategy, found: Divergence) -> tuple[str, ...]:
-    highest = ", ".join(f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.4f}" for candidate in found.highest)
+    said, target, *highest = (candidate_piece(tokenizer, candidate) for candidate in (found.ours, found.theirs, *found.highest))
     moved = "-" if found.rounding is None else f"{found.rounding:.2g}"
-    said, target = (token_or_end(tokenizer, token) for token in (found.ours, found.theirs))
-    return (strategy.name, str(found.position + 1), said, target, highest, f"{found.gap:.4g}", moved, found.cause.value)
+    return (strategy.name, str(found.position + 1), said, target, ", ".join(highest), f"{found.gap:.4g}", moved, found.cause.value)
 
 
 def _conclusion(last: Last, findings: Sequence[Finding]) -> list[str]:
