@@ -131,5 +131,5 @@ def choose_rule(name: str, *, adjust: bool = True) -> Rule:
     if adjust:
         return rule
     if rule is not REJECTION:
-        raise UserError(f"skip_sample_adjustment belongs to verify='rejection'; {name} draws no token that could go without it.")
+        raise UserError(f"skip_sample_adjustment belongs to verify='rejection'; leave it out with verify='{name}'.")
     return replace(rule, judge=partial(verify_rejection, adjust=False))

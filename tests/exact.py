@@ -83,6 +83,7 @@ class Branching:
 
     def __init__(self, road: list[int]) -> None:
         self._road, self._taken = road, 0
+        self._keys: set[tuple[int, ...]] = set()
         self.widths: list[int] = []
         self.probability = Fraction(1)
 
@@ -95,17 +96,26 @@ class Branching:
         self.probability *= weights[possible[place]] / sum(weights)
         return possible[place]
 
+    def _use(self, *key: int) -> None:
+        """Numbers are independent only if no two draws look up the same ones."""
+        assert key not in self._keys, f"noise {key} is used twice"
+        self._keys.add(key)
+
     def uniform(self, domain: Domain, position: int, start: int) -> Uniform:
+        self._use(domain, position, start)
         return Uniform(self)
 
     def pick(self, weights: Exact, domain: Domain, position: int, start: int) -> int:
+        self._use(domain, position, start)
         return self.choose(weights.values)
 
     def sample(self, weights: Exact, position: int) -> int:
+        self._use(Domain.TARGET, position)
         return self.choose(weights.values)
 
     def samples(self, law: Exact, start: int) -> Iterator[int]:
-        for row in law.values:
+        for index, row in enumerate(law.values):
+            self._use(Domain.TARGET, start + index)
             yield self.choose(row)
 
 

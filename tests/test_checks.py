@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,7 +186,8 @@ def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> N
         assert rows[mode]["largest_logit_difference"] < 1e-3 and rows[mode]["argmax_flips"] == 0
         assert rows[mode]["positions"] >= 3
     results, messages = view.take()
-    assert "Deterministic (float32, cpu)" in results and "all strategies say the same text" in results
+    assert "Deterministic (float32, cpu)" in results and "n-gram assisted and target-only texts are the same" in results
+    assert rows["width"]["widest_window"] == 7
     assert "width: 3 places" in messages
 
 
@@ -193,21 +195,23 @@ def test_an_audit_works_on_the_last_prompt_and_takes_wide_windows(view: Screen, 
     file = tmp_path / "runs.jsonl"
     record = checked(workbench(view, records=file), file, "/length 3", "Hi", "/gamma 40", "/audit 1")
     assert record["prompt"] == "Hi" and record["findings"][2]["unique_outputs"] == 1
+    assert record["findings"][2]["widest_window"] == 41
 
 
 class Restless(torch.nn.Module):
-    """A model that answers a little differently each time, or the more so the wider the window."""
+    """A model that answers differently from call to call, in windows, in batches, or behind a cache."""
 
-    def __init__(self, model: Any, *, by_call: float = 0.0, by_rows: float = 0.0) -> None:
+    def __init__(self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0) -> None:
         super().__init__()
         self.inner, self.config, self.generation_config, self.device = model, model.config, model.generation_config, model.device
-        self._by_call, self._by_rows, self._calls = by_call, by_rows, 0
+        self._moves, self._calls = (by_call, by_rows, by_batch, by_cache), 0
 
     def forward(self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any) -> Any:
         output = self.inner(input_ids=input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **arguments)
         self._calls += 1
         moved = torch.arange(output.logits.shape[-1]) % 7
-        output.logits = output.logits + moved * (self._by_call * (self._calls % 5) + self._by_rows * (input_ids.shape[-1] > 1))
+        causes = (self._calls % 5, input_ids.shape[-1] > 1, len(input_ids) > 1, past_key_values is not None)
+        output.logits = output.logits + moved * sum(move * cause for move, cause in zip(self._moves, causes, strict=True))
         return output
 
 
@@ -229,7 +233,93 @@ def test_windows_that_flip_choices_are_told(view: Screen, tmp_path: Path) -> Non
     width = next(row for row in record["findings"] if row["mode"] == "width")
     assert width["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
     assert width["argmax_flips"] > 0 and width["unique_outputs"] > 1
-    assert f"flipped {width['argmax_flips']}" in record["conclusion"][1] or "choices" in record["conclusion"][1]
+    flips = sum(row["argmax_flips"] for row in record["findings"] if row["mode"] in ("width", "prefix"))
+    assert f"and flipped {flips} of " in record["conclusion"][1] and "texts can part" in record["conclusion"][1]
+
+
+def test_a_strategy_whose_text_depends_on_who_ran_before_is_told(view: Screen, tmp_path: Path) -> None:
+    file, ran = tmp_path / "runs.jsonl", ["target"]
+
+    def spoilt(row: Strategy, job: Job) -> Any:
+        before, ran[0] = ran[0], row.name
+        yield from row.steps(replace(job, settings=replace(job.settings, seed=7 if before == "speculative" else 8)))
+
+    rows = tuple(replace(row, steps=partial(spoilt, row)) for row in infer.STRATEGIES[:3])
+    record = checked(workbench(view, records=file, strategies=rows), file, "/processor multinomial 1.5", "/audit 6")
+    repeat, order = record["findings"][:2]
+    assert repeat["unique_outputs"] == 1 < order["unique_outputs"]
+    assert "different texts (order)" in record["conclusion"][0]
+
+
+@pytest.mark.parametrize(("mode", "move"), [("batch", {"by_batch": 0.5}), ("prefix", {"by_cache": 0.5})])
+def test_batches_and_caches_that_move_logits_are_told(mode: str, move: dict[str, float], view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    pair.target = Restless(pair.target, **move)
+    record = checked(workbench(view, pair, records=file), file, "/audit 2")
+    rows = {row["mode"]: row for row in record["findings"]}
+    assert rows[mode]["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
+    assert rows["repeat"]["unique_outputs"] == 1
+
+
+def test_draws_are_made_under_as_many_seeds(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def noted(job: Job) -> Any:
+        seeds.append(job.settings.seed)
+        yield from infer.STRATEGIES[2].steps(job)
+
+    bench = workbench(view, strategies=with_speculative(noted))
+    for line in ("/length 1", "Hello", "/seed 4294967290", "/ngram off", "/target off", "/lossless 12"):
+        bench.handle(line)
+    assert seeds[1:] == [(4294967290 + draw) % 2**32 for draw in range(12)]
+
+
+def test_rounding_that_decides_is_not_held_against_a_strategy(view: Screen, tmp_path: Path) -> None:
+    """Windows that flip every greedy choice: each strategy follows the law as it computed it."""
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    pair.target = Restless(pair.target, by_rows=2.0)
+    record = checked(
+        workbench(view, pair, records=file), file, "/length 2", "Hello", "/lossless 30", "/processor topk 1 5", "/lossless 300"
+    )
+    for row in records_of(file)[-2]["findings"] + record["findings"]:
+        assert "NOT" not in row["verdict"], row
+
+
+def test_a_drafter_that_cannot_read_the_prompt_is_no_obstacle(view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    pair.drafter = tiny_llama(seed=1, vocab_size=300, max_position_embeddings=8)
+    record = checked(workbench(view, pair, records=file), file, "/length 2", "Hello there", "/lossless 5")
+    assert [row["strategy"] for row in record["findings"]] == ["speculative", "ngram", "target"]
+
+
+def test_strategies_that_are_refused_are_left_out_and_the_others_checked(view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair(drafter=False)
+    pair.target = tiny_mamba(seed=0, vocab_size=300)
+    bench = workbench(view, pair, records=file)
+    record = checked(bench, file, "/audit 1")
+    assert record["findings"][0]["unique_by_strategy"] == {"target": 1}
+    assert "repeat: ngram left out." in view.take()[1]
+    bench.handle("/length 2")
+    bench.handle("Hello")
+    record = checked(bench, file, "/lossless 5")
+    assert [row["strategy"] for row in record["findings"]] == ["target"]
+    assert "ngram: left out." in view.take()[1]
+    record = checked(bench, file, "/cache off", "/audit 1")
+    assert "width" in [row["mode"] for row in record["findings"]]
+
+
+def test_without_a_strategy_there_is_nothing_to_check(view: Screen) -> None:
+    bench = workbench(view)
+    for line in ("/length 1", "Hello", "/speculative off", "/ngram off", "/target off"):
+        bench.handle(line)
+    view.take()
+    for line in ("/audit 1", "/lossless 1"):
+        assert bench.handle(line) is Verdict.FAILED
+        assert "No strategy is left to run" in view.take()[1]
+    bench.handle("/beams 2")
+    view.take()
+    assert bench.handle("/lossless 1") is Verdict.FAILED
+    assert "beam search draws nothing" in view.take()[1]
 
 
 def test_a_recurrent_target_is_audited_as_far_as_it_goes(view: Screen, tmp_path: Path) -> None:
@@ -251,16 +341,20 @@ def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path)
 
     def tiring(job: Job) -> Any:
         calls.append(1)
-        if len(calls) > 5:
+        if len(calls) > 7:
             raise KeyboardInterrupt
         yield from infer.STRATEGIES[2].steps(job)
 
     bench = workbench(view, records=file, strategies=with_speculative(tiring))
     assert bench.handle("/audit 4") is Verdict.INTERRUPTED
     record = records_of(file)[-1]
-    assert [row["mode"] for row in record["findings"]] == ["repeat"] and not record["finished"]
+    assert [(row["mode"], row["trials"]) for row in record["findings"]] == [("repeat", 4), ("order", 3)] and not record["finished"]
     assert "Interrupted." in view.take()[1]
     assert bench.handle("/gamma 3") is Verdict.DONE
+    calls.clear()
+    bench.handle("Hi")
+    assert bench.handle("/lossless 20") is Verdict.INTERRUPTED
+    assert [(row["strategy"], row["draws"]) for row in records_of(file)[-1]["findings"]] == [("speculative", 6)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Why texts part: sampling, a rounding tie or a bug, each on models that are made to show it; and the line that says so."""
 
+import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,13 @@ from fakes import Screen, records_of, screen, tiny_pair, workbench
 from tiny import tiny_llama, tiny_t5
 from toys import ToyModel, decoding, opposed, session, toy
 
-from sampling import RULES, ModelDrafter, autoregressive_steps, speculative_steps
+from sampling import RULES, ModelDrafter, Rule, autoregressive_steps, speculative_steps
 from utils.caching import ModelSession
 from utils.decoding import Decoding
-from utils.divergence import Cause, Divergence, Parting, explain
+from utils.divergence import Candidate, Cause, Divergence, Parting, explain
 from utils.events import Step
 from utils.logits_processor import GreedyProcessor, LogitsProcessor, MultinomialProcessor, NucleusProcessor, TopKProcessor
+from utils.records import RecordFile, divergence_figures
 from utils.results import tokens_of
 from utils.runner import Verdict
 from utils.seeding import Noise
@@ -37,10 +39,10 @@ class Wobbly(ToyModel):
 
 
 def parting(
-    target: ToyModel, plan: Decoding, rounds: Iterable[Step], *, theirs: list[int] | None = None, may_sample: bool = False
+    target: ToyModel, plan: Decoding, rounds: Iterable[Step], *, theirs: list[int] | None = None, own_noise: bool = False
 ) -> Parting:
     plain = tokens_of(autoregressive_steps([0], session(target), plan)) if theirs is None else theirs
-    return Parting([0], tuple(rounds), plain, partial(session, target), plan, window=4, may_sample=may_sample)
+    return Parting([0], tuple(rounds), plain, partial(session, target), plan, window=4, own_noise=own_noise)
 
 
 def speculate(target: ToyModel, drafter: ToyModel, plan: Decoding, rule: str) -> Iterable[Step]:
@@ -59,7 +61,7 @@ def tied_table(gap: float) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
 def test_a_tie_that_rounding_decides_is_called_one_under_greedy(rule: str) -> None:
     target, plan = Wobbly(tied_table(1e-5), 3e-5), decoding(4, processor=GreedyProcessor())
-    found = explain(parting(target, plan, speculate(target, target, plan, rule), may_sample=rule != "coupled"))
+    found = explain(parting(target, plan, speculate(target, target, plan, rule), own_noise=rule != "coupled"))
     assert found.ours and found.theirs
     assert (found.position, found.ours.token, found.theirs.token, found.cause) == (0, 2, 1, Cause.ROUNDING)
     assert found.rounding == pytest.approx(3e-5, rel=0.1)
@@ -110,11 +112,22 @@ def test_other_numbers_are_sampling_unless_the_law_excludes_the_token(rule: str)
         plan = decoding(6, processor=TopKProcessor(1.0, 3), seed=seed)
         rounds, plain = list(speculate(target, opposed(target), plan, rule)), tokens_of(autoregressive_steps([0], session(target), plan))
         if tokens_of(rounds) != plain:
-            causes.add(explain(parting(target, plan, rounds, may_sample=True)).cause)
+            causes.add(explain(parting(target, plan, rounds, own_noise=True)).cause)
     assert causes == {Cause.SAMPLING}
     never = int(target.table[0].argmin())
     plan = decoding(2, processor=TopKProcessor(1.0, 3))
-    assert explain(parting(target, plan, [Step((), 0, never)], may_sample=True)).cause is Cause.UNEXPLAINED
+    assert explain(parting(target, plan, [Step((never,), 1, None)], own_noise=True)).cause is Cause.UNEXPLAINED
+
+
+def test_a_bonus_token_is_never_excused_as_sampling() -> None:
+    """It is drawn from p with the target's noise under every rule, and so is a token behind no drafts."""
+    target, plan = toy(9, 8), decoding(6, seed=3)
+    plain = tokens_of(autoregressive_steps([0], session(target), plan))
+    wrong = (plain[1] + 1) % 8
+    for rounds in ([Step((plain[0],), 1, wrong)], [Step((), 0, plain[0]), Step((), 0, wrong)]):
+        assert explain(parting(target, plan, rounds, own_noise=True)).cause is Cause.UNEXPLAINED
+    corrected = [Step((plain[0], plain[1]), 1, wrong)]
+    assert explain(parting(target, plan, corrected, own_noise=True)).cause is Cause.SAMPLING
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_t5])
@@ -132,7 +145,7 @@ def diverged(target, drafter, prompt: list[int], plan: Decoding) -> Divergence |
     rounds = tuple(speculative_steps(prompt, drafting, ModelSession(target), plan, gamma=4, rule=RULES["coupled"]))
     if tokens_of(rounds) == plain:
         return None
-    return explain(Parting(prompt, rounds, plain, partial(ModelSession, target), plan, window=5, may_sample=False))
+    return explain(Parting(prompt, rounds, plain, partial(ModelSession, target), plan, window=5, own_noise=False))
 
 
 @pytest.fixture
@@ -162,7 +175,7 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
     assert all(row["same_as_target"] for row in records_of(file)[-3:])
     view.take()
     bench.handle("/divergence")
-    assert view.take()[1] == "No text differs: every strategy said what the target says.\n"
+    assert view.take()[1] == "Every text that should be the target's own is.\n"
 
 
 def test_there_must_be_something_to_explain(view: Screen) -> None:
@@ -176,19 +189,63 @@ def test_there_must_be_something_to_explain(view: Screen) -> None:
     assert "the last prompt needs finished runs of the target and of another strategy" in view.take()[1]
 
 
-def test_what_is_unexplained_is_shown_with_all_that_a_replay_needs(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unexplained_is_shown_with_all_that_a_replay_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule with a bug: it emits the token after the one it should."""
 
     def off_by_one(law: torch.Tensor, draft: object, noise: Noise, *, start: int) -> tuple[int, int]:
         return 0, (noise.sample(law[0], start) + 1) % law.shape[-1]
 
-    monkeypatch.setitem(RULES, "coupled", SimpleNamespace(shares_noise=True, __call__=off_by_one))
-    monkeypatch.setitem(RULES, "coupled", partial(off_by_one))
-    RULES["coupled"].shares_noise = True
-    bench = workbench(view, tiny_pair())
-    for line in ("/ngram off", "/verify coupled", "/length 6", "Hello"):
+    monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
+    monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
+    view, file = screen(width=70), tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(), records=file)
+    for line in ("/ngram off", "/verify coupled", "/length 6", "/seed 5", "Hello"):
         bench.handle(line)
-    assert "unexplained: please report, with what /divergence shows" in view.take()[0]
-    bench.handle("/divergence")
-    results = view.take()[0]
-    assert '"prompt_ids": [' in results and '"versions": {' in results and '"token_ids": [' in results
+    assert "unexplained: please report" in view.take()[0]
+    for line in ("/seed 6", "/verify rejection", "/divergence"):
+        bench.handle(line)
+    data = json.loads(view.take()[0].splitlines()[-1])
+    assert data["divergences"][0]["cause"] == "unexplained: please report"
+    assert data["rounds"]["speculative"][0][1] == 0 and data["runs"][0]["versions"] and data["prompt_ids"]
+    record = records_of(file)[-1]
+    assert (record["record"], record["seed"], record["settings"]["verify"]) == ("divergence", 5, "coupled")  # of the run, not of now
+
+
+def test_a_masked_token_can_be_reported(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of minus infinity are null in a record."""
+    found = Divergence(
+        0, Candidate(1, 0.0, float("-inf")), None, (Candidate(2, 1.0, 3.0), Candidate(1, 0.0, float("-inf"))), None, Cause.UNEXPLAINED
+    )
+    figures = divergence_figures(found)
+    assert figures["ours"] == {"token": 1, "probability": 0.0, "logit": None} and figures["gap"] is None
+    RecordFile(tmp_path / "runs.jsonl").append([figures])
+
+
+def test_an_explanation_that_fails_spoils_no_run(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("utils.bench.explain", broken)
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    bench.handle("/processor multinomial 1.2")
+    assert bench.handle("Hello") is Verdict.DONE
+    assert [row["divergence"] for row in records_of(file)] == [None] * 3
+    messages = view.take()[1]
+    assert "Why the texts differ could not be found out:" in messages and "Out of memory" in messages
+
+
+def test_under_greedy_the_candidates_have_the_models_own_probabilities() -> None:
+    target, plan = Wobbly(tied_table(1e-5), 3e-5), decoding(4, processor=GreedyProcessor())
+    found = explain(parting(target, plan, speculate(target, target, plan, "coupled")))
+    assert [candidate.probability for candidate in found.highest] == pytest.approx([0.4966, 0.4966], abs=1e-3)
+
+
+def test_what_an_audit_measured_is_what_divergences_are_held_against(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[float] = []
+    monkeypatch.setattr("utils.bench.explain", lambda parting, rounding: handed.append(rounding))
+    monkeypatch.setattr(view.renderer, "divergence", lambda *arguments, **options: None)
+    bench = workbench(view)
+    for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
+        bench.handle(line)
+    assert handed == [bench._bench.memory.rounding] and handed[0] > 0

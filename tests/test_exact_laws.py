@@ -133,7 +133,7 @@ def draws_twice(law: Exact, draft: Draft, noise: Branching, *, start: int) -> tu
     """Sample, compare, and on a mismatch sample again: a draft comes out with probability p (2 - p)."""
     for index, wanted in enumerate(draft.tokens):
         if noise.sample(law[index], start + index) != wanted:
-            return index, noise.sample(law[index], start + index)
+            return index, noise.pick(law[index], Domain.RESIDUAL, start + index, start)
     return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
 
 
@@ -158,7 +158,7 @@ def block_residual_without_r(law: Exact, draft: Draft, noise: Branching, *, star
     if accepted == len(draft.tokens):
         return accepted, token
     residual = (law[accepted] - draft.probs[accepted]).clamp(min=0)
-    return accepted, noise.pick(residual if residual.any() else law[accepted], Domain.RESIDUAL, start + accepted, start)
+    return accepted, noise.pick(residual if residual.any() else law[accepted], Domain.FILL, start + accepted, start)
 
 
 MUTANTS = [corrected_from_p, bonus_from_q, draws_twice, drops_unlikely_drafts, raw_q, block_residual_without_r]

@@ -1,6 +1,7 @@
 """Large samples: 16 tokens, a drafter that likes best what the target likes least, 200,000 texts; and noise that is reused across rounds.
 
-Cells expected under 5 are merged, the threshold is df + 10 sqrt(2 df) with df at least 15: passed by chance with probability under 1e-8.
+Cells expected under 5 are merged, the threshold is df + 10 sqrt(2 df) with df at least 15: passed by chance with probability under 1e-8
+(at the end, with df 7, under 1e-6).
 Rounds run on tables of laws, without sessions: what is in question is the rule and the noise.
 """
 

@@ -82,8 +82,7 @@ def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen,
         assert bench.handle(line) is Verdict.DONE
     rows = records_of(file)
     assert len(rows) == 4 * 3
-    assert all(row["same_as_target"] or row["divergence"]["cause"] == "rounding tie" for row in rows)
-    assert sum(row["same_as_target"] for row in rows) > 10
+    assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
 
 
 def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:

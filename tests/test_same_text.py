@@ -17,6 +17,7 @@ from sampling import (
     Draft,
     Drafter,
     ModelDrafter,
+    Rule,
     Verified,
     autoregressive_generate,
     autoregressive_steps,
@@ -81,17 +82,18 @@ class Guessing:
         """Nothing to learn."""
 
 
-def model_drafter(model: ToyModel, plan: Decoding, kind: type[ModelDrafter] = ModelDrafter) -> ModelDrafter:
-    return kind(session(model), plan, SIZE, shares_noise=True)
+def model_drafter(model: ToyModel, plan: Decoding, rule: Rule, kind: type[ModelDrafter] = ModelDrafter) -> ModelDrafter:
+    return kind(session(model), plan, SIZE, shares_noise=rule.shares_noise)
 
 
-DRAFTERS: dict[str, Callable[[ToyModel, Decoding], Drafter]] = {
+DRAFTERS: dict[str, Callable[[ToyModel, Decoding, Rule], Drafter]] = {
     "the target itself": model_drafter,
-    "always wrong": lambda target, plan: model_drafter(opposed(target), plan),
-    "random": lambda target, plan: Guessing(plan),
-    "n-gram": lambda target, plan: NGramDrafter(NGramStorage(3, SIZE), plan.noise),
-    "adaptive": lambda target, plan: model_drafter(toy(5, SIZE), plan, Adaptive),
+    "always wrong": lambda target, plan, rule: model_drafter(opposed(target), plan, rule),
+    "random": lambda target, plan, rule: Guessing(plan),
+    "n-gram": lambda target, plan, rule: NGramDrafter(NGramStorage(3, SIZE), plan.noise),
+    "adaptive": lambda target, plan, rule: model_drafter(toy(5, SIZE), plan, rule, Adaptive),
 }
+COUPLED = RULES["coupled"]
 
 
 def plain(target: ToyModel, plan: Decoding) -> list[int]:
@@ -104,7 +106,7 @@ def test_coupled_text_is_plain_decodings_own_for_every_drafter_and_gamma(name: s
     target = toy(9, SIZE)
     for seed, gamma in product(range(5), range(9)):
         plan = decoding(LENGTH, processor=processor, seed=seed)
-        steps = list(speculative_steps(PROMPT, DRAFTERS[name](target, plan), session(target), plan, gamma=gamma, rule=RULES["coupled"]))
+        steps = list(speculative_steps(PROMPT, DRAFTERS[name](target, plan, COUPLED), session(target), plan, gamma=gamma, rule=COUPLED))
         assert tokens_of(steps) == plain(target, plan), (seed, gamma)
         if name == "the target itself":
             assert acceptance_of(steps) in (1.0, None)
@@ -112,7 +114,7 @@ def test_coupled_text_is_plain_decodings_own_for_every_drafter_and_gamma(name: s
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize("processor", PROCESSORS, ids=str)
-def test_ngram_assisted_text_is_plain_decodings_own_under_every_rule(processor: LogitsProcessor, rule: Callable) -> None:
+def test_ngram_assisted_text_is_plain_decodings_own_under_every_rule(processor: LogitsProcessor, rule: Rule) -> None:
     target = toy(9, SIZE)
     for seed, gamma in product(range(5), range(9)):
         plan = decoding(LENGTH, processor=processor, seed=seed)
@@ -122,11 +124,11 @@ def test_ngram_assisted_text_is_plain_decodings_own_under_every_rule(processor: 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_text_is_plain_decodings_own_under_every_rule(name: str, rule: Callable) -> None:
+def test_greedy_text_is_plain_decodings_own_under_every_rule(name: str, rule: Rule) -> None:
     target = toy(9, SIZE)
     plan = decoding(LENGTH, processor=GreedyProcessor())
     for gamma in range(9):
-        made = tokens_of(speculative_steps(PROMPT, DRAFTERS[name](target, plan), session(target), plan, gamma=gamma, rule=rule))
+        made = tokens_of(speculative_steps(PROMPT, DRAFTERS[name](target, plan, rule), session(target), plan, gamma=gamma, rule=rule))
         assert made == plain(target, plan), gamma
 
 
@@ -145,11 +147,11 @@ def test_the_target_as_its_own_drafter_is_always_right_but_says_something_else(r
 def test_a_drafter_that_shares_the_noise_hands_over_no_law() -> None:
     """With a law beside them such drafts could be judged by p/q, which would be biased; without, every rule is exact for them."""
     target, plan = toy(9, SIZE), decoding(LENGTH)
-    drafter = model_drafter(toy(5, SIZE), plan)
+    drafter = model_drafter(toy(5, SIZE), plan, COUPLED)
     drafter.begin(PROMPT, PROMPT)
     assert drafter.propose(PROMPT, 3).probs is None
     for rule in RULES.values():
-        made = tokens_of(speculative_steps(PROMPT, model_drafter(toy(5, SIZE), plan), session(target), plan, gamma=3, rule=rule))
+        made = tokens_of(speculative_steps(PROMPT, model_drafter(toy(5, SIZE), plan, COUPLED), session(target), plan, gamma=3, rule=rule))
         assert made == plain(target, plan)
 
 
@@ -167,7 +169,7 @@ def test_noise_that_is_drawn_in_turn_is_noticed(monkeypatch: pytest.MonkeyPatch)
     drawn.clear()
     expected = plain(target, plan)
     drawn.clear()
-    made = tokens_of(speculative_steps(PROMPT, model_drafter(toy(5, SIZE), plan), session(target), plan, gamma=3, rule=RULES["coupled"]))
+    made = tokens_of(speculative_steps(PROMPT, model_drafter(toy(5, SIZE), plan, COUPLED), session(target), plan, gamma=3, rule=COUPLED))
     assert made != expected
 
 
@@ -214,7 +216,7 @@ def test_the_keyword_is_checked() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_texts_are_as_diverse_as_plain_ones(rule: Callable) -> None:
+def test_texts_are_as_diverse_as_plain_ones(rule: Rule) -> None:
     """Distinct texts of 1,000 seeds against the number that the law leads one to expect; off by 5 sigma with probability under 1e-6."""
     expected, deviation = diversity(PROCESSORS[2], trials=1000)
     assert abs(len(texts_of(rule, noise=Noise)) - expected) < 5 * deviation
@@ -236,7 +238,7 @@ def test_noise_that_is_shared_by_the_drafts_of_a_round_loses_diversity() -> None
 SHORT = 4  # tokens, so that some texts come up more than once
 
 
-def texts_of(rule: Callable, *, noise: type[Noise]) -> set[tuple[int, ...]]:
+def texts_of(rule: Rule, *, noise: type[Noise]) -> set[tuple[int, ...]]:
     target, drafter = toy(9, SIZE), toy(9, SIZE, spread=1.4)  # a drafter that is often right
     texts = set()
     for seed in range(1000):

@@ -13,7 +13,7 @@ from tiny import tiny_llama
 from toys import ToyModel, chi_square, decoding, joint_law, opposed, session, toy
 
 from ngram_assisted import NGramDrafter, NGramStorage
-from sampling import RULES, ModelDrafter, Verified, autoregressive_steps, choose_rule, speculative_generate, speculative_steps
+from sampling import RULES, ModelDrafter, Rule, Verified, autoregressive_steps, choose_rule, speculative_generate, speculative_steps
 from sampling.drafting import Draft
 from utils.logits_processor import (
     LogitsProcessor,
@@ -173,6 +173,19 @@ def test_raw_q_against_processed_p_is_noticed() -> None:
 
     statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
     assert statistic > threshold
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_every_token_drawn_from_p_itself_is_drawn_with_the_targets_noise(rule: Rule) -> None:
+    """Bonus tokens, and rounds without a draft: what the target alone would say behind the same text."""
+    p = torch.softmax(toy(1, 6).table.double(), dim=-1)
+    for seed in range(200):
+        noise = Noise(seed)
+        draft = Draft([noise.pick(p[row], Domain.DRAFT, 5 + row, 5) for row in range(3)], p[:3])  # p = q: all drafts stand
+        assert rule(p[:4], Draft([]), noise, start=5) == (0, noise.sample(p[0], 5))
+        accepted, token = rule(p[:4], draft, noise, start=5)
+        assert accepted == 3 or rule.shares_noise
+        assert token == noise.sample(p[accepted], 5 + accepted)
 
 
 def test_an_unadjusted_run_is_still_reproducible() -> None:

@@ -4,20 +4,18 @@ The workbench runs prompts on it; commands that run models (utils.commands) are 
 settings.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
-from utils.events import FinishReason
 from utils.kinds import StorageSpec
 from utils.models.prompting import prompt_ids
 from utils.results import Comparison, Generation
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
-from utils.text import encodable
 
 Compared = tuple[Strategy, Generation, Comparison]
 
@@ -29,6 +27,11 @@ class Last:
     text: str
     job: Job
     compared: tuple[Compared, ...]
+
+    @property
+    def target(self) -> Generation | None:
+        """The target's own run."""
+        return next((run for strategy, run, _ in self.compared if strategy.is_baseline), None)
 
 
 @dataclass(slots=True)
@@ -60,12 +63,20 @@ class Bench:
         return [strategy for strategy in self.strategies if self.pair.drafter is not None or not strategy.needs_drafter]
 
     def enabled(self, settings: Settings) -> list[Strategy]:
-        """Those of them that the settings ask for."""
-        return [strategy for strategy in self.runnable() if strategy.is_on(settings)]
+        """Those of them that the settings ask for. Raises UserError where none is left."""
+        chosen = [strategy for strategy in self.runnable() if strategy.is_on(settings)]
+        if not chosen:
+            raise UserError("No strategy is left to run; turn one on, for example with /target on.")
+        return chosen
+
+    @property
+    def baseline(self) -> Strategy:
+        """The target alone."""
+        return next(strategy for strategy in self.strategies if strategy.is_baseline)
 
     def ids(self, text: str, settings: Settings) -> list[int]:
         """The prompt ids of a text. Raises UserError where it gives none."""
-        return prompt_ids(self.pair.tokenizer, encodable(text), chat=settings.chat, system=settings.system)
+        return prompt_ids(self.pair.tokenizer, text, chat=settings.chat, system=settings.system)
 
     def new_storage(self, settings: Settings) -> Any:
         """An empty n-gram storage."""
@@ -76,19 +87,22 @@ class Bench:
         return Job(prompt, self.pair, settings, self.new_storage(settings))
 
 
-def divergences(last: Last, rounding: float) -> Iterator[tuple[Strategy, Divergence]]:
-    """Why each text that should be the target's own is not. A difference costs one forward over the text, or a few."""
-    target = next((run for strategy, run, _ in last.compared if strategy.name == "target"), None)
-    for strategy, run, comparison in last.compared:
-        if target is None or not strategy.lossless or comparison.same is not False or run.finish is FinishReason.INTERRUPTED:
-            continue
-        parting = Parting(
-            last.job.prompt,
-            run.steps,
-            target.tokens,
-            opened=partial(last.job.session, "target"),
-            decoding=last.job.decoding,
-            window=last.job.settings.gamma + 1,
-            may_sample=strategy.draft_law and last.job.settings.verify != "coupled",
-        )
-        yield strategy, explain(parting, rounding)
+def unlike_target(last: Last) -> list[tuple[Strategy, Generation]]:
+    """The runs whose text should be the target's own, and is not."""
+    return [(strategy, run) for strategy, run, comparison in last.compared if strategy.lossless and comparison.same is False]
+
+
+def divergence_of(last: Last, strategy: Strategy, run: Generation, rounding: float) -> Divergence:
+    """Why a run is not the target's: a forward over its text, or a few."""
+    assert last.target is not None
+    settings = last.job.settings
+    parting = Parting(
+        last.job.prompt,
+        run.steps,
+        last.target.tokens,
+        opened=partial(last.job.session, "target"),
+        decoding=last.job.decoding,
+        window=settings.gamma + 1,
+        own_noise=strategy.draft_law and settings.verify != "coupled",
+    )
+    return explain(parting, rounding)

@@ -7,6 +7,7 @@ tokens to the decoders. Every forward goes through `model(...)`.
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ class ModelSession:
         if use_cache and rewinds and getattr(model, "_is_stateful", False):
             self._refuse_cache()
 
-    def begin(self, prompt: list[int], rows: int = 1) -> list[int]:
-        """The decoder's first context for these prompt ids, which an encoder reads for each of so many rows.
+    def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
+        """The decoder's first context for these prompt ids. others: what an encoder reads for further rows, each as long as the prompt.
 
         Raises UserError for an empty prompt, foreign ids or no room for a token.
         """
@@ -72,10 +73,19 @@ class ModelSession:
         self._check_room(len(prompt))
         if not self.model.config.is_encoder_decoder:
             return list(prompt)
-        self._encoder_ids = self._upload([prompt] * rows)
+        self._encoder_ids = self._upload([prompt, *others])
         sources = (getattr(self.model, "generation_config", None), self.model.config)
         named = (getattr(source, "decoder_start_token_id", None) for source in sources)
         return [next((start for start in named if start is not None), self._start_token)]
+
+    @torch.no_grad()
+    def read(self, prompt: list[int]) -> None:
+        """Begin, and compute what every run of this prompt shares: all but its last token, or what the encoder makes of it."""
+        before = self.begin(prompt)[:-1]
+        if self._encoder_ids is not None:
+            self._encoded = self.model.get_encoder()(self._encoder_ids, return_dict=True)
+        elif before:
+            self.feed(before, keep=1)
 
     def room(self, context: list[int]) -> int | None:
         """How many more tokens the model's context takes; None where it has no bound."""

@@ -33,7 +33,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token, its probability under the processor, and its raw logit."""
+    """A token, its probability under the processor (under greedy: of the raw logits), and its raw logit."""
 
     token: int
     probability: float
@@ -66,7 +66,7 @@ class Parting:
     """A run beside the target's own on one prompt, and how the models are reached.
 
     rounds: the run's. theirs: the target's tokens. opened: a session of its own over the target, `rewinds` or not. window: how many tokens
-    the run verified at once. may_sample: whether its rule allows another draw at the same seed.
+    the run verified at once. own_noise: whether its drafts were judged by p/q, with noise that the target has no part in.
     """
 
     prompt: list[int]
@@ -75,7 +75,7 @@ class Parting:
     opened: Callable[..., ModelSession]
     decoding: Decoding
     window: int
-    may_sample: bool
+    own_noise: bool
 
     @property
     def position(self) -> int:
@@ -83,6 +83,16 @@ class Parting:
         position = first_difference(tokens_of(self.rounds), self.theirs)
         assert position is not None, "the texts are equal"
         return position
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether another token is allowed there. A bonus token, or one behind no drafts, is drawn from p with the target's noise."""
+        end = 0
+        for step in self.rounds:
+            end += len(step.tokens)
+            if self.position < end:
+                return self.own_noise and not (step.is_bonus and self.position == end - 1)
+        return False
 
     @property
     def said(self) -> tuple[int | None, int | None]:
@@ -109,8 +119,10 @@ def explain(parting: Parting, rounding: float = 0.0) -> Divergence:
     whole = by_width(session, context, count, count)  # (count, V)
     law = parting.decoding.law(whole[-1], session.name)
 
+    shown = law if float(law.max()) < 1 else torch.softmax(whole[-1].float(), dim=-1)
+
     def candidate(token: int) -> Candidate:
-        return Candidate(token, float(law[token]), float(whole[-1, token]))
+        return Candidate(token, float(shown[token]), float(whole[-1, token]))
 
     moved, cause = None, Cause.UNEXPLAINED
     if ours is not None and theirs is not None:

@@ -100,6 +100,10 @@ class Renderer:
         """A sentence among the results."""
         self._line(self._out, text)
 
+    def data(self, text: str) -> None:
+        """A line that is to be copied: never broken."""
+        self._write(visible(text) + "\n")
+
     def reply(self, text: str) -> None:
         self._line(self._messages, text)
 
@@ -144,7 +148,7 @@ class Renderer:
 
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
     """A token as a readable piece with its probability; where a text had ended, that."""
-    return "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3f}"
+    return "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
 
 
 class RunView:

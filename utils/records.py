@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,19 @@ def _generation(last: Last, compared: Compared, divergence: Divergence | None) -
 
 
 def divergence_figures(divergence: Divergence) -> dict[str, Any]:
-    """A divergence as plain values; token ids, 0-based position."""
-    return asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value}
+    """A divergence as plain values; token ids, 0-based position. What is not finite (a masked token's logit) is null."""
+    return _finite(asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value})
 
 
-def report_record(report: Report, findings: Sequence[Finding], pair: Any, settings: Settings, *, finished: bool) -> dict[str, Any]:
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, finished: bool) -> dict[str, Any]:
     """What a command that runs models found, complete or not, and its conclusion."""
     return {
         "schema": SCHEMA,
@@ -68,7 +77,7 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, settin
         "finished": finished,
         "findings": [finding.figures for finding in findings],
         "conclusion": report.conclude(findings),
-        **_circumstances(pair, settings),
+        **_circumstances(pair, report.settings),
     }
 
 

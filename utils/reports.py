@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from utils.settings import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -25,14 +27,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """name: as in the records. prompt: the text it works on. headings: of the findings' cells. conclude: sentences from what was found.
+    """name: as in the records. prompt, settings: what it is about. headings: of the findings' cells. conclude: sentences from the findings.
 
-    upright: findings stand side by side, a column each; for few of them with many cells.
+    attachment: a line of data to copy, "" for none. upright: findings stand side by side, a column each; for few of them with many cells.
     """
 
     name: str
     prompt: str
+    settings: Settings
     headings: tuple[str, ...]
     events: Iterator[Progress | Finding]
     conclude: Callable[[Sequence[Finding]], list[str]]
+    attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
     upright: bool = False

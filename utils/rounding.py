@@ -11,7 +11,7 @@ from torch import Tensor
 
 from utils.caching import ModelSession
 
-STEPS, SHARE = 4096, 0.05  # of the largest logit: so many units in its last place, and never more than this share of it
+STEPS, SHARE = 4096, 0.05  # of the highest logit: so many units in its last place, and never more than this share of it
 
 
 def by_width(base: ModelSession, context: list[int], count: int, width: int) -> Tensor:
@@ -27,8 +27,8 @@ def by_width(base: ModelSession, context: list[int], count: int, width: int) -> 
 
 def most_rounding(logits: Tensor) -> float:
     """How far rounding can be believed to move logits (..., V) of this format; anything beyond is a mistake, not a rounding."""
-    largest = float(logits.nan_to_num(neginf=0).abs().max())
-    return min(STEPS * torch.finfo(logits.dtype).eps, SHARE) * largest
+    scale = max(1.0, float(logits.amax(dim=-1).abs().max()))  # of the highest logits: the lowest may be a mask
+    return min(STEPS * torch.finfo(logits.dtype).eps, SHARE) * scale
 
 
 @dataclass(frozen=True, slots=True)

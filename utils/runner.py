@@ -6,7 +6,7 @@ What is run, and with which settings, is decided by its caller; decoders are rea
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from utils.bench import Bench, Last, divergences
+from utils.bench import Bench, Last, divergence_of, unlike_target
 from utils.divergence import Divergence
 from utils.errors import UserError
 from utils.events import FinishReason
@@ -16,7 +16,6 @@ from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, collect, compare
 from utils.seeding import fix_seeds
-from utils.settings import Settings
 from utils.strategies import Job, Strategy
 
 Result = tuple[Strategy, Generation]
@@ -51,10 +50,10 @@ class Runner:
         """Run the chosen strategies one after the other from the same seed, and compare them."""
         results: list[Result] = []
         interrupted = self._run_all(chosen, job, results)
-        target = next((run for strategy, run in results if strategy.name == "target"), None)
+        target = next((run for strategy, run in results if strategy.is_baseline), None)
         last = Last(text, job, tuple((strategy, run, compare(run, target)) for strategy, run in results))
         self._bench.memory.last = last
-        self._compare(last)
+        self._compare(last, explained=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
         return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
@@ -80,20 +79,23 @@ class Runner:
             return True
         return False
 
-    def _compare(self, last: Last) -> None:
+    def _compare(self, last: Last, *, explained: bool) -> None:
         """The table, and a line for each text that is not the target's. Records are kept even if showing it all is interrupted."""
         causes: dict[str, Divergence] = {}
         try:
             if last.compared:
                 self._renderer.comparison(last.compared)
-            for strategy, divergence in divergences(last, self._bench.memory.rounding):
-                causes[strategy.name] = divergence
+            for strategy, run in unlike_target(last) if explained else ():
+                causes[strategy.name] = divergence = divergence_of(last, strategy, run, self._bench.memory.rounding)
                 self._renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
+        except Exception as error:  # the runs themselves were fine
+            self._renderer.note("Why the texts differ could not be found out:")
+            explain_error(self._renderer, error)
         finally:
             if self._records is not None:
                 self._records.append(generation_records(last, causes))
 
-    def report(self, report: Report, settings: Settings) -> Verdict:
+    def report(self, report: Report) -> Verdict:
         """Run a report to its end or to Ctrl-C; what it found until then is shown and recorded."""
         findings: list[Finding] = []
         finished = False
@@ -108,12 +110,12 @@ class Runner:
             self._renderer.note("Interrupted.")
         finally:
             if findings:
-                self._conclude(report, findings, settings, finished=finished)
+                self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
-    def _conclude(self, report: Report, findings: list[Finding], settings: Settings, *, finished: bool) -> None:
+    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         if self._records is not None:
-            self._records.append([report_record(report, findings, self._bench.pair, settings, finished=finished)])
+            self._records.append([report_record(report, findings, self._bench.pair, finished=finished)])
         cells = [finding.cells for finding in findings]
         if report.upright:
             self._renderer.rows(zip(report.headings, *cells, strict=True))
@@ -121,3 +123,5 @@ class Runner:
             self._renderer.table(report.headings, cells)
         for line in report.conclude(findings):
             self._renderer.result(line)
+        if attachment := report.attachment(findings):
+            self._renderer.data(attachment)

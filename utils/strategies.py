@@ -5,11 +5,13 @@ strategy is one row.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from utils.caching import ModelSession
 from utils.decoding import Decoding
+from utils.errors import UserError
 from utils.events import Step
 from utils.seeding import Noise
 from utils.settings import Settings
@@ -40,9 +42,8 @@ class Job:
         session = ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds)
         if self.read is None:
             return session
-        before = session.begin(self.prompt)[:-1]
-        if before:
-            session.feed(before, keep=1)
+        with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
+            session.read(self.prompt)
         self.read[model, rewinds] = session
         return session.fork()
 
@@ -67,6 +68,11 @@ class Strategy:
     uses_target: bool = True
     needs_drafter: bool = False
     draws: bool = True
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the others are compared with it."""
+        return self.name == "target"
 
     @property
     def lossless(self) -> bool:

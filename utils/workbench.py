@@ -110,7 +110,7 @@ class Workbench:
         if outcome.prompt is not None:
             return self._prompt(outcome.prompt)
         if outcome.report is not None:
-            return self._runner.report(outcome.report, self.settings)
+            return self._runner.report(outcome.report)
         return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE
 
     def _change(self, settings: Settings) -> None:
@@ -135,11 +135,11 @@ class Workbench:
 
     def _chosen(self, prompt_tokens: int) -> list[Strategy]:
         """The strategies that are on and can run; a note for each reason to draft nothing."""
-        chosen = self._bench.enabled(self.settings)
-        if len(chosen) < sum(strategy.is_on(self.settings) for strategy in self._tools.strategies):
+        if self._pair.drafter is None and any(
+            strategy.needs_drafter and strategy.is_on(self.settings) for strategy in self._tools.strategies
+        ):
             self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
-        if not chosen:
-            raise UserError("No strategy is left to run; turn one on, for example with /target on.")
+        chosen = self._bench.enabled(self.settings)
         bound = context_length(self._pair.drafter) if any(strategy.needs_drafter for strategy in chosen) else None
         if bound is not None and prompt_tokens >= bound:
             self._renderer.note(f"The prompt has {prompt_tokens} tokens and the drafter a context of {bound}: it will draft nothing.")

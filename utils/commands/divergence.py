@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from utils.bench import Last, divergences
+from utils.bench import Last, divergence_of, unlike_target
 from utils.commands.registry import Command, Outcome, Situation
 from utils.divergence import Cause, Divergence
 from utils.errors import UserError
 from utils.printing import candidate_piece
 from utils.records import divergence_figures, generation_records
-from utils.reports import Finding, Progress, Report
+from utils.reports import Finding, Report
 from utils.strategies import Strategy
 
 HEADINGS = ("strategy", "token", "said", "target said", "target's highest", "gap in logits", "widths move logits by", "cause")
@@ -19,17 +19,19 @@ HEADINGS = ("strategy", "token", "said", "target said", "target's highest", "gap
 
 def _divergence(argument: str, situation: Situation) -> Outcome:
     last = situation.bench.last()
-    compared = [(strategy, comparison) for strategy, _, comparison in last.compared if strategy.lossless and strategy.name != "target"]
-    if all(comparison.same is None for _, comparison in compared):
+    others = [comparison for strategy, _, comparison in last.compared if strategy.lossless and not strategy.is_baseline]
+    if all(comparison.same is None for comparison in others):
         raise UserError("there is nothing to compare: the last prompt needs finished runs of the target and of another strategy.")
-    if not any(comparison.same is False for _, comparison in compared):
-        return Outcome(reply="No text differs: every strategy said what the target says.")
-    rounding = situation.bench.memory.rounding
-    return Outcome(report=Report("divergence", last.text, HEADINGS, _findings(last, rounding), partial(_conclusion, last), upright=True))
+    if not unlike_target(last):
+        return Outcome(reply="Every text that should be the target's own is.")
+    findings = _findings(last, situation.bench.memory.rounding)
+    conclude, attachment = partial(_conclusion, last), partial(_replay, last)
+    return Outcome(report=Report("divergence", last.text, last.job.settings, HEADINGS, findings, conclude, attachment, upright=True))
 
 
-def _findings(last: Last, rounding: float) -> Iterator[Progress | Finding]:
-    for strategy, found in divergences(last, rounding):
+def _findings(last: Last, rounding: float) -> Iterator[Finding]:
+    for strategy, run in unlike_target(last):
+        found = divergence_of(last, strategy, run, rounding)
         yield Finding(_cells(last.job.pair.tokenizer, strategy, found), {"strategy": strategy.name, **divergence_figures(found)})
 
 
@@ -41,18 +43,27 @@ def _cells(tokenizer: Any, strategy: Strategy, found: Divergence) -> tuple[str, 
 
 def _conclusion(last: Last, findings: Sequence[Finding]) -> list[str]:
     causes = {finding.figures["cause"] for finding in findings}
-    lines = []
-    if Cause.SAMPLING in causes:
-        lines.append(
-            f"sampling: drawn from the same law with other numbers, as /verify {last.job.settings.verify} allows. "
-            "/verify coupled makes it the same text."
-        )
-    if Cause.ROUNDING in causes:
-        lines.append("rounding tie: the same logits, moved by no more than windows of another width move them here, give the other token.")
-    if Cause.UNEXPLAINED in causes:
-        lines.append("unexplained: this should not happen. Please report it with the next line, which holds all that a replay needs:")
-        lines.append(json.dumps({"prompt_ids": last.job.prompt, "runs": generation_records(last, {})}, ensure_ascii=False))
-    return lines
+    sentences = {
+        Cause.SAMPLING: f"sampling: drawn from the same law with other numbers, as /verify {last.job.settings.verify} allows. "
+        "/verify coupled makes it the same text.",
+        Cause.ROUNDING: "rounding tie: the two runs computed this place in windows of different width, and what that moves the logits by "
+        "decides between the two tokens.",
+        Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
+    }
+    return [sentence for cause, sentence in sentences.items() if cause in causes]
+
+
+def _replay(last: Last, findings: Sequence[Finding]) -> str:
+    """Everything that a replay of something unexplained needs, as one line of JSON."""
+    if all(finding.figures["cause"] != Cause.UNEXPLAINED for finding in findings):
+        return ""
+    rounds = {
+        strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
+        for strategy, run, _ in last.compared
+        if strategy.drafts
+    }
+    found = [finding.figures for finding in findings]
+    return json.dumps({"prompt_ids": last.job.prompt, "divergences": found, "rounds": rounds, "runs": generation_records(last, {})})
 
 
 DIVERGENCE = Command("divergence", "", "where the last texts part from the target's, and why", _divergence)

@@ -1,6 +1,6 @@
 """/lossless: do first tokens follow the target's law? Many one-round draws per strategy on the last prompt, and a chi-square test.
 
-Draw i is made under seed + i, exactly as a run under that seed would begin, with the prompt read only once.
+Draw i is the first round of a run under seed + i; what the models make of the prompt is computed once and shared by all of them.
 """
 
 from collections import Counter
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-import torch
 from torch import Tensor
 
 from utils.bench import Bench
@@ -28,44 +27,59 @@ HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "v
 
 def _lossless(argument: str, situation: Situation) -> Outcome:
     draws: int = Whole(1, MOST_DRAWS).parse(argument or str(DRAWS), DRAWS, situation.limits)
-    last = situation.bench.last()
-    strategies = [strategy for strategy in situation.bench.enabled(situation.settings) if strategy.draws]
-    return Outcome(report=Report("lossless", last.text, HEADINGS, _findings(situation, last.job.prompt, strategies, draws), _conclusion))
+    last, settings = situation.bench.last(), situation.settings
+    strategies = [strategy for strategy in situation.bench.enabled(settings) if strategy.draws]
+    if not strategies:
+        raise UserError("no strategy that draws is on; beam search draws nothing. Turn one on, for example with /target on.")
+    findings = _findings(situation.bench, last.job.prompt, settings, strategies, draws)
+    return Outcome(report=Report("lossless", last.text, settings, HEADINGS, findings, _conclusion))
 
 
-def _findings(situation: Situation, prompt: list[int], strategies: Sequence[Strategy], draws: int) -> Iterator[Progress | Finding]:
-    law = _first_law(situation.bench, prompt, situation.settings)
+def _findings(
+    bench: Bench, prompt: list[int], settings: Settings, strategies: Sequence[Strategy], draws: int
+) -> Iterator[Progress | Finding]:
+    laws = _first_laws(bench, prompt, settings)
     for strategy in strategies:
         yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
-        job = situation.bench.job(prompt, _one_round(situation.settings))
-        job = replace(job, read={})
-        seen = Counter(_first_token(strategy, job, draw) for draw in range(draws))
-        yield _finding(strategy, fit(seen, law))
+        job = replace(bench.job(prompt, replace(settings, length=settings.gamma + 1)), read={})
+        seen: Counter[int] = Counter()
+        try:
+            for draw in range(draws):
+                seen[_first_token(strategy, job, draw)] += 1
+        except UserError as error:
+            yield Progress(f"{strategy.name}: left out. {error}")
+        except KeyboardInterrupt:
+            if seen:
+                yield _finding(strategy, _best_fit(seen, laws))
+            raise
+        else:
+            yield _finding(strategy, _best_fit(seen, laws))
 
 
-def _one_round(settings: Settings) -> Settings:
-    return replace(settings, length=settings.gamma + 1)
+def _first_laws(bench: Bench, prompt: list[int], settings: Settings) -> list[Tensor]:
+    """The target's law (V,) of the first new token, computed alone and at the head of a window: strategies do either.
 
-
-def _first_law(bench: Bench, prompt: list[int], settings: Settings) -> Tensor:
-    """The target's law (V,) of the first new token: the mean of the two ways in which it is computed, alone and at the head of a window.
-
-    They differ by rounding only, which can put a token at the edge of a nucleus in or out.
+    The two differ by rounding only, which can put a token at the edge of a nucleus in or out.
     """
     job = replace(bench.job(prompt, settings), read={})
     session = job.session("target", rewinds=False)
     context = session.begin(prompt)
-    alone = session.feed(context, keep=1)
     room = session.room(context)
     window = context[-1:] * (settings.gamma if room is None else min(settings.gamma, room - 1))
-    versions = [alone]
-    with suppress(UserError):  # a recurrent model has no windows, and no strategy that needs them
+    versions = [session.feed(context, keep=1)]
+    with suppress(UserError):  # a recurrent model has no windows
         versions.append(job.session("target").feed(context + window, keep=len(window) + 1)[:1])
-    return torch.cat([job.decoding.law(logits, session.name) for logits in versions]).mean(dim=0)
+    return [job.decoding.law(logits, session.name)[0] for logits in versions]
+
+
+def _best_fit(seen: Counter[int], laws: Sequence[Tensor]) -> Fit:
+    """Against the version of the law that suits the draws best: which one a strategy computed is no fault of it."""
+    return max((fit(seen, law) for law in laws), key=lambda one: (one.matches, 1.0 if one.p_value is None else one.p_value))
 
 
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     seed = (job.settings.seed + draw) % (MAX_SEED + 1)
+    job.storage.reset()
     rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
     return next(rounds).tokens[0]
 
