@@ -1,12 +1,13 @@
 """A session over tiny models, its screen in memory: what the transcript tests type into."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
@@ -16,7 +17,9 @@ from utils.commands import default_registry
 from utils.kinds import Limits
 from utils.printing import Renderer
 from utils.records import RecordFile
+from utils.runner import Verdict
 from utils.settings import Settings
+from utils.strategies import Strategy
 from utils.workbench import Tools, Workbench
 
 VOCABULARY = 300
@@ -79,3 +82,32 @@ def workbench(view: Screen, pair: Any = None, records: Path | None = None, strat
 def records_of(path: Path) -> list[dict[str, Any]]:
     """The JSON records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def checked(bench: Workbench, file: Path, *lines: str) -> dict[str, Any]:
+    """The last record, after lines that all went well."""
+    for line in lines:
+        assert bench.handle(line) is Verdict.DONE, line
+    return records_of(file)[-1]
+
+
+def with_speculative(steps: Any) -> tuple[Strategy, ...]:
+    """The table of strategies with another decoder in the speculative row."""
+    return tuple(replace(row, steps=steps) if row.name == "speculative" else row for row in infer.STRATEGIES)
+
+
+class Restless(torch.nn.Module):
+    """A model that answers differently from call to call, in windows, in batches, or behind a cache."""
+
+    def __init__(self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0) -> None:
+        super().__init__()
+        self.inner, self.config, self.generation_config, self.device = model, model.config, model.generation_config, model.device
+        self._moves, self._calls = (by_call, by_rows, by_batch, by_cache), 0
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any) -> Any:
+        output = self.inner(input_ids=input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **arguments)
+        self._calls += 1
+        moved = torch.arange(output.logits.shape[-1]) % 7
+        causes = (self._calls % 5, input_ids.shape[-1] > 1, len(input_ids) > 1, past_key_values is not None)
+        output.logits = output.logits + moved * sum(move * cause for move, cause in zip(self._moves, causes, strict=True))
+        return output
