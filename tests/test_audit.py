@@ -33,7 +33,8 @@ def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> N
         assert rows[mode]["largest_logit_difference"] < 1e-3 and rows[mode]["argmax_flips"] == 0
         assert rows[mode]["positions"] >= 3
     results, messages = view.take()
-    assert "Deterministic (float32, cpu)" in results and "n-gram assisted and target-only texts are the same" in results
+    assert "Deterministic (float32, cpu)" in results and "n-gram assisted and target-only texts are the same under greedy" in results
+    assert "6 runs of " in results
     assert rows["width"]["widest_window"] == 7
     assert "width: 3 places" in messages
 
@@ -148,7 +149,7 @@ def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path)
     assert bench.handle("/audit 4") is Verdict.INTERRUPTED
     record = records_of(file)[-1]
     assert [(row["mode"], row["trials"]) for row in record["findings"]] == [("repeat", 4), ("order", 3)] and not record["finished"]
-    assert "Interrupted." in view.take()[1]
+    assert "Interrupted; what was finished:" in view.take()[1]
     assert bench.handle("/gamma 3") is Verdict.DONE
     calls.clear()
     bench.handle("Hi")
@@ -161,7 +162,7 @@ def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path)
     [
         ("/audit 0", "/audit: 0 is out of range: 1 to 10000; the nearest is 1."),
         ("/audit many", "/audit: 'many' is not a whole number; allowed: 1 to 10000."),
-        ("/lossless", "/lossless: it works on the last prompt: send one first."),
+        ("/lossless", "/lossless: a prompt is needed: send one first."),
         ("/lossless 1e6", "/lossless: '1e6' is not a whole number; allowed: 1 to 1000000."),
         ("/divergence now", "/divergence takes no argument; 'now' is one too many."),
     ],

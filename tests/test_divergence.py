@@ -175,13 +175,13 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
     assert all(row["same_as_target"] for row in records_of(file)[-3:])
     view.take()
     bench.handle("/divergence")
-    assert view.take()[1] == "Every text that should be the target's own is.\n"
+    assert view.take()[1] == "speculative and ngram: the same tokens as target-only.\n"
 
 
 def test_there_must_be_something_to_explain(view: Screen) -> None:
     bench = workbench(view)
     assert bench.handle("/divergence") is Verdict.FAILED
-    assert view.take()[1] == "/divergence: it works on the last prompt: send one first.\n"
+    assert view.take()[1] == "/divergence: a prompt is needed: send one first.\n"
     for line in ("/target off", "/length 3", "Hello"):
         bench.handle(line)
     view.take()

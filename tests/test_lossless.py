@@ -48,7 +48,15 @@ def test_lossless_under_greedy_counts_matches(view: Screen, tmp_path: Path) -> N
     file = tmp_path / "runs.jsonl"
     record = checked(workbench(view, records=file), file, "/length 2", "Hello", "/lossless 7")
     assert [(row["matches"], row["draws"], row["cells"], row["p_value"]) for row in record["findings"]] == [(7, 7, 1, None)] * 3
-    assert "7/7" in view.take()[0]
+    results = view.take()[0]
+    assert "7/7" in results and "all match" in results
+
+
+def test_too_few_draws_are_no_verdict(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    record = checked(workbench(view, records=file), file, "/processor multinomial 2", "/length 2", "Hello", "/lossless 6")
+    assert {row["verdict"] for row in record["findings"]} == {"too few draws for a test"}
+    assert "needs two tokens that are expected five times each" in record["conclusion"][0]
 
 
 def hotter(job: Job) -> Any:

@@ -55,7 +55,7 @@ class Bench:
     def last(self) -> Last:
         """The last prompt's runs. Raises UserError where there was none."""
         if self.memory.last is None:
-            raise UserError("it works on the last prompt: send one first.")
+            raise UserError("a prompt is needed: send one first.")
         return self.memory.last
 
     def runnable(self) -> list[Strategy]:

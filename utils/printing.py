@@ -83,8 +83,8 @@ class Renderer:
             Cause.UNEXPLAINED: "unexplained: please report, with what /divergence shows",
         }[found.cause]
         self.result(
-            f"{strategy.name} differs at token {found.position + 1}: {said}, target {target} "
-            f"(its highest: {', '.join(highest)}, {found.gap:.2g} apart in logits) · {why}"
+            f"{strategy.name} differs at token {found.position + 1}: {said}, target-only {target} "
+            f"(the target's highest two: {', '.join(highest)}, {found.gap:.2g} apart in raw logits) · {why}"
         )
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:

@@ -107,7 +107,7 @@ class Runner:
                     findings.append(event)
             finished = True
         except KeyboardInterrupt:
-            self._renderer.note("Interrupted.")
+            self._renderer.note("Interrupted; what was finished:" if findings else "Interrupted before anything was finished.")
         finally:
             if findings:
                 self._conclude(report, findings, finished=finished)

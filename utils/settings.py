@@ -31,7 +31,11 @@ class Settings:
         GreedyProcessor(), ProcessorKind(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
     )
     seed: int = _setting(42, Whole(0, MAX_SEED), "every strategy starts from this seed, 0 to 2**32 - 1")
-    verify: str = _setting("rejection", Choice(RULES, "rule"), "how drafts are judged; coupled: same seed, same text as target-only")
+    verify: str = _setting(
+        "rejection",
+        Choice(RULES, "rule"),
+        "rejection: p/q; block: p/q over the whole draft; coupled: target-only's noise, so its very text",
+    )
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")

@@ -11,7 +11,7 @@ SMALLEST_CELL = 5.0  # expected counts below this make the chi-square law a poor
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """draws: how many. matches: how many of them the law allows at all. cells: after merging.
+    """draws: how many. matches: how many of them the law allows at all. support: how many tokens it allows. cells: after merging.
 
     statistic, freedom, p_value: of the chi-square test; None where fewer than two cells are left. p_value is the probability that draws
     from the law itself look at least this far from it.
@@ -19,6 +19,7 @@ class Fit:
 
     draws: int
     matches: int
+    support: int
     cells: int
     statistic: float | None
     freedom: int | None
@@ -30,13 +31,14 @@ def fit(counts: Mapping[int, int], law: Tensor) -> Fit:
     draws = sum(counts.values())
     probabilities = law.tolist()
     matches = sum(count for token, count in counts.items() if probabilities[token] > 0)
+    support = sum(value > 0 for value in probabilities)
     cells = _merged([(counts.get(token, 0), draws * value) for token, value in enumerate(probabilities) if value > 0])
     if matches < draws:
-        return Fit(draws, matches, len(cells), None, None, 0.0)
+        return Fit(draws, matches, support, len(cells), None, None, 0.0)
     if len(cells) < 2:
-        return Fit(draws, matches, len(cells), None, None, None)
+        return Fit(draws, matches, support, len(cells), None, None, None)
     statistic, freedom = sum((seen - expected) ** 2 / expected for seen, expected in cells), len(cells) - 1
-    return Fit(draws, matches, len(cells), statistic, freedom, chi_square_tail(statistic, freedom))
+    return Fit(draws, matches, support, len(cells), statistic, freedom, chi_square_tail(statistic, freedom))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:

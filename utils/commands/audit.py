@@ -22,7 +22,7 @@ from utils.reports import Finding, Progress, Report
 from utils.results import tokens_of
 from utils.rounding import Spread, by_width
 from utils.seeding import fix_seeds
-from utils.settings import Settings
+from utils.settings import Settings, setting_fields, shown
 from utils.strategies import Job, Strategy
 
 TRIALS, MOST_TRIALS = 10, 10_000
@@ -47,11 +47,16 @@ def _audit(argument: str, situation: Situation) -> Outcome:
 def _findings(bench: Bench, settings: Settings, prompt: list[int], trials: int) -> Iterator[Progress | Finding]:
     short, source = replace(settings, length=min(settings.length, ANSWER)), Random(settings.seed)
     strategies = bench.enabled(settings)
-    runs = f"{trials} runs of {short.length} tokens by {', '.join(strategy.name for strategy in strategies)}"
+    last = bench.memory.last
+    about = f"the last prompt ({len(prompt)} tokens)" if last else f'"{OWN_PROMPT}"'
+    yield Progress(f"auditing {about} under {shown(settings, setting_fields()['processor'])}, seed {settings.seed}")
+    runs = f"{trials} x up to {short.length} tokens by {', '.join(strategy.name for strategy in strategies)}"
+    texts: dict[str, set[tuple[int, ...]]] = {}
     yield Progress(f"repeat: {runs}, all alike ...")
-    yield from _runs("repeat", bench, prompt, short, [strategies] * trials)
+    yield from _runs("repeat", texts, bench.job(prompt, short), bench, [strategies] * trials)
     yield Progress(f"order: {runs}, shuffled ...")
-    yield from _runs("order", bench, prompt, short, [source.sample(strategies, len(strategies)) for _ in range(trials)])
+    shuffled = [source.sample(strategies, len(strategies)) for _ in range(trials)]
+    yield from _runs("order", texts, bench.job(prompt, short), bench, shuffled)
     audit = _Audit(bench.job(prompt[:LONGEST_PROMPT], short), trials, source, _context(bench, prompt[:LONGEST_PROMPT], short))
     for mode, versions in (("width", _widths), ("prefix", _prefixes), ("batch", _batches)):
         yield Progress(f"{mode}: {trials} places in {len(audit.context)} tokens ...")
@@ -59,18 +64,17 @@ def _findings(bench: Bench, settings: Settings, prompt: list[int], trials: int) 
 
 
 def _runs(
-    mode: str, bench: Bench, prompt: list[int], settings: Settings, orders: Sequence[Sequence[Strategy]]
+    mode: str, texts: dict[str, set[tuple[int, ...]]], job: Job, bench: Bench, orders: Sequence[Sequence[Strategy]]
 ) -> Iterator[Progress | Finding]:
-    """Whole runs, each with a storage and sessions of its own."""
-    texts: dict[str, set[tuple[int, ...]]] = {}
+    """Whole runs, each with a storage and sessions of its own; their texts join those of earlier modes."""
     refused: dict[str, str] = {}
     done = 0
     try:
         for order in orders:
             for strategy in order:
-                fix_seeds(settings.seed)
+                fix_seeds(job.settings.seed)
                 try:
-                    texts.setdefault(strategy.name, set()).add(tuple(tokens_of(strategy.steps(bench.job(prompt, settings)))))
+                    texts.setdefault(strategy.name, set()).add(tuple(tokens_of(strategy.steps(bench.job(job.prompt, job.settings)))))
                 except UserError as error:
                     refused[strategy.name] = str(error)
             done += 1
@@ -78,8 +82,8 @@ def _runs(
         yield from (Progress(f"{mode}: {name} left out. {reason}") for name, reason in refused.items())
         unique = {name: len(seen) for name, seen in texts.items() if seen}
         if unique and done:
-            most = max(unique.values())
-            figures = {"mode": mode, "trials": done, "tokens": settings.length, "unique_outputs": most, "unique_by_strategy": unique}
+            most, longest = max(unique.values()), max(len(text) for seen in texts.values() for text in seen)
+            figures = {"mode": mode, "trials": done, "tokens": longest, "unique_outputs": most, "unique_by_strategy": unique}
             yield Finding((mode, str(done), str(most), "-", "-"), figures)
 
 
@@ -199,8 +203,11 @@ def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
     if unsteady:
         return [f"Not deterministic ({where}): the same run gave different texts ({unsteady}), so no equality can be promised."]
     lines = []
-    if repeats:
-        lines.append(f"Deterministic ({where}): the same prompt and seed gave the same {repeats[0]['tokens']} tokens every time.")
+    runs = sum(mode["trials"] for mode in repeats)
+    if runs > 1:
+        lines.append(f"Deterministic ({where}): {runs} runs of {repeats[0]['tokens']} tokens by each strategy, and nothing differed.")
+    elif runs:
+        lines.append("One run of each strategy: there was nothing to compare it with.")
     windows = [figures[mode] for mode in ("width", "prefix") if mode in figures]
     if "width" in figures:
         lines.append(_promise(windows, figures["width"]["widest_window"], pair.dtype))
@@ -210,19 +217,20 @@ def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
 def _promise(windows: Sequence[dict[str, Any]], widest: int, dtype: str) -> str:
     difference = max(mode["largest_logit_difference"] for mode in windows)
     flips, positions = (sum(mode[name] for mode in windows) for name in ("argmax_flips", "positions"))
-    alike = "under greedy and /verify coupled the speculative, n-gram assisted and target-only texts are the same"
+    alike = "the speculative, n-gram assisted and target-only texts are the same under greedy (any rule), and sampled under /verify coupled"
     if difference == 0:
-        return f"Logits are bit-identical in every window of up to {widest} tokens: {alike}."
-    moved = f"Windows of 1 to {widest} tokens move logits by up to {difference:.2g}"
+        return f"At {positions} positions logits are bit-identical in every window of up to {widest} tokens: {alike}."
+    ways = f"Windows of 1 to {widest} tokens" if widest > 1 else "Single steps and a prefill"
+    moved = f"{ways} move logits by up to {difference:.2g}"
     if flips == 0 and difference < FAINT:
         return (
-            f"{moved}, which flipped none of {positions} argmaxes: {alike}, but for tokens nearer to each other than that. "
+            f"{moved}, which flipped none of {positions} argmaxes: expect that {alike}, but for tokens nearer to each other than that. "
             "/divergence tells such a rounding tie from anything else."
         )
     remedy = "" if dtype == "float32" else " float32 makes it rare."
     return (
-        f"{moved} and flipped {flips} of {positions} argmaxes: even under greedy and /verify coupled texts can part wherever two tokens "
-        f"are as near as that. /divergence names such a rounding tie.{remedy}"
+        f"{moved} and flipped {flips} of {positions} argmaxes: also under greedy, and under /verify coupled, texts can part wherever two "
+        f"tokens are as near as that. /divergence names such a rounding tie.{remedy}"
     )
 
 

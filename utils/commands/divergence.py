@@ -19,11 +19,12 @@ HEADINGS = ("strategy", "token", "said", "target said", "target's highest", "gap
 
 def _divergence(argument: str, situation: Situation) -> Outcome:
     last = situation.bench.last()
-    others = [comparison for strategy, _, comparison in last.compared if strategy.lossless and not strategy.is_baseline]
-    if all(comparison.same is None for comparison in others):
+    others = [(strategy, comparison) for strategy, _, comparison in last.compared if strategy.lossless and not strategy.is_baseline]
+    if all(comparison.same is None for _, comparison in others):
         raise UserError("there is nothing to compare: the last prompt needs finished runs of the target and of another strategy.")
     if not unlike_target(last):
-        return Outcome(reply="Every text that should be the target's own is.")
+        names = " and ".join(strategy.name for strategy, comparison in others if comparison.same)
+        return Outcome(reply=f"{names}: the same tokens as target-only.")
     findings = _findings(last, situation.bench.memory.rounding)
     conclude, attachment = partial(_conclusion, last), partial(_replay, last)
     return Outcome(report=Report("divergence", last.text, last.job.settings, HEADINGS, findings, conclude, attachment, upright=True))

@@ -21,6 +21,7 @@ from utils.statistics import Fit, fit
 from utils.strategies import Job, Strategy
 
 DRAWS, MOST_DRAWS = 200, 1_000_000
+NOTED = 100  # from so many draws on a word is said at each quarter
 DOUBTFUL, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are said to be suspicious, and to be wrong
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
 
@@ -45,6 +46,8 @@ def _findings(
         seen: Counter[int] = Counter()
         try:
             for draw in range(draws):
+                if draw and draws >= NOTED and draw % (draws // 4) == 0:
+                    yield Progress(f"{strategy.name}: {draw} of {draws} ...")
                 seen[_first_token(strategy, job, draw)] += 1
         except UserError as error:
             yield Progress(f"{strategy.name}: left out. {error}")
@@ -95,7 +98,7 @@ def _finding(strategy: Strategy, result: Fit) -> Finding:
 
 def _verdict(strategy: Strategy, result: Fit) -> str:
     if result.p_value is None:
-        return "all match"
+        return "all match" if result.support == 1 else "too few draws for a test"
     if result.p_value >= DOUBTFUL:
         return "no difference seen"
     if not strategy.lossless:
@@ -107,9 +110,17 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
     """What the rows mean together."""
-    if all(finding.figures["cells"] < 2 for finding in findings):
-        return ["matches: draws that are a token the target can say. With one token that likely, or so few draws, no more can be tested."]
-    return ["p-value: how often as many draws from the target's own law look at least this far from it."]
+    lines = []
+    if any(finding.figures["support"] == 1 for finding in findings):
+        lines.append("matches: draws that are the one token that the target says here.")
+    elif any(finding.figures["cells"] < 2 for finding in findings):
+        lines.append("Too few draws: a test needs two tokens that are expected five times each. matches: draws that the law allows at all.")
+    if any(finding.figures["p_value"] is not None for finding in findings):
+        lines.append(
+            "p-value: how often as many draws from the target's own law look at least this far from it. cells: tokens expected five times "
+            "or more, and all others as one. Strategies that draw with the target's noise repeat its very draws."
+        )
+    return lines
 
 
 LOSSLESS = Command("lossless", "[N]", f"N first tokens per strategy against the target's law, on the last prompt (N: {DRAWS})", _lossless)

@@ -36,5 +36,5 @@ SESSION_COMMANDS = (
     Command("show", "", "what is loaded, and every setting", _show),
     Command("help", "[COMMAND]", "every command with its current value", _help),
     Command("clear", "", "clear the screen", _clear),
-    Command("quit", "", "leave (so does Ctrl-D); Ctrl-C stops a running prompt", _quit),
+    Command("quit", "", "leave (so does Ctrl-D); Ctrl-C stops a running prompt or check", _quit),
 )
