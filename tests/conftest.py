@@ -1,8 +1,28 @@
 """Set before torch is imported: a passive wait policy (spinning threads starve a busy machine), no hub, one thread in tests run abreast."""
 
 import os
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def view() -> Any:
+    """A screen in memory, wide enough that no table folds."""
+    from fakes import screen  # torch comes with it
+
+    return screen()
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint folders by name."""
+    from shelf import fill_shelf  # torch comes with it
+
+    return fill_shelf(tmp_path_factory.mktemp("shelf"))

@@ -42,7 +42,7 @@ class Screen:
         return texts
 
 
-def screen(width: int = 120, colour: bool = False) -> Screen:
+def screen(width: int = 400, colour: bool = False) -> Screen:
     out, messages = StringIO(), StringIO()
     consoles = [
         Console(file=buffer, width=width, no_color=not colour, force_terminal=colour or None, highlight=False, markup=False)

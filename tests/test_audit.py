@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, records_of, screen, tiny_pair, with_speculative, workbench
+from fakes import Restless, Screen, checked, records_of, tiny_pair, with_speculative, workbench
 from tiny import tiny_mamba
 
 import infer
 from utils.runner import Verdict
 from utils.strategies import Job, Strategy
-
-
-@pytest.fixture
-def view() -> Screen:
-    return screen(width=400)
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

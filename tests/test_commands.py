@@ -1,7 +1,7 @@
 """Every command: its value, its default, its bad inputs, each answered in one sentence that names what is allowed."""
 
 import pytest
-from fakes import Screen, screen, tiny_pair, workbench
+from fakes import Screen, tiny_pair, workbench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,11 +20,6 @@ PAIR = tiny_pair()
 @pytest.fixture(scope="module")
 def pair():
     return PAIR
-
-
-@pytest.fixture
-def view() -> Screen:
-    return screen()
 
 
 @pytest.fixture

@@ -148,11 +148,6 @@ def diverged(target, drafter, prompt: list[int], plan: Decoding) -> Divergence |
     return explain(Parting(prompt, rounds, plain, partial(ModelSession, target), plan, window=5, own_noise=False))
 
 
-@pytest.fixture
-def view() -> Screen:
-    return screen(width=400)
-
-
 def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = workbench(view, records=file)

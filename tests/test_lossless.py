@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, records_of, screen, tiny_pair, with_speculative, workbench
+from fakes import Restless, Screen, checked, records_of, tiny_pair, with_speculative, workbench
 from tiny import tiny_llama, tiny_mamba
 
 import infer
@@ -19,11 +19,6 @@ from utils.settings import Settings
 from utils.strategies import Job
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
-
-
-@pytest.fixture
-def view() -> Screen:
-    return screen(width=400)
 
 
 def test_lossless_finds_nothing_wrong_with_what_is_right(view: Screen, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import Screen, records_of, screen
+from fakes import Screen, records_of
 from toys import decoding
 
 import infer
@@ -34,11 +34,6 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return load_pair(PairRequest("embedded", "layers:10"), lambda message: None)
-
-
-@pytest.fixture
-def view() -> Screen:
-    return screen()
 
 
 def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:

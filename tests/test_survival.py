@@ -5,18 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, records_of, screen, tiny_pair, workbench
+from fakes import Screen, records_of, tiny_pair, workbench
 
 import infer
 from utils.errors import UserError
 from utils.events import Step
 from utils.runner import Verdict
 from utils.strategies import Job
-
-
-@pytest.fixture
-def view() -> Screen:
-    return screen()
 
 
 def interrupting(job: Job) -> Iterator[Step]:

@@ -44,11 +44,6 @@ FIELDS = [
 ]
 
 
-@pytest.fixture
-def view() -> Screen:
-    return screen()
-
-
 def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     bench = workbench(view, records=file)

@@ -17,6 +17,8 @@ from utils.decoding import Decoding
 from utils.logits_processor import LogitsProcessor, MultinomialProcessor
 from utils.seeding import Noise
 
+PATH = [0, 7, 3, 9, 4, 8, 2, 6, 1, 5]  # a text for `chain`
+
 
 class ToyConfig(SimpleNamespace):
     """The few attributes that sessions read."""
