@@ -91,6 +91,7 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         drafter_quantize=arguments.drafter_quantize,
+        engine_weights=arguments.engine_weights,
     )
 
 
@@ -99,8 +100,11 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     records = RecordFile(arguments.json) if arguments.json else None
     pair = load_pair(pair_request(arguments), renderer.note)
     limits = Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
-    settings = Settings(seed=arguments.seed, length=min(Settings().length, limits.context))
+    length = min(Settings().length, limits.context)
+    settings = Settings(seed=arguments.seed, length=length, engine=arguments.engine, threads=arguments.threads)
+    renderer.note(f"preparing the engine ({arguments.engine}) ...")
     workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records, interactive), settings, limits)
+    renderer.note(f"engine: {pair.engine.state.sentence()}")
     for note in pair.notes:
         renderer.note(note)
     renderer.note(f"warming up {pair.target_name}, drafter: {pair.drafter_name or 'none'} ...")

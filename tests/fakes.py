@@ -14,6 +14,7 @@ from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 import infer
 from utils.caching import context_length
 from utils.commands import default_registry
+from utils.engine import Engine
 from utils.kinds import Limits
 from utils.printing import Renderer
 from utils.records import RecordFile
@@ -55,9 +56,11 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
     """A pair as utils.models.loading.Pair describes it."""
     build = {"llama": tiny_llama, "t5": tiny_t5}[kind]
     tokenizer = tiny_tokenizer(VOCABULARY, chat=chat)
+    models = [build(seed=seed, vocab_size=VOCABULARY, **overrides) for seed in range(2 if drafter else 1)]
     return SimpleNamespace(
-        target=build(seed=0, vocab_size=VOCABULARY, **overrides),
-        drafter=build(seed=1, vocab_size=VOCABULARY, **overrides) if drafter else None,
+        target=models[0],
+        drafter=models[1] if drafter else None,
+        engine=Engine(models),
         tokenizer=tokenizer,
         end_ids=frozenset({tokenizer.eos_token_id}),
         target_name="tiny-target",
@@ -76,7 +79,7 @@ def workbench(view: Screen, pair: Any = None, records: Path | None = None, strat
     limits = Limits(context_length(pair.target) or 1_000_000, VOCABULARY)
     file = None if records is None else RecordFile(records)
     tools = Tools(strategies, default_registry(), view.renderer, infer.make_storage, file)
-    return Workbench(pair, tools, Settings(), limits)
+    return Workbench(pair, tools, Settings(engine="plain"), limits)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

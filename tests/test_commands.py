@@ -39,6 +39,8 @@ def test_defaults_are_those_of_the_manual() -> None:
         "processor": "greedy",
         "seed": 42,
         "verify": "rejection",
+        "engine": "auto",
+        "threads": 0,
         "cache": True,
         "chat": True,
         "system": "default",

@@ -40,6 +40,7 @@ FIELDS = [
     "seed",
     "settings",
     "models",
+    "engine",
     "versions",
 ]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.bounds import DEVICE_PATTERN, DTYPES, MAX_SEED, QUANTIZATIONS
+from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, ENGINES, MAX_SEED, MAX_THREADS, QUANTIZATIONS
 from utils.errors import UserError
 from utils.models.pairs import PAIRS
 from utils.text import unescaped
@@ -27,6 +27,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, default="none", help="the target's weights (default: none)")
     parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="the drafter's weights (default: none)")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the models are computed (default: auto)")
+    parser.add_argument(
+        "--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, on a CPU (default: float32)"
+    )
+    parser.add_argument("--threads", type=_threads, default=0, metavar="N|auto", help="CPU threads (default: auto, as many as help)")
     parser.add_argument("--seed", type=_seed, default=42, metavar="N", help="seed of every run (default: 42)")
     parser.add_argument("-c", dest="lines", action="append", default=[], metavar="LINE", help="run a line and leave; repeatable")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="run a file of prompts, a line each, or JSON lines with 'prompt'")
@@ -48,6 +53,14 @@ def _device(text: str) -> str:
 def _seed(text: str) -> int:
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) > MAX_SEED:
         raise argparse.ArgumentTypeError(f"'{text}' is not a seed; choose a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    if text == "auto":
+        return 0
+    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not 1 <= int(text) <= MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads; choose 1 to {MAX_THREADS}, or auto")
     return int(text)
 
 

@@ -78,6 +78,11 @@ class Bench:
         """The prompt ids of a text. Raises UserError where it gives none."""
         return prompt_ids(self.pair.tokenizer, text, chat=settings.chat, system=settings.system)
 
+    def compute(self, settings: Settings) -> None:
+        """Have the engine compute as the settings say. Raises UserError where it cannot; all is then as it was."""
+        self.pair.engine.use(settings.engine, settings.threads)
+        self.memory.rounding = 0.0  # what was seen of another engine says nothing about this one
+
     def new_storage(self, settings: Settings) -> Any:
         """An empty n-gram storage."""
         return self.make_storage(settings.ngram_storage, self.vocabulary)

@@ -6,6 +6,10 @@ MAX_GAMMA = 63
 MIN_ORDER, MAX_ORDER = 2, 16  # of an n-gram storage
 MAX_FILLER = 64
 
+ENGINES = ("auto", "plain", "invariant")
+ENGINE_WEIGHTS = ("float32", "int8")
+MAX_THREADS = 1024
+
 RULES = ("rejection", "coupled", "block")  # of verification
 
 DTYPES = ("float32", "bfloat16", "float16")

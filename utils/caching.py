@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from utils.errors import UserError
+from utils.growing_cache import growing_cache
 
 
 def model_name(model: Any) -> str:
@@ -144,9 +145,9 @@ class ModelSession:
         return arguments | {"encoder_outputs": self._encoded, "decoder_input_ids": new}
 
     def _fresh_cache(self) -> Any:
-        cache: Any = DynamicCache(config=self.model.config)
+        cache: Any = growing_cache(self.model.config)
         if self._encoder_ids is not None:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=self.model.config))
+            cache = EncoderDecoderCache(cache, growing_cache(self.model.config))
         if self._rewinds:
             cache.activate_past_recording()  # sliding windows keep what a rewind may need
         return cache

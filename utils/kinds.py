@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from utils.bounds import MAX_ORDER, MAX_TEMPERATURE, MIN_ORDER
+from utils.bounds import MAX_ORDER, MAX_TEMPERATURE, MAX_THREADS, MIN_ORDER
 from utils.errors import UserError
 from utils.logits_processor import (
     GreedyProcessor,
@@ -99,6 +99,20 @@ class Whole:
 
     def show(self, value: int) -> str:
         return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCount:
+    """A number of CPU threads, or auto, which is 0."""
+
+    usage: str = "N|auto"
+    words: tuple[str, ...] = ("auto",)
+
+    def parse(self, text: str, current: int, limits: Limits) -> int:
+        return 0 if text.lower() == "auto" else int(Whole(1, MAX_THREADS).parse(text, current, limits))
+
+    def show(self, value: int) -> str:
+        return str(value or "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,8 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
 
 
 def _circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
-    return {"seed": settings.seed, "settings": as_json(settings), "models": _models(pair), "versions": versions()}
+    state = {"models": _models(pair), "engine": pair.engine.state.figures(), "versions": versions()}
+    return {"seed": settings.seed, "settings": as_json(settings), **state}
 
 
 def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:

@@ -6,14 +6,14 @@ The slash commands, /help, completions and the JSON record are derived from this
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from utils.bounds import MAX_FILLER, MAX_GAMMA, MAX_SEED, RULES
-from utils.kinds import Choice, Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, Toggle, Whole
+from utils.bounds import ENGINES, MAX_FILLER, MAX_GAMMA, MAX_SEED, RULES
+from utils.kinds import Choice, Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, ThreadCount, Toggle, Whole
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 
 
-def _setting(default: Any, kind: Kind, meaning: str, *, command: str = "", needs: str = "") -> Any:
-    """needs: a toggle without which the field has no effect."""
-    return field(default=default, metadata={"kind": kind, "help": meaning, "command": command, "needs": needs})
+def _setting(default: Any, kind: Kind, meaning: str, *, command: str = "", needs: str = "", fact: str = "") -> Any:
+    """needs: a toggle without which the field has no effect. fact: what /show calls that which the setting came to."""
+    return field(default=default, metadata={"kind": kind, "help": meaning, "command": command, "needs": needs, "fact": fact})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,13 @@ class Settings:
         Choice(RULES, "rule"),
         "rejection: p/q; block: p/q over the whole draft; coupled: target-only's noise, so its very text",
     )
+    engine: str = _setting(
+        "auto",
+        Choice(ENGINES, "engine"),
+        "invariant: logits do not depend on the window they are computed in; plain: PyTorch as it comes; auto: the faster one",
+        fact="engine now",
+    )
+    threads: int = _setting(0, ThreadCount(), "CPU threads; auto: as many as help", fact="engine now")
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")

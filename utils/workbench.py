@@ -52,6 +52,7 @@ class Workbench:
         self._bench = Bench(pair, tools.strategies, tools.make_storage, limits.vocabulary)
         self._runner = Runner(self._bench, tools.renderer, tools.records)
         self.settings = self._allowed(settings)
+        self._bench.compute(settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
         self._storage = self._bench.new_storage(self.settings)
@@ -116,6 +117,9 @@ class Workbench:
     def _change(self, settings: Settings) -> None:
         if settings.ngram_storage != self.settings.ngram_storage:
             self._storage = self._bench.new_storage(settings)
+        if (settings.engine, settings.threads) != (self.settings.engine, self.settings.threads):
+            self._bench.compute(settings)
+            self._renderer.note(f"engine: {self._pair.engine.state.sentence()}")
         self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:
@@ -151,6 +155,7 @@ class Workbench:
             ("target model", pair.target_name),
             ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
             ("device, dtype", f"{pair.device}, {pair.dtype}"),
+            ("engine now", pair.engine.state.sentence()),
             ("context", f"{self._limits.context} tokens"),
             ("vocabulary", f"{self._limits.vocabulary} ids"),
         )

@@ -31,7 +31,9 @@ def _current(entry: Field[Any], settings: Settings) -> str:
 def _tune(name: str, entry: Field[Any], argument: str, situation: Situation) -> Outcome:
     """Set the field, or show it where it needs an argument and none was given."""
     if not argument and not isinstance(entry.metadata["kind"], Toggle):
-        return Outcome(reply=f"{name}: {shown(situation.settings, entry)}   ({entry.metadata['help']})")
+        fact = dict(situation.facts).get(entry.metadata["fact"])
+        state = "" if fact is None else f"; now {fact}"
+        return Outcome(reply=f"{name}: {shown(situation.settings, entry)}{state}   ({entry.metadata['help']})")
     settings = changed(situation.settings, entry, argument, situation.limits)
     needs = entry.metadata["needs"]
     idle = f"   (no effect while /{needs} is off)" if needs and not getattr(settings, needs) else ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.engine import Engine
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
@@ -32,11 +33,12 @@ class PairRequest:
     dtype: str = "auto"
     quantize: str = "none"
     drafter_quantize: str = "none"
+    engine_weights: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What was loaded. `drafter_kind` is "model", "layers:K" or None, and `notes` are sentences for the user.
+    """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K" or None; `notes` are for the user.
 
     quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
     """
@@ -52,6 +54,7 @@ class Pair:
     dtype: str
     quantize: str
     drafter_quantize: str | None
+    engine: Engine
     notes: tuple[str, ...]
 
 
@@ -100,6 +103,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         dtype=str(target.dtype).removeprefix("torch."),
         quantize=request.quantize,
         drafter_quantize=drafter.quantize,
+        engine=Engine([target, *([drafter.model] if drafter.model else [])], bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
     )
 
