@@ -1,10 +1,10 @@
-# make run | make test | make test-full | make check: each sets up .venv first, once.
+# make run | make test | make test-full | make check | make bench: each sets up .venv first, once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: run test test-full check clean
+.PHONY: run test test-full check bench clean
 
 run: $(VENV)/.ready
 	@$(BIN)/python infer.py $(ARGS)
@@ -20,6 +20,9 @@ check: $(VENV)/.ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(MAKE) --no-print-directory test
+
+bench: $(VENV)/.ready
+	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -22,13 +22,14 @@ if __name__ == "__main__":
 
 import argparse
 
-from ngram_assisted import NGramDrafter, NGramStorage, OneLevelNGramStorage
+from ngram_assisted import STORAGES, DraftLength, NGramDrafter, NGramStorage, load_storage, save_storage
 from sampling import RULES, BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
+from utils.bench import StorageTools
 from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
-from utils.kinds import Limits, StorageSpec
+from utils.kinds import Limits
 from utils.models.loading import Pair, PairRequest, load_pair
 from utils.models.pairs import PAIRS
 from utils.printing import Renderer, make_renderer
@@ -38,8 +39,6 @@ from utils.runner import Verdict
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
 from utils.workbench import Tools, Workbench
-
-STORAGES = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 
 
 def _speculative(job: Job) -> Iterator[Step]:
@@ -51,7 +50,9 @@ def _speculative(job: Job) -> Iterator[Step]:
 
 def _ngram(job: Job) -> Iterator[Step]:
     decoding, target = job.decoding, job.session("target")
-    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=job.settings.top_k_filler, vocab_size=target.vocab_size)
+    length = DraftLength(job.pair.engine.costs) if job.settings.adapt else None
+    fill = job.settings.top_k_filler
+    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=fill, vocab_size=target.vocab_size, length=length)
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify])
 
 
@@ -76,9 +77,12 @@ STRATEGIES = (
 )
 
 
-def make_storage(spec: StorageSpec, vocabulary: int) -> NGramStorage:
+def make_storage(settings: Settings, vocabulary: int) -> NGramStorage:
     """An empty n-gram storage as the settings describe it."""
-    return STORAGES[spec.kind](spec.order, vocabulary)
+    return STORAGES[settings.ngram_storage.kind](settings.ngram_storage.order, vocabulary, settings.ngram_limit)
+
+
+STORAGE = StorageTools(make_storage, save_storage, load_storage)
 
 
 def pair_request(arguments: argparse.Namespace) -> PairRequest:
@@ -103,7 +107,8 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     length = min(Settings().length, limits.context)
     settings = Settings(seed=arguments.seed, length=length, engine=arguments.engine, threads=arguments.threads)
     renderer.note(f"preparing the engine ({arguments.engine}) ...")
-    workbench = Workbench(pair, Tools(STRATEGIES, registry, renderer, make_storage, records, interactive), settings, limits)
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive)
+    workbench = Workbench(pair, tools, settings, limits)
     renderer.note(f"engine: {pair.engine.state.sentence()}")
     for note in pair.notes:
         renderer.note(note)

@@ -5,8 +5,10 @@ Relatives: prompt lookup decoding; ANPD (arXiv 2404.08698).
 """
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
+from ngram_assisted.draft_length import DraftLength
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.drafting import Draft, Verified
 from sampling.speculative import speculative_steps
@@ -27,17 +29,26 @@ class NGramDrafter:
     storage: filled in `begin` from the prompt, never reset here. filler_top_k: at each new position the generated token and the rest of
     the target's top k are entered; 1 enters only what was generated. stop_if_unknown: end a draft at an unknown context; otherwise
     unknown positions get ids drawn from the seed. vocab_size: the target's, where it is not the storage's; ids that only
-    one of them has are neither drafted nor entered.
+    one of them has are neither drafted nor entered. length: drafts no more than pay; without it as many as it is asked for.
     """
 
     def __init__(
-        self, storage: NGramStorage, noise: Noise, *, filler_top_k: int = 3, stop_if_unknown: bool = True, vocab_size: int | None = None
+        self,
+        storage: NGramStorage,
+        noise: Noise,
+        *,
+        filler_top_k: int = 3,
+        stop_if_unknown: bool = True,
+        vocab_size: int | None = None,
+        length: DraftLength | None = None,
     ) -> None:
         if not 1 <= filler_top_k <= MAX_FILLER:
             raise UserError(f"filler_top_k {filler_top_k} is out of range: 1 to {MAX_FILLER}.")
         self._storage, self._noise = storage, noise
         self._filler_top_k, self._stop_if_unknown = filler_top_k, stop_if_unknown
         self._vocab_size = min(storage.vocab_size, storage.vocab_size if vocab_size is None else vocab_size)
+        self._length = length
+        self._sent: list[tuple[int, int]] = []  # the round's drafts and the lengths of the contexts that proposed them
         self._origin = 0
         self._reach = storage.n - 1  # how far back a context matters
 
@@ -46,20 +57,32 @@ class NGramDrafter:
         self._storage.initialize(prompt)
 
     def propose(self, context: list[int], count: int) -> Draft:
+        found = self._found(context, count)
+        if self._length is not None:
+            found = found[: self._length.best([size for _, size in found])]
+        self._sent = found
+        return Draft([token for token, _ in found])
+
+    def _found(self, context: list[int], count: int) -> list[tuple[int, int]]:
+        """At most `count` drafts, each with the length of the context that proposed it; 0 where it was drawn from the seed."""
         start = len(context) - self._origin
         window = context[-self._reach :]
-        tokens: list[int] = []
+        drafts: list[tuple[int, int]] = []
         for position in range(start, start + count):
-            token = self._storage.next_token(window)
-            if token is None or token >= self._vocab_size:
+            token, size = self._storage.look_up(window) or (self._vocab_size, 0)
+            if token >= self._vocab_size:
                 if self._stop_if_unknown:
                     break
-                token = int(self._noise.uniform(Domain.FILL, position, start) * self._vocab_size)
-            tokens.append(token)
+                token, size = int(self._noise.uniform(Domain.FILL, position, start) * self._vocab_size), 0
+            drafts.append((token, size))
             window = [*window, token][-self._reach :]
-        return Draft(tokens)
+        return drafts
 
     def commit(self, context: list[int], verified: Verified) -> None:
+        if self._length is not None:
+            new = context[verified.start :]
+            stood = takewhile(lambda pair: pair[0][0] == pair[1], zip(self._sent, new, strict=False))
+            self._length.learn([size for _, size in self._sent], len(list(stood)))
         for row, index in enumerate(range(verified.start, len(context))):
             followers = [context[index]]
             if self._filler_top_k > 1:

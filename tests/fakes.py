@@ -78,8 +78,8 @@ def workbench(view: Screen, pair: Any = None, records: Path | None = None, strat
     pair = tiny_pair() if pair is None else pair
     limits = Limits(context_length(pair.target) or 1_000_000, VOCABULARY)
     file = None if records is None else RecordFile(records)
-    tools = Tools(strategies, default_registry(), view.renderer, infer.make_storage, file)
-    return Workbench(pair, tools, Settings(engine="plain"), limits)
+    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file)
+    return Workbench(pair, tools, Settings(engine="plain", adapt=False), limits)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -45,7 +45,9 @@ def test_defaults_are_those_of_the_manual() -> None:
         "chat": True,
         "system": "default",
         "ngram_storage": "basic 3",
+        "ngram_limit": 1_000_000,
         "top_k_filler": 3,
+        "adapt": True,
         "reset_in_between": True,
         "debug": False,
     }
@@ -215,7 +217,7 @@ def test_no_argument_is_a_crash_or_leaves_a_bad_value(text: str, name: str) -> N
     from utils.commands import Situation
     from utils.errors import UserError
 
-    registry, limits, bench = default_registry(), Limits(256, 300), Bench(PAIR, infer.STRATEGIES, infer.make_storage, 300)
+    registry, limits, bench = default_registry(), Limits(256, 300), Bench(PAIR, infer.STRATEGIES, infer.STORAGE, 300)
     try:
         outcome = registry.run(f"/{name} {text}", Situation(Settings(), registry, bench, limits))
     except UserError as error:

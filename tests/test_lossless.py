@@ -86,7 +86,7 @@ def test_draws_over_a_prompt_read_once_are_those_of_fresh_runs(kind: str, cache:
         for seed in range(12):
             runs = []
             for shared in (read, None):
-                storage = infer.make_storage(settings.ngram_storage, 300)
+                storage = infer.make_storage(settings, 300)
                 job = Job(PROMPT, pair, replace(settings, seed=seed), storage, read=shared)
                 runs.append([step.tokens for step in islice(strategy.steps(job), 2)])
             assert runs[0] == runs[1]

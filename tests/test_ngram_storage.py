@@ -114,6 +114,11 @@ class Recorder(NGramStorage):
         super().__init__(n, vocab_size)
         self.calls: list[tuple[list[int], list[int]]] = []
         self.resets = 0
+        self.prompts: list[list[int]] = []
+
+    def initialize(self, ids: Sequence[int]) -> None:
+        self.prompts.append(list(ids))
+        super().initialize(ids)
 
     def update(self, ids: Sequence[int], next_tokens: list[int]) -> None:
         self.calls.append((list(ids), list(next_tokens)))
@@ -144,8 +149,8 @@ def test_every_position_enters_its_token_and_the_targets_runners_up_once(top_k: 
     text = prompt + made
     with torch.no_grad():
         best = model(torch.tensor([text])).logits[0].topk(top_k).indices.tolist()
-    entered = storage.calls[len(prompt) - 1 :]
-    assert storage.calls[: len(prompt) - 1] == [(prompt[max(0, i - 2) : i], [prompt[i]]) for i in range(1, len(prompt))]
+    entered = storage.calls
+    assert storage.prompts == [prompt]
     assert len(entered) == len(made)
     for index, (context, followers) in enumerate(entered, start=len(prompt)):
         assert context == text[max(0, index - 2) : index]

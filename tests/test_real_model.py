@@ -38,9 +38,7 @@ def pair() -> Pair:
 
 def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
     limits = Limits(context_length(pair.target) or 0, ModelSession(pair.target).vocab_size)
-    return Workbench(
-        pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.make_storage, RecordFile(file)), Settings(), limits
-    )
+    return Workbench(pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings(), limits)
 
 
 def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ settings.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
-from utils.kinds import StorageSpec
 from utils.models.prompting import prompt_ids
 from utils.results import Comparison, Generation
 from utils.settings import Settings
@@ -34,21 +34,38 @@ class Last:
         return next((run for strategy, run, _ in self.compared if strategy.is_baseline), None)
 
 
+@dataclass(frozen=True, slots=True)
+class StorageTools:
+    """What can be done with n-gram storages.
+
+    make: an empty one, for settings and a vocabulary. save: a storage to a file, with the name of the model. load: from a file, for a
+    vocabulary and a limit; with the name of its kind and of the model.
+    """
+
+    make: Callable[[Settings, int], Any]
+    save: Callable[[Any, Path, str], None]
+    load: Callable[[Path, int, int], tuple[Any, str, str]]
+
+
 @dataclass(slots=True)
 class Memory:
-    """last: the last prompt's runs. rounding: how far windows of another width were seen to move the target's logits."""
+    """last: the last prompt's runs. rounding: how far windows of another width were seen to move the target's logits.
+
+    storage: the session's n-gram storage.
+    """
 
     last: Last | None = None
     rounding: float = 0.0
+    storage: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """pair: utils.models.loading.Pair. make_storage: an empty n-gram storage of a kind, for a vocabulary."""
+    """pair: utils.models.loading.Pair."""
 
     pair: Any
     strategies: Sequence[Strategy]
-    make_storage: Callable[[StorageSpec, int], Any]
+    storages: StorageTools
     vocabulary: int
     memory: Memory = field(default_factory=Memory)
 
@@ -85,7 +102,7 @@ class Bench:
 
     def new_storage(self, settings: Settings) -> Any:
         """An empty n-gram storage."""
-        return self.make_storage(settings.ngram_storage, self.vocabulary)
+        return self.storages.make(settings, self.vocabulary)
 
     def job(self, prompt: list[int], settings: Settings) -> Job:
         """A job of its own: no storage and no session is shared with another."""

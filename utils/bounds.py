@@ -5,6 +5,7 @@ MAX_TEMPERATURE = 100.0
 MAX_GAMMA = 63
 MIN_ORDER, MAX_ORDER = 2, 16  # of an n-gram storage
 MAX_FILLER = 64
+MAX_GRAMS = 100_000_000  # that a storage may be allowed to hold
 
 ENGINES = ("auto", "plain", "invariant")
 ENGINE_WEIGHTS = ("float32", "int8")

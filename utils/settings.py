@@ -6,7 +6,7 @@ The slash commands, /help, completions and the JSON record are derived from this
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from utils.bounds import ENGINES, MAX_FILLER, MAX_GAMMA, MAX_SEED, RULES
+from utils.bounds import ENGINES, MAX_FILLER, MAX_GAMMA, MAX_GRAMS, MAX_SEED, RULES
 from utils.kinds import Choice, Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, ThreadCount, Toggle, Whole
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 
@@ -49,7 +49,9 @@ class Settings:
     ngram_storage: StorageSpec = _setting(
         StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
     )
+    ngram_limit: int = _setting(1_000_000, Whole(1, MAX_GRAMS), "most n-grams the storage holds; beyond it the oldest are forgotten")
     top_k_filler: int = _setting(3, Whole(1, MAX_FILLER), "target's top tokens entered per position, 1 to 64; 1: only what was generated")
+    adapt: bool = _setting(True, Toggle(), "n-gram drafts only as many as are likely to pay, down to none; off: up to gamma")
     reset_in_between: bool = _setting(True, Toggle(), "empty the n-gram storage before each prompt")
     debug: bool = _setting(False, Toggle(), "show every round: + accepted, - rejected, = corrected, * bonus")
 

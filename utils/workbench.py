@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.bench import Bench
+from utils.bench import Bench, StorageTools
 from utils.caching import ModelSession, context_length
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.errors import UserError
 from utils.events import FinishReason
-from utils.kinds import Limits, StorageSpec
+from utils.kinds import Limits
 from utils.models.prompting import has_chat_template
 from utils.printing import Renderer
 from utils.records import RecordFile
@@ -38,7 +38,7 @@ class Tools:
     strategies: Sequence[Strategy]
     registry: Registry
     renderer: Renderer
-    make_storage: Callable[[StorageSpec, int], Any]
+    storages: StorageTools
     records: RecordFile | None = None
     interactive: bool = True
 
@@ -49,13 +49,13 @@ class Workbench:
     def __init__(self, pair: Any, tools: Tools, settings: Settings, limits: Limits) -> None:
         self._pair, self._tools, self._limits = pair, tools, limits
         self._renderer = tools.renderer
-        self._bench = Bench(pair, tools.strategies, tools.make_storage, limits.vocabulary)
+        self._bench = Bench(pair, tools.strategies, tools.storages, limits.vocabulary)
         self._runner = Runner(self._bench, tools.renderer, tools.records)
         self.settings = self._allowed(settings)
         self._bench.compute(settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
-        self._storage = self._bench.new_storage(self.settings)
+        self._bench.memory.storage = self._bench.new_storage(self.settings)
 
     def warm_up(self) -> None:
         """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
@@ -102,6 +102,8 @@ class Workbench:
             if allowed != outcome.settings:
                 reply = NO_TEMPLATE
             self._change(allowed)
+        if outcome.storage is not None:
+            self._bench.memory.storage = outcome.storage
         if reply:
             self._renderer.reply(reply)
         if outcome.rows:
@@ -116,7 +118,8 @@ class Workbench:
 
     def _change(self, settings: Settings) -> None:
         if settings.ngram_storage != self.settings.ngram_storage:
-            self._storage = self._bench.new_storage(settings)
+            self._bench.memory.storage = self._bench.new_storage(settings)
+        self._bench.memory.storage.limit = settings.ngram_limit
         if (settings.engine, settings.threads) != (self.settings.engine, self.settings.threads):
             self._bench.compute(settings)
             self._renderer.note(f"engine: {self._pair.engine.state.sentence()}")
@@ -131,10 +134,10 @@ class Workbench:
         ModelSession(self._pair.target, rewinds=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
         chosen = self._chosen(len(ids))
         if self.settings.reset_in_between:
-            self._storage.reset()
+            self._bench.memory.storage.reset()
         if not self._tools.interactive:
             self._renderer.prompt(text)
-        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._storage)
+        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._bench.memory.storage)
         return self._runner.prompt(text, job, chosen)
 
     def _chosen(self, prompt_tokens: int) -> list[Strategy]:

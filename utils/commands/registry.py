@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum, auto
+from typing import Any
 
 from utils.bench import Bench
 from utils.errors import UserError
@@ -26,13 +27,17 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional."""
+    """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional.
+
+    storage: an n-gram storage to go on with.
+    """
 
     settings: Settings | None = None
     reply: str = ""
     rows: tuple[tuple[str, str, str], ...] = ()
     prompt: str | None = None
     report: Report | None = None
+    storage: Any = None
     action: Action | None = None
 
 

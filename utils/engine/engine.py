@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.caching import ModelSession
 from utils.engine import attention, selftest, threads
 from utils.engine.kernels import Blocked, Bytes, Kernel, packing
+from utils.engine.pace import Pace, window_costs
 from utils.engine.swap import EngineLinear, restore, swap
 from utils.errors import UserError
 from utils.growing_cache import growing_cache
@@ -59,6 +59,7 @@ class Engine:
         target = self._models[0]
         self._bytewise = bytewise
         self._swapped = False
+        self.costs: tuple[float, ...] = ()  # of windows with 1, 2, ... drafts, in plain steps, beyond the first
         self.state = EngineState("plain", _dtype(target), False, torch.get_num_threads(), "not asked for")
         if bytewise and (why := self._unfit() or self._not_auto()):
             raise UserError(f"int8 engine weights cannot be had: {why}. Leave --engine-weights out.")
@@ -82,24 +83,18 @@ class Engine:
 
     def set_threads(self, count: int) -> EngineState:
         """Compute with so many threads from now on; 0: what the environment says, else as many as help."""
-        chosen = count or threads.given_threads() or 0
+        pace, chosen = Pace(self._models[0]), count or threads.given_threads() or 0
         if chosen:
             torch.set_num_threads(chosen)
         elif self._device == "cpu":
-            threads.fastest(self._step(), threads.thread_counts())
+            threads.fastest(lambda: pace.forward(1), threads.thread_counts())
         self.state = replace(self.state, threads=torch.get_num_threads())
+        self.costs = window_costs(pace)
         return self.state
 
     @property
     def _device(self) -> str:
         return str(self._models[0].device.type)
-
-    def _step(self) -> Callable[[], object]:
-        target = self._models[0]
-        context = selftest.sample_context(target, selftest.PREFIX)
-        session = ModelSession(target, rewinds=False)
-        session.feed(context[:-1], keep=1)
-        return lambda: session.fork().feed(context, keep=1)
 
     def _unfit(self) -> str:
         """Why the invariant engine cannot compute these models, or nothing."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-ROWS, FEW = 32, 16  # rows of a block; what is wider goes in blocks, and a last block of more than FEW rows is filled up
+ROWS, FEW = 32, 24  # rows of a block; what is wider goes in blocks, and a last block of more than FEW rows is filled up
 _HINT = 8  # rows that oneDNN's layout is chosen for; with 1 the bits of a row depend on its company
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_TRIED = (*range(2, 10), 12, FEW, FEW + 1, ROWS)
+_TRIED = (*range(2, 10), 12, 16, 17, FEW, FEW + 1, ROWS)
 
 
 class Kernel(Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from utils.bounds import MAX_GAMMA
 from utils.caching import ModelSession, context_length, vocabulary_size
+from utils.engine.pace import sample_ids
 from utils.errors import UserError
 from utils.models.layer_cut import first_layers
 from utils.rounding import Spread, by_width, most_rounding
@@ -55,7 +56,7 @@ def sample_context(model: Any, length: int) -> list[int]:
     """Token ids from all over the vocabulary; fewer where the model's context is short."""
     bound = context_length(model)
     count, vocabulary = min(length, bound or length), vocabulary_size(model)
-    return [(7919 * (index + 1)) % vocabulary for index in range(count)]
+    return sample_ids(count, vocabulary)
 
 
 def _parts(model: Any, every_width: bool) -> Iterator[tuple[Any, int]]:

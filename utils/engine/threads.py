@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-REPEATS = 5
+REPEATS = 3
 WORTH = 0.95  # more threads must be this much faster to be taken
 
 _AVAILABLE = torch.get_num_threads()  # as PyTorch found it: the cores, or OMP_NUM_THREADS

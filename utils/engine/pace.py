@@ -1,0 +1,62 @@
+"""How fast a model goes here: forwards of any width behind a growing text, and what a wider window costs.
+
+For decisions, not for reports: a few repeats, the quickest of them.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from utils.caching import ModelSession, context_length, vocabulary_size
+
+START = 192  # tokens before the first forward
+WIDTHS = (1, 2, 3, 5, 9, 17)
+REPEATS = 4
+
+
+class Pace:
+    """Forwards of a model over made-up text, one behind the other."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        bound, self._vocabulary = context_length(model), vocabulary_size(model)
+        self.widest = WIDTHS[-1] if bound is None else min(WIDTHS[-1], bound // 2)
+        self._start = START if bound is None else min(START, bound - self.widest)
+        self._restart()
+
+    def forward(self, width: int) -> None:
+        """One forward over `width` new tokens; the text starts anew where the model's context is full."""
+        room = self._session.room(self._context)
+        if room is not None and room < width:
+            self._restart()
+        self._context += sample_ids(width, self._vocabulary)
+        self._session.feed(self._context, keep=width)
+
+    def _restart(self) -> None:
+        self._session = ModelSession(self._model, rewinds=False)
+        self._context = self._session.begin(sample_ids(self._start - 1, self._vocabulary))
+        self._session.feed(self._context, keep=1)
+
+
+def window_costs(pace: Pace, clock: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
+    """What a forward with 1, 2, ... drafts takes more than one without, in units of that, between the widths that were tried."""
+    widths = [width for width in WIDTHS if width <= pace.widest]
+    seconds = dict.fromkeys(widths, float("inf"))
+    for _ in range(REPEATS):
+        for width in widths:
+            began = clock()
+            pace.forward(width)
+            seconds[width] = min(seconds[width], clock() - began)
+    plain = seconds[1]
+    extra = {width: max(0.0, seconds[width] / plain - 1) if plain else 0.0 for width in widths}
+    costs: list[float] = []
+    for low, high in pairwise(widths):
+        slope = (extra[high] - extra[low]) / (high - low)
+        costs += [extra[low] + slope * step for step in range(1, high - low + 1)]
+    return tuple(costs)
+
+
+def sample_ids(count: int, vocabulary: int) -> list[int]:
+    """Token ids from all over the vocabulary."""
+    return [(7919 * (index + 1)) % vocabulary for index in range(count)]
