@@ -28,12 +28,15 @@ from utils.models.prompting import prompt_ids
 from utils.printing import Renderer, make_renderer
 from utils.records import versions
 
+OURS = ("ours target", "ours ngram", "ours speculative")
 FEW = 5  # prompts; tasks with fewer are pooled
 PAIRS = (
     ("plain", "ours target", "generate"),
     ("n-gram", "ours ngram", "generate, prompt lookup"),
     ("drafter", "ours speculative", "generate, assistant"),
     ("n-gram / own plain", "ours ngram", "ours target"),
+    ("plain / llama.cpp", "ours target", "llama.cpp"),
+    ("n-gram / llama.cpp", "ours ngram", "llama.cpp, prompt lookup"),
 )
 
 
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="layers:10", help="of both sides (default: layers:10)")
     parser.add_argument("--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, where llama-cpp-python is installed")
+    parser.add_argument("--skip", action="append", default=[], metavar="ARM", help="leave an arm out, for example 'generate, assistant'")
     parser.add_argument("--only-texts", action="store_true", help="leave the single figures out")
     parser.add_argument("--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)")
     given = parser.parse_args()
@@ -53,7 +57,8 @@ def main() -> None:
     ours = load_pair(PairRequest("embedded", given.drafter, device="cpu", engine_weights=given.engine_weights), screen.note)
     theirs = load_pair(PairRequest("embedded", given.drafter, device="cpu"), screen.note)
     ours.engine.use("auto", 0)
-    arms = [*our_arms(ours), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
+    every = [*our_arms(ours), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
+    arms = [arm for arm in every if arm.name not in given.skip or arm.name == "ours target"]
     prompts = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     setting = _setting(ours, arms, given)
     screen.result(f"{setting['engine']}; {setting['machine']}")
@@ -122,7 +127,8 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     for label, mine, peer in PAIRS:
         for task in [*dict.fromkeys(named), "all"]:
             chosen = [text["arms"] for text, name in zip(texts, named, strict=True) if task in (name, "all")]
-            usable = [(cells[mine], cells[peer]) for cells in chosen if cells[mine]["decode"] and cells[peer]["decode"]]
+            both = [(cells[mine], cells[peer]) for cells in chosen if mine in cells and peer in cells]
+            usable = [(ours, theirs) for ours, theirs in both if ours["decode"] and theirs["decode"]]
             if usable:
                 decode = [ours["decode"] / theirs["decode"] for ours, theirs in usable]
                 whole = [ours["whole"] / theirs["whole"] for ours, theirs in usable]
@@ -134,11 +140,11 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def _figures(screen: Renderer, ours: Pair, theirs: Pair, arms: list[Arm], prompts: list[list[int]]) -> dict[str, Any]:
     counts = {arm.name: arm.threads for arm in arms}
-    models = {"ours": (ours.target, counts["ours target"]), "plain": (theirs.target, counts["generate"])}
+    models = {"ours": (ours.target, counts["ours target"]), "plain": (theirs.target, counts.get("generate", counts["ours target"]))}
     screen.note("windows, contexts, storage, start-up ...")
     return {
         "window_ms": probes.windows(models),
-        "inside_forwards": probes.inside_forwards(arms[:3], [ours.target, ours.drafter], prompts, 48),
+        "inside_forwards": probes.inside_forwards([arm for arm in arms if arm.name in OURS], [ours.target, ours.drafter], prompts, 48),
         "context_ms": probes.by_context(ours.target, counts["ours target"]),
         "storage": probes.storage(),
         "program": {engine: probes.program("--engine", engine) for engine in ("auto", "plain")},
