@@ -250,6 +250,36 @@ def test_commands_switch_engine_and_threads_and_records_say_so(view: Screen, tmp
         assert bench.handle(line) is Verdict.FAILED
 
 
+def test_an_interrupted_exchange_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "same_bits", interrupted)
+    model = tiny_llama()
+    engine = Engine([model])
+    with pytest.raises(KeyboardInterrupt):
+        engine.use("invariant", 1)
+    assert engine.state.kind == "plain"
+    assert not any(isinstance(part, EngineLinear) for part in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_number_of_threads_that_was_not_tested_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        engine = Engine([tiny_llama()])
+        engine.use("invariant", 1)
+        asked: list[list[int]] = []
+        monkeypatch.setattr(selftest, "same_bits", lambda model, counts, every_width: asked.append(counts) or "a window differs")
+        assert engine.use("invariant", 1).verified
+        assert asked == []
+        state = engine.use("invariant", 7)
+        assert asked == [[7]]
+        assert (state.threads, state.verified, state.reason) == (7, False, "a window differs")
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_engine_that_cannot_be_had_leaves_everything_as_it_was(view: Screen) -> None:
     bench = workbench(view, tiny_pair(kind="t5", chat=False))
     assert bench.handle("/engine invariant") is Verdict.FAILED

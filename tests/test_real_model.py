@@ -1,10 +1,12 @@
 """The embedded pair, as `make run` loads it: greedy texts of all strategies are one text, and that of transformers' own generate."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from fakes import Screen, records_of
+from test_engine import stepped, walked
 from toys import decoding
 
 import infer
@@ -76,6 +78,17 @@ def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen,
     rows = records_of(file)
     assert len(rows) == 4 * 3
     assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
+
+
+def test_windows_have_the_very_bits_of_single_steps_whoever_computes(pair: Pair) -> None:
+    """The engine on the real weights: target and drafter, random widths and rewinds, and no cache at all."""
+    state = pair.engine.use("auto", 0)
+    assert (state.kind, state.verified) == ("invariant", True), state
+    context = [token for prompt in PROMPTS for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
+    for seed, model in enumerate((pair.target, pair.drafter)):
+        walked(model, context, Random(seed))
+        uncached = ModelSession(model, use_cache=False).feed(context, keep=5)
+        assert torch.equal(uncached, stepped(model, context)[-5:])
 
 
 def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:

@@ -62,6 +62,7 @@ def main() -> None:
     prompts = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     setting = _setting(ours, arms, given)
     screen.result(f"{setting['engine']}; {setting['machine']}")
+    screen.result("threads: " + ", ".join(f"{name} {count}" for name, count in setting["threads"].items()))
     texts = [_measured(screen, ours, arms, prompt, given) for prompt in prompts]
     found: dict[str, Any] = {"setting": setting, "texts": texts, "ratios": ratios(texts)}
     if not given.only_texts:
@@ -172,7 +173,7 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
     screen.rows(
         [
             ("inside forwards", ", ".join(f"{name} {share:.3f}" for name, share in inside.items())),
-            ("n-gram storage", f"{filled}, {held['lookup_us']:.1f} us a lookup"),
+            ("n-gram storage", f"{filled}, {held['lookup_us']:.1f} us a lookup, {held['bytes_per_gram']:.0f} bytes an n-gram"),
             *((f"program, --engine {engine}", _program(cell)) for engine, cell in figures["program"].items()),
         ]
     )

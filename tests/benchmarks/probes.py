@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,7 +90,7 @@ def by_context(model: Any, threads: int) -> dict[int, float]:
 
 
 def storage() -> dict[str, float]:
-    """A million tokens into an n-gram storage: seconds, the last fifth against the first, microseconds per lookup."""
+    """A million tokens into an n-gram storage: seconds, the last fifth against the first, microseconds per lookup, bytes."""
     source = random.Random(0)
     ids = [min(49151, int(49152 ** source.random())) for _ in range(STORED)]  # few tokens often, most seldom, as in text
     held, times = NGramStorage(3, 49152, limit=10_000_000), []
@@ -102,7 +103,18 @@ def storage() -> dict[str, float]:
     for context in asked:
         held.next_token(context)
     lookup = (time.perf_counter() - began) / len(asked)
-    return {"seconds": sum(times), "last_over_first": times[-1] / times[0], "lookup_us": 1e6 * lookup, "grams": float(len(held))}
+    tracemalloc.start()
+    small = NGramStorage(3, 49152)
+    small.initialize(ids[:CHUNK])
+    held_bytes = tracemalloc.get_traced_memory()[0] / len(small)
+    tracemalloc.stop()
+    return {
+        "bytes_per_gram": held_bytes,
+        "seconds": sum(times),
+        "last_over_first": times[-1] / times[0],
+        "lookup_us": 1e6 * lookup,
+        "grams": float(len(held)),
+    }
 
 
 def program(*arguments: str) -> dict[str, float]:

@@ -59,6 +59,7 @@ class Engine:
         target = self._models[0]
         self._bytewise = bytewise
         self._swapped = False
+        self._tested_counts: set[int] = set()
         self.costs: tuple[float, ...] = ()  # of windows with 1, 2, ... drafts, in plain steps, beyond the first
         self.state = EngineState("plain", _dtype(target), False, torch.get_num_threads(), "not asked for")
         if bytewise and (why := self._unfit() or self._not_auto()):
@@ -83,14 +84,29 @@ class Engine:
 
     def set_threads(self, count: int) -> EngineState:
         """Compute with so many threads from now on; 0: what the environment says, else as many as help."""
-        pace, chosen = Pace(self._models[0]), count or threads.given_threads() or 0
-        if chosen:
-            torch.set_num_threads(chosen)
-        elif self._device == "cpu":
-            threads.fastest(lambda: pace.forward(1), threads.thread_counts())
-        self.state = replace(self.state, threads=torch.get_num_threads())
-        self.costs = window_costs(pace)
+        before, chosen = torch.get_num_threads(), count or threads.given_threads() or 0
+        try:
+            pace = Pace(self._models[0])
+            if chosen:
+                torch.set_num_threads(chosen)
+            elif self._device == "cpu":
+                threads.fastest(lambda: pace.forward(1), threads.thread_counts())
+            self.costs = window_costs(pace)
+            self._check_threads(torch.get_num_threads())
+        except BaseException:  # Ctrl-C among them: as it was
+            torch.set_num_threads(before)
+            raise
         return self.state
+
+    def _check_threads(self, count: int) -> None:
+        """Take note of the number of threads, and test one that has not been tested."""
+        self.state = replace(self.state, threads=count)
+        if self.state.verified and count not in self._tested_counts:
+            why = next(filter(None, (selftest.same_bits(model, [count], every_width=False) for model in self._models)), "")
+            if why:
+                self.state = replace(self.state, verified=False, reason=why)
+            else:
+                self._tested_counts.add(count)
 
     @property
     def _device(self) -> str:
@@ -133,13 +149,17 @@ class Engine:
         counts = sorted({1, threads.available_threads()})
         expected = None if self._bytewise else [selftest.prefill_logits(model) for model in self._models]
         try:
-            swap(self._models, self._builder(counts))
             self._swapped = True
+            swap(self._models, self._builder(counts))
             for model in self._models:
                 model.set_attn_implementation(attention.NAME)
             why = self._tested(expected, counts)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
             why = str(error).partition("\n")[0] or type(error).__name__
+        except KeyboardInterrupt:
+            self._to_plain("interrupted")
+            raise
+        self._tested_counts = set() if why else set(counts)
         if why:
             if not self._bytewise:
                 self._to_plain(f"{word}: the self-test failed, {why}")

@@ -31,7 +31,7 @@ class Pace:
         if room is not None and room < width:
             self._restart()
         self._context += sample_ids(width, self._vocabulary)
-        self._session.feed(self._context, keep=width)
+        float(self._session.feed(self._context, keep=width)[0, 0])  # a GPU is done when its result is here
 
     def _restart(self) -> None:
         self._session = ModelSession(self._model, rewinds=False)
