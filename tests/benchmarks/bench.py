@@ -44,7 +44,7 @@ def main() -> None:
     """Run everything that was asked for."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'")
-    parser.add_argument("--tokens", type=int, default=48, help="most new tokens (default: 48)")
+    parser.add_argument("--tokens", type=int, default=40, help="most new tokens (default: 40)")
     parser.add_argument("--repeats", type=int, default=2, help="of every arm on every prompt (default: 2)")
     parser.add_argument("--drafter", default="layers:10", help="of both sides (default: layers:10)")
     parser.add_argument("--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)")

@@ -79,8 +79,9 @@ class Engine:
             self._to_plain(f"{word}: {why}" if why else "the plain engine's rounding depends on the width of a window")
         elif self.state.kind != "invariant":
             self._to_invariant(word)
+        self.set_threads(count)
         _give_back_memory()
-        return self.set_threads(count)
+        return self.state
 
     def set_threads(self, count: int) -> EngineState:
         """Compute with so many threads from now on; 0: what the environment says, else as many as help."""

@@ -4,17 +4,21 @@ A kernel holds a weight (N, K) in a layout of its own and computes x @ weight.T 
 promise with is found out by asking it: `bits_agree` here, and the self-test on the whole model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-ROWS, FEW = 32, 24  # rows of a block; what is wider goes in blocks, and a last block of more than FEW rows is filled up
+# Every number of rows has machine code of its own made for it and kept, half a megabyte each: so these must do. What is wider than the
+# last goes in blocks, and what lies between is filled up with zeros.
+FEW = 9
+SIZES = (*range(1, FEW + 1), 12, 16, 18, 24, 32)
+ROWS = SIZES[-1]
 _HINT = 8  # rows that oneDNN's layout is chosen for; with 1 the bits of a row depend on its company
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_TRIED = (*range(2, 10), 12, 16, 17, FEW, FEW + 1, ROWS)
+_TRIED = (*SIZES[1:], 10, 13, 17, 25)
 
 
 class Kernel(Protocol):
@@ -41,7 +45,7 @@ class Packed:
         self._whole = self._parts[0] if parts == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.numel() > FEW * x.shape[-1]:  # every number of rows has code of its own made for it: few of them suffice
+        if x.numel() > FEW * x.shape[-1]:
             return _in_blocks(self._product, x)
         return self._product(x)
 
@@ -84,7 +88,7 @@ class Blocked:
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _in_blocks(lambda block: linear(block, self._weight, self._bias), x)
+        return _in_blocks(lambda block: linear(block, self._weight, self._bias), x, (ROWS,))
 
     def weight(self) -> Tensor:
         return self._weight
@@ -123,12 +127,14 @@ def bits_agree(kernel: Kernel, inputs: int, threads: Iterable[int]) -> bool:
     return True
 
 
-def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The product over full blocks of ROWS rows, the last one filled up with zeros."""
+def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int] = SIZES) -> Tensor:
+    """The product over blocks of the largest size; the last one is filled up with zeros to the next size."""
     rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    filled = pad(rows, (0, 0, 0, -count % ROWS))
-    products = [product(block) for block in filled.split(ROWS)]
+    count, largest = len(rows), sizes[-1]
+    rest = count % largest
+    missing = next(size for size in sizes if size >= rest) - rest if rest else 0
+    filled = pad(rows, (0, 0, 0, missing)) if missing else rows
+    products = [product(block) for block in filled.split(largest)]
     return (products[0] if len(products) == 1 else torch.cat(products))[:count].view(*x.shape[:-1], -1)
 
 
