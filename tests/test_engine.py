@@ -120,11 +120,9 @@ def test_what_it_cannot_compute_stays_plain_with_a_reason(build: Any, reason: st
 
 def mistaken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a mistake that only some widths show."""
-    if kind == "linear":
+    if kind == "linear":  # in whole models only: the kernels' own test has rows without a batch
         plain = Packed._product
-        monkeypatch.setattr(
-            Packed, "_product", lambda self, x: plain(self, x) * (1 + 1e-6 * (x.shape[-2] == 12))
-        )  # what 10 to 12 rows go as
+        monkeypatch.setattr(Packed, "_product", lambda self, x: plain(self, x) * (1 + 1e-6 * (x.dim() == 3 and x.shape[1] == 6)))
     elif kind == "attention":
         rows = torch.cat
         monkeypatch.setattr(attention.torch, "cat", lambda parts, dim=0: rows(parts, dim) * (1 + 1e-6 * (dim == 1 and len(parts) == 7)))
