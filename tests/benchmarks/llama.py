@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from arms import DRAFT, Arm, Run
+
+from utils.engine import threads
 
 
 def arms(gguf: Path | None, pair: Any) -> list[Arm]:
@@ -16,7 +17,7 @@ def arms(gguf: Path | None, pair: Any) -> list[Arm]:
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    count = torch.get_num_threads()
+    count = threads.available_threads()  # its kernels share their work among all of them
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=DRAFT)
     made = []
     for name, draft in (("llama.cpp", None), ("llama.cpp, prompt lookup", lookup)):
