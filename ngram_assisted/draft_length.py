@@ -18,7 +18,7 @@ class DraftLength:
     """
 
     def __init__(self, costs: Sequence[float]) -> None:
-        self._costs = tuple(costs)
+        self._costs = tuple(costs) or (0.0,)  # where nothing could be measured, a window is taken to cost nothing
         self._tried: dict[int, tuple[float, float]] = {}  # context length -> (accepted, tried), faded
 
     def chance(self, size: int) -> float:

@@ -63,6 +63,7 @@ def test_only_what_was_reached_is_evidence() -> None:
 def test_costs_go_on_beyond_the_last_one() -> None:
     length = DraftLength((0.1, 0.3))
     assert [round(length.cost(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
+    assert DraftLength(()).best([1, 1]) == 2  # nothing could be measured
 
 
 def test_the_drafter_learns_how_many_of_its_drafts_stood() -> None:

@@ -36,3 +36,4 @@ def test_a_context_of_eight_tokens_is_enough() -> None:
     pace = Pace(tiny_llama(max_position_embeddings=8))
     assert pace.widest == 4
     assert len(window_costs(pace)) == 2
+    assert window_costs(Pace(tiny_llama(max_position_embeddings=2))) == ()

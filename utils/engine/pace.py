@@ -35,7 +35,7 @@ class Pace:
 
     def _restart(self) -> None:
         self._session = ModelSession(self._model, rewinds=False)
-        self._context = self._session.begin(sample_ids(self._start - 1, self._vocabulary))
+        self._context = self._session.begin(sample_ids(max(1, self._start - 1), self._vocabulary))
         self._session.feed(self._context, keep=1)
 
 
