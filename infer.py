@@ -106,7 +106,7 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     limits = Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
     length = min(Settings().length, limits.context)
     settings = Settings(seed=arguments.seed, length=length, engine=arguments.engine, threads=arguments.threads)
-    renderer.note(f"preparing the engine ({arguments.engine}) ...")
+    renderer.note(f"preparing and testing the engine ({arguments.engine}) ...")
     tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive)
     workbench = Workbench(pair, tools, settings, limits)
     renderer.note(f"engine: {pair.engine.state.sentence()}")

@@ -215,6 +215,8 @@ def test_a_number_of_threads_that_was_not_tested_is(monkeypatch: pytest.MonkeyPa
         state = engine.use("invariant", 7)
         assert asked == [[7]]
         assert (state.threads, state.verified, state.reason) == (7, False, "a window differs")
+        state = engine.use("invariant", 1)  # and back: what was promised of one thread still is
+        assert (state.threads, state.verified, state.reason) == (1, True, "")
     finally:
         torch.set_num_threads(before)
 

@@ -100,14 +100,13 @@ class Engine:
         return self.state
 
     def _check_threads(self, count: int) -> None:
-        """Take note of the number of threads, and test one that has not been tested."""
-        self.state = replace(self.state, threads=count)
-        if self.state.verified and count not in self._tested_counts:
+        """Take note of the number of threads, and test one that has not been tested; the promise holds for those that passed."""
+        why = "" if self.state.kind == "invariant" else self.state.reason
+        if self.state.kind == "invariant" and count not in self._tested_counts:
             why = next(filter(None, (selftest.same_bits(model, [count], every_width=False) for model in self._models)), "")
-            if why:
-                self.state = replace(self.state, verified=False, reason=why)
-            else:
+            if not why:
                 self._tested_counts.add(count)
+        self.state = replace(self.state, threads=count, verified=count in self._tested_counts, reason=why)
 
     @property
     def _device(self) -> str:
@@ -144,6 +143,7 @@ class Engine:
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
             self._swapped = False
+        self._tested_counts = set()
         self.state = replace(self.state, kind="plain", verified=False, reason=reason)
 
     def _to_invariant(self, word: str) -> None:
@@ -155,18 +155,18 @@ class Engine:
             for model in self._models:
                 model.set_attn_implementation(attention.NAME)
             why = self._tested(expected, counts)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
             why = str(error).partition("\n")[0] or type(error).__name__
         except KeyboardInterrupt:
             self._to_plain("interrupted")
             raise
-        self._tested_counts = set() if why else set(counts)
         if why:
             if not self._bytewise:
                 self._to_plain(f"{word}: the self-test failed, {why}")
             if self._bytewise or word == "invariant":
                 raise UserError(f"The invariant engine failed its self-test: {why}. The plain engine (/engine plain) has no such promise.")
             return
+        self._tested_counts = set(counts)
         self.state = replace(self.state, kind="invariant", weights=self._weights(), verified=True, reason="")
 
     def _weights(self) -> str:

@@ -72,7 +72,7 @@ def swap(models: Iterable[nn.Module], build: Build) -> int:
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
     sites, left = _sites(models), 0
     while sites:
-        _, site = sites.popitem()  # weights are freed on the way: never twice the model
+        _, site = sites.popitem()  # weights go on the way, but for those that are a mapped file: that goes at the end
         kernel = _build(site.layers, build)
         if kernel is None:
             left += len(site.layers)
