@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from operator import attrgetter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
@@ -23,7 +22,7 @@ if __name__ == "__main__":
 import argparse
 
 from ngram_assisted import STORAGES, DraftLength, NGramDrafter, NGramStorage, load_storage, save_storage
-from sampling import RULES, BeamWidth, ModelDrafter, autoregressive_steps, beam_search_steps, speculative_steps
+from sampling import RULES, BeamWidth, autoregressive_steps, beam_search_steps, drafter_and_target, free_drafter, speculative_steps
 from utils.bench import StorageTools
 from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
@@ -43,8 +42,7 @@ from utils.workbench import Tools, Workbench
 
 def _speculative(job: Job) -> Iterator[Step]:
     decoding, rule = job.decoding, RULES[job.settings.verify]
-    target = job.session("target")
-    drafter = ModelDrafter(job.session("drafter"), decoding, target.vocab_size, shares_noise=rule.shares_noise)
+    drafter, target = drafter_and_target(job, rule)
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=rule)
 
 
@@ -56,8 +54,12 @@ def _ngram(job: Job) -> Iterator[Step]:
     yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify])
 
 
-def _plain(model: str, job: Job) -> Iterator[Step]:
-    yield from autoregressive_steps(job.prompt, job.session(model, rewinds=False), job.decoding)
+def _target(job: Job) -> Iterator[Step]:
+    yield from autoregressive_steps(job.prompt, job.session("target", rewinds=False), job.decoding)
+
+
+def _drafter(job: Job) -> Iterator[Step]:
+    yield from autoregressive_steps(job.prompt, free_drafter(job), job.decoding)
 
 
 def _beam(job: Job) -> Iterator[Step]:
@@ -71,8 +73,8 @@ STRATEGIES = (
         "speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, draft_law=True, needs_drafter=True
     ),
     Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True),
-    Strategy("target", "Target only", "cyan", "target", partial(_plain, "target")),
-    Strategy("drafter", "Drafter only", "green", "drafter", partial(_plain, "drafter"), LOADED_KIND, uses_target=False, needs_drafter=True),
+    Strategy("target", "Target only", "cyan", "target", _target),
+    Strategy("drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True),
     Strategy("beam", "Beam search", "blue", "beams", _beam, draws=False),
 )
 

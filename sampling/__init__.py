@@ -2,7 +2,9 @@
 
 from sampling.autoregressive import autoregressive_generate, autoregressive_generate_encoder_decoder, autoregressive_steps
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
+from sampling.drafters import drafter_and_target, free_drafter
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
+from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 
@@ -11,6 +13,9 @@ __all__ = [
     "BeamWidth",
     "Draft",
     "Drafter",
+    "FreeHead",
+    "HeadDrafter",
+    "HeadSession",
     "ModelDrafter",
     "Rule",
     "Verified",
@@ -20,6 +25,8 @@ __all__ = [
     "beam_search_generate",
     "beam_search_steps",
     "choose_rule",
+    "drafter_and_target",
+    "free_drafter",
     "speculative_generate",
     "speculative_generate_encoder_decoder",
     "speculative_steps",

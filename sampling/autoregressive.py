@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from utils.caching import ModelSession
+from utils.caching import ModelSession, Session
 from utils.decoding import Decoding, token_ids
 from utils.events import Step
 from utils.logits_processor import LogitsProcessor
@@ -11,7 +11,7 @@ from utils.printing import traced
 from utils.results import tokens_of
 
 
-def autoregressive_steps(prompt: list[int], session: ModelSession, decoding: Decoding) -> Iterator[Step]:
+def autoregressive_steps(prompt: list[int], session: Session, decoding: Decoding) -> Iterator[Step]:
     """Yield one Step per new token. Raises UserError for an unusable prompt or unusable logits."""
     context = session.begin(prompt)
     start = len(context)

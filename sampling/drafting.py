@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from utils.caching import ModelSession
+from utils.caching import Session
 from utils.decoding import Decoding
 from utils.seeding import Domain
 
@@ -29,11 +29,16 @@ NO_DRAFT = Draft([])
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the target said in a round that began at context length `start`: its raw logits and its processed law, both (k+1, V)."""
+    """What the target said in a round that began at context length `start`: its raw logits and its processed law, both (k+1, V).
+
+    features: the hidden states (T, F) of the rows fed since the last round, the last of them the last draft's; None where the target's
+    session keeps none.
+    """
 
     start: int
     logits: Tensor
     law: Tensor
+    features: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -57,7 +62,7 @@ class ModelDrafter:
     where the text holds an id that it has no embedding for.
     """
 
-    def __init__(self, session: ModelSession, decoding: Decoding, vocab_size: int, *, shares_noise: bool = False) -> None:
+    def __init__(self, session: Session, decoding: Decoding, vocab_size: int, *, shares_noise: bool = False) -> None:
         self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
         self._shares_noise = shares_noise
         self._known = min(vocab_size, session.vocab_size)

@@ -58,7 +58,7 @@ def speculative_steps(
         context.extend(step.tokens)
         finish = decoding.finish_of(context[-1], len(context) - origin, limit)
         target.rewind(len(context) - 1)
-        drafter.commit(context, Verified(start, logits, law))
+        drafter.commit(context, Verified(start, logits, law, target.take_features()))
         yield Step(step.drafted, step.accepted, step.token, finish)
 
 

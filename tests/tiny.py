@@ -26,6 +26,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from utils.models.heads import Grafted, Head, shape_for
+
 CHATML = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are a tiny model<|im_end|>\n' }}{% endif %}"
@@ -174,3 +176,14 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
             start = model.generation_config.decoder_start_token_id or 0
             return model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits[0, -1]
         return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
+
+
+def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> Grafted:
+    """A random head on a target; it drafts every second id unless told which."""
+    size = target.config.vocab_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Head(shape_for(target, layers))
+        for part in head.parameters():
+            torch.nn.init.normal_(part, std=0.3)
+    return Grafted(head, target, torch.tensor(list(range(0, size, 2) if vocabulary is None else vocabulary)))

@@ -8,7 +8,7 @@ tokens to the decoders. Every forward goes through `model(...)`.
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,27 @@ def context_length(model: Any) -> int | None:
     return int(length) if isinstance(length, int) and length > 0 else None
 
 
+def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
+    """Of a model's output with hidden states those behind so many blocks, side by side, (B, T, F); -1 is the last, normed."""
+    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+
+
+class Session(Protocol):
+    """What decoding by one token at a time asks of a model's session."""
+
+    name: str
+    vocab_size: int
+    context_length: int | None
+
+    def begin(self, prompt: list[int]) -> list[int]: ...
+
+    def room(self, context: list[int]) -> int | None: ...
+
+    def feed(self, context: list[int], keep: int) -> Tensor: ...
+
+    def rewind(self, length: int) -> None: ...
+
+
 class ModelSession:
     """One run's use of a model.
 
@@ -43,14 +64,19 @@ class ModelSession:
     use_cache: keep keys and values between feeds; without it every feed recomputes the whole context.
     rewinds: whether `rewind` will be called. A cache that cannot go back is refused with a UserError before the first token.
     start_token: the decoder's first id where an encoder-decoder config names none.
+    features: the hidden states to keep of every row fed, by the number of blocks behind them; -1 is the last, normed.
     """
 
-    def __init__(self, model: Any, *, use_cache: bool = True, rewinds: bool = True, start_token: int = 0) -> None:
+    def __init__(
+        self, model: Any, *, use_cache: bool = True, rewinds: bool = True, start_token: int = 0, features: Sequence[int] = ()
+    ) -> None:
         self.model = model
         self.name = model_name(model)
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
         self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
+        self._features = tuple(features)
+        self._seen: tuple[Tensor, ...] = ()  # of the feeds since they were last taken
         self._device = model.device
         self._encoder_ids: Tensor | None = None
         self._encoded: BaseModelOutput | None = None
@@ -105,10 +131,17 @@ class ModelSession:
         if self._use_cache:
             self._cache, self._cached = output[self._cache_name], length
             self._check_rewindable()
+        if self._features:
+            self._seen = (*(self._seen if self._use_cache else ()), hidden_features(output, self._features)[0])
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
         logits: Tensor = output.logits[:, -keep:]
         return logits
+
+    def take_features(self) -> Tensor | None:
+        """The hidden states (rows, F) of what was fed since they were last taken; None where none are kept."""
+        seen, self._seen = self._seen, ()
+        return torch.cat(seen) if seen else None
 
     def rewind(self, length: int) -> None:
         """Forget what lies behind the first `length` positions. At most once between two feeds; fine where less than that is held."""
@@ -138,6 +171,8 @@ class ModelSession:
             arguments[self._cache_name] = self._cache if self._cache is not None else self._fresh_cache()
         if self._keeps_logits:
             arguments["logits_to_keep"] = keep
+        if self._features:
+            arguments["output_hidden_states"] = True
         if self._encoder_ids is None:
             return arguments | {"input_ids": new}
         if self._encoded is None:

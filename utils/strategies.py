@@ -28,23 +28,27 @@ class Job:
     pair: Any
     settings: Settings
     storage: Any
-    read: dict[tuple[str, bool], ModelSession] | None = None
+    read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
 
     @property
     def decoding(self) -> Decoding:
         """What to draw from, with which noise, and when to stop."""
         return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, Noise(self.settings.seed))
 
-    def session(self, model: str, *, rewinds: bool = True) -> ModelSession:
-        """A session of its own over the pair's "target" or "drafter". Raises UserError where its cache must be rewound and cannot be."""
-        if self.read is not None and (model, rewinds) in self.read:
-            return self.read[model, rewinds].fork()
-        session = ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds)
+    def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
+        """A session of its own over the pair's "target" or "drafter", which keeps the hidden states that `features` names.
+
+        Raises UserError where its cache must be rewound and cannot be.
+        """
+        key = (model, rewinds, features)
+        if self.read is not None and key in self.read:
+            return self.read[key].fork()
+        session = ModelSession(getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds, features=features)
         if self.read is None:
             return session
         with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
             session.read(self.prompt)
-        self.read[model, rewinds] = session
+        self.read[key] = session
         return session.fork()
 
 

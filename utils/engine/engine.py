@@ -51,10 +51,11 @@ class Engine:
     """The models of a pair, and how they are computed at the moment.
 
     models: the target, then the drafter where there is one. bytewise: hold their linear weights in one byte each (on a CPU), for good.
+    helpers: modules that are computed the same way, but of whose bits nothing is promised: a head, whose drafts are judged anyway.
     """
 
-    def __init__(self, models: Sequence[Any], *, bytewise: bool = False) -> None:
-        self._models = list(models)
+    def __init__(self, models: Sequence[Any], *, helpers: Sequence[nn.Module] = (), bytewise: bool = False) -> None:
+        self._models, self._helpers = list(models), list(helpers)
         self._plain_attention = [model.config._attn_implementation for model in self._models]
         target = self._models[0]
         self._bytewise = bytewise
@@ -139,7 +140,7 @@ class Engine:
 
     def _to_plain(self, reason: str) -> None:
         if self._swapped:
-            restore(self._models)
+            restore([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
             self._swapped = False
@@ -151,7 +152,7 @@ class Engine:
         expected = None if self._bytewise else [selftest.prefill_logits(model) for model in self._models]
         try:
             self._swapped = True
-            swap(self._models, self._builder(counts))
+            swap([*self._models, *self._helpers], self._builder(counts))
             for model in self._models:
                 model.set_attn_implementation(attention.NAME)
             why = self._tested(expected, counts)

@@ -7,6 +7,7 @@ and warming up, is left to the caller.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,12 +16,16 @@ from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
 from utils.models.embedded import Report
+from utils.models.head_file import is_head, load_head
+from utils.models.heads import Grafted
 from utils.models.layer_cut import default_depth, first_layers
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
 from utils.models.sources import Source, locate
 
 LAYERS = "layers:"
+HEAD = "head"  # the embedded target's own
+EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,13 @@ class PairRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K" or None; `notes` are for the user.
+    """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K", "head" or None; `notes` are for the user.
 
     quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
     """
 
     target: PreTrainedModel
-    drafter: PreTrainedModel | None
+    drafter: PreTrainedModel | Grafted | None
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     target_name: str
@@ -62,7 +67,7 @@ class Pair:
 class _Drafter:
     """A drafter, or none, and what is said about it."""
 
-    model: PreTrainedModel | None = None
+    model: PreTrainedModel | Grafted | None = None
     name: str | None = None
     kind: str | None = None
     notes: tuple[str, ...] = ()
@@ -80,12 +85,16 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     depth = _check_words(request)
     source = _locate(request.target, request.quantize, report)
     # Before the target is loaded: a wrong word should not cost a minute of waiting.
-    separate = _locate(request.drafter, request.drafter_quantize, report) if request.drafter is not None and depth is None else None
+    head = _head_folder(request)
+    cuts = request.drafter is None or depth is not None
+    separate = None if cuts or head else _locate(str(request.drafter), request.drafter_quantize, report)
     target = load_model(source, request.quantize, where)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
-    if separate:
+    if head:
+        drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
+    elif separate:
         model = load_model(separate, request.drafter_quantize, where)
         _check_fit(model, target, own=load_tokenizer(separate), tokenizer=tokenizer, name=separate.name)
         drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name), request.drafter_quantize)
@@ -103,9 +112,30 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         dtype=str(target.dtype).removeprefix("torch."),
         quantize=request.quantize,
         drafter_quantize=drafter.quantize,
-        engine=Engine([target, *([drafter.model] if drafter.model else [])], bytewise=request.engine_weights == "int8"),
+        engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
     )
+
+
+def _engine(target: PreTrainedModel, drafter: PreTrainedModel | Grafted | None, *, bytewise: bool) -> Engine:
+    if isinstance(drafter, Grafted):
+        return Engine([target], helpers=[drafter], bytewise=bytewise)
+    return Engine([target, *([drafter] if drafter else [])], bytewise=bytewise)
+
+
+def _head_folder(request: PairRequest) -> Path | None:
+    """Where the head is that the request asks for; None where it asks for something else."""
+    word = request.drafter
+    if word is None:
+        return None
+    folder = EMBEDDED_HEAD if word == HEAD else Path(word).expanduser()
+    if word == HEAD and request.target != "embedded":
+        raise UserError("'head' is the embedded target's own drafter: for another target make one with `python -m sampling.distill`.")
+    if not is_head(folder):
+        return None
+    if request.drafter_quantize != "none":
+        raise UserError("A head is computed in the target's number format: leave --drafter-quantize out.")
+    return folder
 
 
 def _check_words(request: PairRequest) -> int | None:

@@ -1,0 +1,233 @@
+"""A distillation from beginning to end: the target writes, the student learns, the result is measured, kept and described.
+
+What is finished is on disk: written pages, checkpoints, the time spent. Ctrl-C or a crash costs the page in hand, or the steps since the
+last checkpoint, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sampling.distill.card import write_card
+from sampling.distill.conversation import Script
+from sampling.distill.corpus import Corpus
+from sampling.distill.plan import Order, keep_plan
+from sampling.distill.students import begin, head_student, keep, target_layers
+from sampling.distill.trainer import STATE, Schooling, Trainer, measure, rounds
+from sampling.distill.training import ModelStudent, Student
+from sampling.distill.writing import Page, Writer
+from utils.arguments import read_prompts
+from utils.errors import UserError
+from utils.models.checkpoints import Placement, load_model, load_tokenizer
+from utils.models.devices import choose_device
+from utils.models.head_file import is_head, load_head
+from utils.models.prompting import end_ids
+from utils.models.sources import locate
+
+WRITING_SHARE = 0.45  # of the hours
+FIRST_SEED = 1000  # of a page to learn from; those below are for pages held out
+CHECKPOINT_SECONDS = 120.0
+SAY_SECONDS = 15.0
+LOOKS = 20  # at the held-out page, while training
+TIMED = 10  # steps, by which the length of the training is reckoned
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the work has taken so far. curve: (tokens learnt from, seconds, rates) at each look."""
+
+    writing: float = 0.0
+    training: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        half = folder / "progress.part"
+        half.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(half, folder / "progress.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> Progress:
+        file = folder / "progress.json"
+        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()
+
+
+class Workshop:
+    """A target, loaded, and an order to carry out."""
+
+    def __init__(self, order: Order, report: Report) -> None:
+        self._order, self._plan, self._report = order, order.plan, report
+        questions = list(read_prompts(Path(order.plan.prompts))) if order.plan.prompts else []
+        device = choose_device(order.plan.device)
+        source = locate(order.plan.target, report)
+        self.target = load_model(source, "none", Placement(device, number_format(device), report))
+        tokenizer = load_tokenizer(source)
+        if tokenizer is None:
+            raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+        self._tokenizer = tokenizer
+        self._head = _head_of(self.target)
+        script = Script.of(tokenizer, end_ids(self.target, tokenizer), questions)
+        bound = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None) or order.plan.length
+        length = min(order.plan.length, bound)
+        self._writer = Writer(self.target, script, target_layers(self.target), rows=order.plan.rows, length=length)
+        self._asked = bool(questions)
+
+    def make(self) -> None:
+        """Write, train, keep. Raises KeyboardInterrupt when interrupted; the work can then be resumed."""
+        order, work = self._order, self._order.work
+        keep_plan(order)
+        progress = Progress.load(work)
+        corpus = Corpus(work / "pages")
+        held_out = self._held_out(Corpus(work / "held-out"))
+        self._write(corpus, progress)
+        trainer = self._trainer(corpus, held_out)
+        self._train(trainer, progress)
+        rates = trainer.acceptance().rates()
+        keep(trainer.student, order.out, self.target, self._tokenizer)
+        write_card(order, progress, rates, written=len(corpus) * held_out.count, steps=trainer.step, target=self.target)
+        self._report(f"{order.out}: {said(rates)}")
+        if not order.keep:
+            shutil.rmtree(work)
+
+    def measure(self) -> dict[str, list[float | None]]:
+        """Acceptance of the drafter in the folder, on a page that is written anew from the plan's seed."""
+        student = self._finished()
+        page = self._writer.write(self._seed(0), asked=self._asked, tell=self._teller("writing", 0, self._writer.tokens))
+        rates = measure(student, page, self._head, self._plan).rates()
+        self._report(f"{self._order.out}: {said(rates)}")
+        return rates
+
+    def _finished(self) -> Student:
+        out = self._order.out
+        if is_head(out):
+            grafted = load_head(out, self.target)
+            return head_student(grafted.head, self.target, grafted.vocabulary)
+        where = Placement(str(self.target.device), self.target.dtype, self._report)
+        return ModelStudent(load_model(locate(str(out), self._report), "none", where))
+
+    def _seed(self, number: int) -> int:
+        return self._plan.seed * 100_000 + number
+
+    def _held_out(self, shelf: Corpus) -> Page:
+        if not len(shelf):
+            tell = self._teller("writing what is held out", 0, self._writer.tokens)
+            shelf.add(self._writer.write(self._seed(0), asked=self._asked, tell=tell))
+        return shelf.page(0)
+
+    def _write(self, corpus: Corpus, progress: Progress) -> None:
+        wanted = -(-self._plan.tokens // self._writer.tokens)  # pages
+        limit = self._plan.hours * 3600 * WRITING_SHARE or float("inf")
+        tell = self._teller("writing", len(corpus) * self._writer.tokens, wanted * self._writer.tokens)
+        while len(corpus) < wanted and (progress.writing < limit or not len(corpus)):
+            began = time.monotonic()
+            corpus.add(self._writer.write(self._seed(FIRST_SEED + len(corpus)), asked=self._asked, tell=tell))
+            progress.writing += time.monotonic() - began
+            progress.save(self._order.work)
+
+    def _trainer(self, corpus: Corpus, held_out: Page) -> Trainer:
+        plan = self._plan
+        total = max(1, len(corpus) * (plan.rows // plan.batch) * plan.passes)
+        trainer = Trainer(begin(self.target, corpus, plan), Schooling(corpus, held_out, self._head), plan, total)
+        if (self._order.work / STATE).is_file():
+            trainer.load(self._order.work)
+            self._report(f"going on at step {trainer.step} of {trainer.total}")
+        return trainer
+
+    def _train(self, trainer: Trainer, progress: Progress) -> None:
+        work, per_step = self._order.work, self._plan.batch * self._plan.length
+        before, began, first = progress.training, time.monotonic(), trainer.step
+        kept = said_at = began
+        try:
+            for step in rounds(trainer):
+                now = time.monotonic()
+                progress.training = before + now - began
+                if self._plan.hours and step == TIMED and not first:
+                    self._shorten(trainer, progress)
+                if step % max(1, trainer.total // LOOKS) == 0:
+                    rates = trainer.acceptance().rates()
+                    progress.curve.append({"tokens": step * per_step, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
+                    self._report(f"step {step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {said(rates)}")
+                if now - kept > CHECKPOINT_SECONDS:
+                    kept = now
+                    self._checkpoint(trainer, progress, work)
+                if now - said_at > SAY_SECONDS:
+                    said_at, speed = now, (step - first) / (now - began)
+                    left = (trainer.total - step) / speed
+                    self._report(f"training: {speed * per_step:,.0f} tokens/s, loss {trainer.loss:.2f}, {clock(left)} left")
+        finally:
+            self._checkpoint(trainer, progress, work)
+
+    def _checkpoint(self, trainer: Trainer, progress: Progress, work: Path) -> None:
+        trainer.save(work)
+        progress.save(work)
+
+    def _shorten(self, trainer: Trainer, progress: Progress) -> None:
+        """As many steps as the hours still hold."""
+        left = self._plan.hours * 3600 - progress.writing - progress.training
+        trainer.total = max(TIMED, min(trainer.total, TIMED + int(left / (progress.training / TIMED))))
+
+    def _teller(self, what: str, made: int, wanted: int) -> Callable[[int], None]:
+        return Teller(self._report, what, made, wanted).tell
+
+
+class Teller:
+    """Says now and then how far the writing is."""
+
+    def __init__(self, report: Report, what: str, made: int, wanted: int) -> None:
+        self._report, self._what, self._made, self._wanted = report, what, made, wanted
+        self._first, self._began = made, time.monotonic()
+        self._said = self._began
+
+    def tell(self, count: int) -> None:
+        """So many tokens more."""
+        self._made += count
+        now = time.monotonic()
+        if now - self._said > SAY_SECONDS:
+            self._said, speed = now, (self._made - self._first) / (now - self._began)
+            left = clock((self._wanted - self._made) / speed)
+            self._report(f"{self._what}: {self._made:,} of {self._wanted:,} tokens, {speed:,.0f} tokens/s, {left} left")
+
+
+def clock(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def said(rates: dict[str, list[float | None]]) -> str:
+    """Acceptance by place, for the screen."""
+    shown = {name: " ".join("-" if rate is None else f"{rate:.3f}" for rate in places) for name, places in rates.items()}
+    return f"greedy acceptance {shown['greedy']}, at T = 1 {shown['drawn']}"
+
+
+def number_format(device: str) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it."""
+    able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() if device == "cpu" else not device.startswith("mps")
+    return torch.bfloat16 if able else torch.float32
+
+
+@torch.no_grad()
+def _head_of(target: Any) -> torch.Tensor:
+    """The weight (V, H) whose product with the last hidden state is the target's logits. Raises UserError where there is none."""
+    if target.config.is_encoder_decoder:
+        raise UserError(f"{target.name_or_path} is an encoder-decoder model: drafters are made for decoder-only ones.")
+    ids = torch.arange(8, device=target.device)[None] % target.config.get_text_config(decoder=True).vocab_size
+    output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
+    layer = target.get_output_embeddings()
+    weight = getattr(layer, "weight", None)
+    if weight is None or getattr(layer, "bias", None) is not None or weight.dim() != 2:
+        raise UserError(f"The logits of {target.name_or_path} are no plain product of its hidden state: no drafter can be made for it.")
+    made = torch.nn.functional.linear(output.hidden_states[-1], weight).float()
+    if (made - output.logits.float()).norm() > 0.05 * output.logits.float().norm():
+        raise UserError(f"{target.name_or_path} changes its logits behind its head (a cap or a scale): no drafter can be made for it.")
+    return weight.detach()

@@ -1,0 +1,97 @@
+"""The target writes: many rows at once, each a conversation, with the features that a head reads.
+
+Nothing is computed for the sake of training: what the target saw on the way is kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sampling.distill.conversation import Script, Speaker
+from utils.caching import hidden_features
+from utils.engine import attention
+from utils.growing_cache import growing_cache
+
+WARMTHS = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # greedy answers and drawn ones: drafters are asked for both
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """B rows of T tokens. tokens (B, T) int32; features (B, T, F) of each position; own (B, T) whether the target chose the token;
+
+    warmths (B,): the temperatures of the answers.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    own: Tensor
+    warmths: Tensor
+
+    @property
+    def count(self) -> int:
+        """Tokens that the target chose."""
+        return int(self.own.sum())
+
+
+class Writer:
+    """A target at its desk: `write` gives one page after the other, each from a seed of its own.
+
+    model: computed as it is handed over. layers: which hidden states are features (utils.models.heads.feature_layers).
+    """
+
+    def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, rows: int, length: int) -> None:
+        self._model, self._script, self._layers = model, script, layers
+        self._rows, self._length = rows, length
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(attention.NAME)  # query heads that share keys go together: four times as fast
+
+    @property
+    def tokens(self) -> int:
+        """Of a page."""
+        return self._rows * self._length
+
+    def write(self, seed: int, *, asked: bool = False, tell: Callable[[int], None] = lambda made: None) -> Page:
+        """A page; the same seed writes the same. asked: openings are whole questions. tell: hears of each token column."""
+        chance = random.Random(seed)
+        generator = torch.Generator(self._model.device).manual_seed(seed)
+        speakers = [
+            Speaker(self._script, WARMTHS[row % len(WARMTHS)], chance.choice(self._script.openings), asked) for row in range(self._rows)
+        ]
+        tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
+        own = torch.zeros(self._rows, self._length, dtype=torch.bool)
+        features: Tensor | None = None
+        cache = growing_cache(self._model.config)
+        drawn = [0] * self._rows
+        with torch.no_grad():
+            for place in range(self._length):
+                column = [speaker.next(token) for speaker, token in zip(speakers, drawn, strict=True)]
+                tokens[:, place] = torch.tensor([token for token, _ in column])
+                own[:, place] = torch.tensor([mine for _, mine in column])
+                ids = tokens[:, place : place + 1].long().to(self._model.device)
+                output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+                seen = hidden_features(output, self._layers)[:, 0]
+                if features is None:
+                    features = torch.empty(self._rows, self._length, seen.shape[-1], dtype=torch.bfloat16)
+                features[:, place] = seen
+                drawn = _draw(output.logits[:, -1], [speaker.temperature for speaker in speakers], generator)
+                tell(self._rows)
+        assert features is not None
+        return Page(tokens, features, own, torch.tensor([speaker.warmth for speaker in speakers]))
+
+
+def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:
+    """A token per row of (B, V), by inversion: one uniform number a row is much cheaper than one a token."""
+    tokens = logits.argmax(-1)
+    warm = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if warm:
+        scale = torch.tensor([temperatures[row] for row in warm], device=logits.device)[:, None]
+        rising = torch.softmax(logits[warm].float() / scale, -1).cumsum(-1)
+        uniform = torch.rand(len(warm), 1, generator=generator, device=logits.device) * rising[:, -1:]
+        tokens[warm] = torch.searchsorted(rising, uniform).clamp(max=logits.shape[-1] - 1)[:, 0]
+    return tokens.tolist()
