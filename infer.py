@@ -21,8 +21,17 @@ if __name__ == "__main__":
 
 import argparse
 
-from ngram_assisted import STORAGES, DraftLength, NGramDrafter, NGramStorage, load_storage, save_storage
-from sampling import RULES, BeamWidth, autoregressive_steps, beam_search_steps, drafter_and_target, free_drafter, speculative_steps
+from ngram_assisted import MATCH_KINDS, STORAGES, NGramStorage, load_storage, save_storage, storage_drafter
+from sampling import (
+    MODEL_KINDS,
+    RULES,
+    BeamWidth,
+    autoregressive_steps,
+    beam_search_steps,
+    draft_seconds,
+    free_drafter,
+    speculative_steps,
+)
 from utils.bench import StorageTools
 from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
@@ -36,22 +45,22 @@ from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
 from utils.settings import Settings
-from utils.strategies import Job, Strategy
+from utils.strategies import Job, Strategy, kind_of
 from utils.workbench import Tools, Workbench
+
+DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
 
 def _speculative(job: Job) -> Iterator[Step]:
-    decoding, rule = job.decoding, RULES[job.settings.verify]
-    drafter, target = drafter_and_target(job, rule)
-    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=rule)
+    rule = RULES[job.settings.verify]
+    drafter, target = kind_of(job.drafter, DRAFTERS).make(job, rule)
+    yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 
 def _ngram(job: Job) -> Iterator[Step]:
-    decoding, target = job.decoding, job.session("target")
-    length = DraftLength(job.pair.engine.costs) if job.settings.adapt else None
-    fill = job.settings.top_k_filler
-    drafter = NGramDrafter(job.storage, decoding.noise, filler_top_k=fill, vocab_size=target.vocab_size, length=length)
-    yield from speculative_steps(job.prompt, drafter, target, decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify])
+    rule = RULES[job.settings.verify]
+    drafter, target = storage_drafter(job, rule)
+    yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 
 def _target(job: Job) -> Iterator[Step]:
@@ -69,9 +78,7 @@ def _beam(job: Job) -> Iterator[Step]:
 LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
 
 STRATEGIES = (
-    Strategy(
-        "speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, draft_law=True, needs_drafter=True
-    ),
+    Strategy("speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, kinds=DRAFTERS),
     Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True),
     Strategy("target", "Target only", "cyan", "target", _target),
     Strategy("drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True),
@@ -109,7 +116,7 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     length = min(Settings().length, limits.context)
     settings = Settings(seed=arguments.seed, length=length, engine=arguments.engine, threads=arguments.threads)
     renderer.note(f"preparing and testing the engine ({arguments.engine}) ...")
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive)
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds)
     workbench = Workbench(pair, tools, settings, limits)
     renderer.note(f"engine: {pair.engine.state.sentence()}")
     for note in pair.notes:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
-from ngram_assisted.draft_length import DraftLength
 from ngram_assisted.ngram_storage import NGramStorage
+from sampling.draft_length import DraftLength, Mark
 from sampling.drafting import Draft, Verified
 from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
@@ -59,7 +59,7 @@ class NGramDrafter:
     def propose(self, context: list[int], count: int) -> Draft:
         found = self._found(context, count)
         if self._length is not None:
-            found = found[: self._length.best([size for _, size in found])]
+            found = found[: self._length.best(_marks(found))]
         self._sent = found
         return Draft([token for token, _ in found])
 
@@ -82,13 +82,17 @@ class NGramDrafter:
         if self._length is not None:
             new = context[verified.start :]
             stood = takewhile(lambda pair: pair[0][0] == pair[1], zip(self._sent, new, strict=False))
-            self._length.learn([size for _, size in self._sent], len(list(stood)))
+            self._length.learn(_marks(self._sent), len(list(stood)))
         for row, index in enumerate(range(verified.start, len(context))):
             followers = [context[index]]
             if self._filler_top_k > 1:
                 best = top_tokens(verified.logits[row], self._filler_top_k)
                 followers += [token for token in best if token != context[index]]
             self._storage.update(context[max(0, index - self._reach) : index], [token for token in followers if token < self._vocab_size])
+
+
+def _marks(found: list[tuple[int, int]]) -> list[Mark]:
+    return [("size", size) for _, size in found]
 
 
 def ngram_assisted_speculative_generate(

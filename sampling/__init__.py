@@ -2,16 +2,21 @@
 
 from sampling.autoregressive import autoregressive_generate, autoregressive_generate_encoder_decoder, autoregressive_steps
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
-from sampling.drafters import drafter_and_target, free_drafter
+from sampling.chain import ChainDrafter
+from sampling.draft_length import DraftLength
+from sampling.drafters import MODEL_KINDS, draft_length, draft_seconds, free_drafter, loaded_drafter
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 
 __all__ = [
+    "MODEL_KINDS",
     "RULES",
     "BeamWidth",
+    "ChainDrafter",
     "Draft",
+    "DraftLength",
     "Drafter",
     "FreeHead",
     "HeadDrafter",
@@ -25,8 +30,10 @@ __all__ = [
     "beam_search_generate",
     "beam_search_steps",
     "choose_rule",
-    "drafter_and_target",
+    "draft_length",
+    "draft_seconds",
     "free_drafter",
+    "loaded_drafter",
     "speculative_generate",
     "speculative_generate_encoder_decoder",
     "speculative_steps",

@@ -1,21 +1,60 @@
-"""What drafts for a job: the drafter that was loaded with the pair, whatever it is, and the sessions it needs."""
+"""The drafters that are models, by the words of /drafter_kind: what each needs, and how long it takes."""
 
-from sampling.drafting import Drafter, ModelDrafter
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from sampling.draft_length import DraftLength
+from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
-from sampling.verification import Rule
+from sampling.speculative import speculative_steps
+from sampling.verification import RULES, Rule
+from utils.bounds import LOADED
 from utils.caching import ModelSession, Session
+from utils.costs import Costs
 from utils.models.heads import Grafted
-from utils.strategies import Job
+from utils.models.layer_cut import first_layers
+from utils.strategies import DrafterKind, Job
+
+TIMED_DRAFTS, TIMED_ROUNDS = 8, 6
 
 
-def drafter_and_target(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+def loaded_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
     """The loaded drafter, and the target's session, which keeps the hidden states that the drafter asks for."""
     drafter = job.pair.drafter
+    length = draft_length(job, job.pair.drafter_kind)
     if isinstance(drafter, Grafted):
         target = job.session("target", features=drafter.head.shape.layers)
-        return HeadDrafter(HeadSession(drafter), job.decoding, target.vocab_size, shares_noise=rule.shares_noise), target
-    target = job.session("target")
-    return ModelDrafter(job.session("drafter"), job.decoding, target.vocab_size, shares_noise=rule.shares_noise), target
+        head = HeadSession(drafter)
+        return HeadDrafter(head, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
+    target, session = job.session("target"), job.session("drafter")
+    return ModelDrafter(session, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
+
+
+def cut_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+    """The target's own first layers, cut once and kept."""
+    if job.drafter == job.pair.drafter_kind:
+        return loaded_drafter(job, rule)
+    models = job.kept.models
+    if job.drafter not in models:
+        models[job.drafter] = first_layers(job.pair.target, int(job.drafter.partition(":")[2]))
+    target, session = job.session("target"), ModelSession(models[job.drafter], use_cache=job.settings.cache)
+    length = draft_length(job, job.drafter)
+    return ModelDrafter(session, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
+
+
+MODEL_KINDS = (
+    DrafterKind(f"{LOADED}|model|head", loaded_drafter, own_law=True, loads=True),
+    DrafterKind(r"layers:\d+", cut_drafter, own_law=True),
+)
+
+
+def draft_length(job: Job, kind: str | None) -> DraftLength | None:
+    """What chooses the number of drafts of this kind of drafter; None where the settings fix it."""
+    if job.settings.gamma is not None:
+        return None
+    costs = job.settings.costs or Costs()
+    return DraftLength(costs, costs.step(kind))
 
 
 def free_drafter(job: Job) -> Session:
@@ -24,3 +63,34 @@ def free_drafter(job: Job) -> Session:
     if isinstance(drafter, Grafted):
         return FreeHead(drafter, job.pair.target, use_cache=job.settings.cache)
     return job.session("drafter", rewinds=False)
+
+
+class Timed:
+    """A drafter, and how long it drafts: (drafts, seconds) of each round."""
+
+    def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._drafter, self._clock = drafter, clock
+        self.rounds: list[tuple[int, float]] = []
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._drafter.begin(prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        began = self._clock()
+        draft = self._drafter.propose(context, count)
+        self.rounds.append((len(draft.tokens), self._clock() - began))
+        return draft
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self._drafter.commit(context, verified)
+
+
+def draft_seconds(job: Job, kind: DrafterKind) -> float:
+    """Seconds of one draft by this kind of drafter, in the quickest of a few rounds; 0 where it drafts nothing."""
+    rule = RULES[job.settings.verify]
+    drafter, target = kind.make(job, rule)
+    timed = Timed(drafter)
+    rounds = speculative_steps(job.prompt, timed, target, job.decoding, gamma=TIMED_DRAFTS, rule=rule)
+    for _ in islice(rounds, TIMED_ROUNDS):
+        pass
+    return min((seconds / drafts for drafts, seconds in timed.rounds if drafts), default=0.0)

@@ -5,12 +5,14 @@ of its draft.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sampling.draft_length import DraftLength, Mark
 from utils.caching import Session
 from utils.decoding import Decoding
 from utils.seeding import Domain
@@ -58,13 +60,22 @@ class ModelDrafter:
     """A model that drafts by plain decoding under the target's own processor.
 
     session: the drafter model's own. vocab_size: the target's; q is cut or zero-filled to it, since vocabularies of one family differ in
-    their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. It declines from where its context ends, or
-    where the text holds an id that it has no embedding for.
+    their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. length: drafts no more than pay; without it as
+    many as it is asked for. It declines from where its context ends, or where the text holds an id that it has no embedding for.
     """
 
-    def __init__(self, session: Session, decoding: Decoding, vocab_size: int, *, shares_noise: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        decoding: Decoding,
+        vocab_size: int,
+        *,
+        shares_noise: bool = False,
+        length: DraftLength | None = None,
+    ) -> None:
         self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
-        self._shares_noise = shares_noise
+        self._shares_noise, self._length = shares_noise, length
+        self._sent: tuple[list[int], list[Mark]] = ([], [])  # the round's drafts and their marks
         self._known = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin
         self._readable = True
@@ -84,11 +95,19 @@ class ModelDrafter:
         start = len(context) - self._origin
         tokens: list[int] = []
         laws: list[Tensor] = []
-        for position in range(start, start + count):
+        marks: list[Mark] = []
+        length = self._length
+        while len(tokens) < count and (length is None or length.goes_on(marks)):
             logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
+            if length is not None:
+                marks.append(_sureness(logits))
+                if not length.sends(marks):  # seen in the law, before a token is drawn from it
+                    marks.pop()
+                    break
             laws.append(self._decoding.law(logits, self._session.name)[0])  # q, (V,)
-            tokens.append(self._draw(laws[-1], position, start))
-        if self._shares_noise:
+            tokens.append(self._draw(laws[-1], start + len(tokens), start))
+        self._sent = tokens, marks
+        if self._shares_noise or not tokens:
             return Draft(tokens)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
         probs = torch.stack(laws)
         missing = self._vocab_size - self._known
@@ -100,4 +119,14 @@ class ModelDrafter:
 
     def commit(self, context: list[int], verified: Verified) -> None:
         self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size
+        if self._length is not None:
+            tokens, marks = self._sent
+            stood = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, context[verified.start :], strict=False))
+            self._length.learn(marks, len(list(stood)))
+            self._sent = [], []
         self._session.rewind(len(context) - 1)
+
+
+def _sureness(logits: Tensor) -> Mark:
+    """Of logits (1, V): how much the likeliest token has at temperature 1, in eighths."""
+    return "sure", min(7, int(8 * torch.softmax(logits, dim=-1).max().item()))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sampling.draft_length import DraftLength
 from sampling.drafting import ModelDrafter, Verified
 from utils.caching import ModelSession, context_length, model_name, vocabulary_size
 from utils.decoding import Decoding
@@ -90,8 +91,16 @@ class HeadDrafter(ModelDrafter):
     It declines until the first round has brought it those of the prompt.
     """
 
-    def __init__(self, session: HeadSession, decoding: Decoding, vocab_size: int, *, shares_noise: bool = False) -> None:
-        super().__init__(session, decoding, vocab_size, shares_noise=shares_noise)
+    def __init__(
+        self,
+        session: HeadSession,
+        decoding: Decoding,
+        vocab_size: int,
+        *,
+        shares_noise: bool = False,
+        length: DraftLength | None = None,
+    ) -> None:
+        super().__init__(session, decoding, vocab_size, shares_noise=shares_noise, length=length)
         self._head = session
 
     def commit(self, context: list[int], verified: Verified) -> None:

@@ -133,12 +133,17 @@ def every_road(walk: Callable[[Branching], Text]) -> Iterator[tuple[Text, Fracti
         road = [*taken[:-1], taken[-1] + 1]
 
 
-def one_round(p: Law, q: Law, gamma: int, judge: Judge, noise: Branching) -> Text:
-    """Draft by q, judge by p: the tokens of one round."""
+def never(text: Text) -> bool:
+    """A drafter that drafts as many as it is asked for."""
+    return False
+
+
+def one_round(p: Law, q: Law, gamma: int, judge: Judge, noise: Branching, stops: Callable[[Text], bool] = never) -> Text:
+    """Draft by q until it stops behind what it has drafted, judge by p: the tokens of one round."""
     tokens: list[int] = []
-    for position in range(gamma):
-        tokens.append(noise.pick(Exact(q(tuple(tokens))), Domain.DRAFT, position, 0))
-    before = [tuple(tokens[:index]) for index in range(gamma + 1)]
+    while len(tokens) < gamma and not stops(tuple(tokens)):
+        tokens.append(noise.pick(Exact(q(tuple(tokens))), Domain.DRAFT, len(tokens), 0))
+    before = [tuple(tokens[:index]) for index in range(len(tokens) + 1)]
     draft = Draft(tokens, Exact([q(prefix) for prefix in before[:-1]]))  # type: ignore[arg-type]
     accepted, token = judge(Exact([p(prefix) for prefix in before]), draft, noise, start=0)
     return (*tokens[:accepted], token)

@@ -74,12 +74,18 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
     )
 
 
-def workbench(view: Screen, pair: Any = None, records: Path | None = None, strategies: Any = infer.STRATEGIES) -> Workbench:
+def workbench(
+    view: Screen,
+    pair: Any = None,
+    records: Path | None = None,
+    strategies: Any = infer.STRATEGIES,
+    draft_seconds: Any = lambda job, kind: 0.0,
+) -> Workbench:
     pair = tiny_pair() if pair is None else pair
     limits = Limits(context_length(pair.target) or 1_000_000, VOCABULARY)
     file = None if records is None else RecordFile(records)
-    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file)
-    return Workbench(pair, tools, Settings(engine="plain", adapt=False), limits)
+    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, draft_seconds=draft_seconds)
+    return Workbench(pair, tools, Settings(engine="plain", gamma=4), limits)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,9 @@ def test_defaults_are_those_of_the_manual() -> None:
         "target": True,
         "drafter": False,
         "beams": 0,
-        "gamma": 4,
+        "gamma": "auto",
+        "drafter_kind": "loaded",
+        "costs": "measure",
         "length": 35,
         "processor": "greedy",
         "seed": 42,
@@ -47,7 +49,6 @@ def test_defaults_are_those_of_the_manual() -> None:
         "ngram_storage": "basic 3",
         "ngram_limit": 1_000_000,
         "top_k_filler": 3,
-        "adapt": True,
         "reset_in_between": True,
         "debug": False,
     }
@@ -224,4 +225,10 @@ def test_no_argument_is_a_crash_or_leaves_a_bad_value(text: str, name: str) -> N
         assert str(error)
         return
     changed = outcome.settings or Settings()
-    assert 0 <= changed.gamma <= 63 and 1 <= changed.length <= 256 and 1 <= changed.top_k_filler <= 64 and 0 <= changed.beams <= 16
+    assert (
+        (changed.gamma is None or 0 <= changed.gamma <= 63)
+        and changed.drafter_kind
+        and 1 <= changed.length <= 256
+        and 1 <= changed.top_k_filler <= 64
+        and 0 <= changed.beams <= 16
+    )

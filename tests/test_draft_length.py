@@ -1,93 +1,167 @@
-"""How many n-gram drafts are sent: the number with the most expected tokens per time, learnt from the run."""
+"""How many drafts are sent: the number with the most value by the table of costs, learnt from the run, never by the clock."""
 
 from itertools import product
 
 import pytest
-from tiny import tiny_llama
+from tiny import tiny_head, tiny_llama
 
-from ngram_assisted import DraftLength, NGramDrafter, NGramStorage
-from sampling import speculative_steps
+from ngram_assisted import NGramDrafter, NGramStorage
+from sampling import RULES, DraftLength, HeadDrafter, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
 from sampling.drafting import Verified
+from utils.bounds import RULES as RULE_NAMES
 from utils.caching import ModelSession
+from utils.costs import Costs
 from utils.decoding import Decoding
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.results import tokens_of
 
-DEAR, CHEAP = (0.8, 1.1, 1.2, 1.3), (0.05, 0.1, 0.15, 0.2)
+DEAR, CHEAP = Costs((0.8, 1.1, 1.2, 1.3)), Costs((0.05, 0.1, 0.15, 0.2))
 
 
-@pytest.mark.parametrize("costs", [DEAR, CHEAP, (0.3,)])
-def test_the_best_number_is_the_best_of_all_numbers(costs: tuple[float, ...]) -> None:
+def sizes(*tokens):
+    return [("size", size) for size in tokens]
+
+
+def value(length, marks):
+    """Expected tokens of drafts with these marks, less what plain decoding makes in the time they add."""
+    tokens, reached = 0.0, 1.0
+    for mark in marks:
+        reached *= length.chance(mark)
+        tokens += reached
+    return tokens - length.pace * length.cost(len(marks))
+
+
+@pytest.mark.parametrize("costs", [DEAR, CHEAP, Costs((0.3,))])
+def test_the_best_number_is_the_best_of_all_numbers(costs):
     length = DraftLength(costs)
-    for sizes in product((1, 2, 3), repeat=5):
-
-        def rate(count: int, sizes: tuple[int, ...] = sizes) -> float:
-            tokens, reached = 1.0, 1.0
-            for size in sizes[:count]:
-                reached *= length.chance(size)
-                tokens += reached
-            return tokens / (1 + length.cost(count))
-
-        assert rate(length.best(sizes)) == max(rate(count) for count in range(6))
+    for marks in product(sizes(1, 2, 3), repeat=5):
+        assert value(length, marks[: length.best(marks)]) == max(value(length, marks[:count]) for count in range(6))
 
 
-def test_it_stops_drafting_where_nothing_stands_and_tries_again_later() -> None:
-    length = DraftLength((0.2, 0.3, 0.4))
-    assert length.best([2, 2, 2]) == 3
+@pytest.mark.parametrize("step", [0.0, 0.05, 0.4])
+def test_a_draft_is_computed_where_some_longer_draft_has_more_value(step):
+    length = DraftLength(DEAR, step)
+    for marks in product([("sure", 1), ("sure", 7)], repeat=3):
+        for count in range(4):
+            known = list(marks[:count])
+            longer = [value(length, [*known, *(("place", place) for place in range(count, count + more))]) for more in range(1, 9)]
+            assert length.goes_on(known) == (max(longer) > value(length, known))
+
+
+def test_a_draft_that_was_computed_is_sent_where_it_pays_for_the_wider_window():
+    length = DraftLength(Costs((0.2, 0.5)))
+    assert length.sends([("sure", 7)]) and not length.sends([("sure", 0)])
+    assert length.sends([("sure", 7), ("sure", 4)]) and not length.sends([("sure", 7), ("sure", 2)])
+
+
+def test_it_stops_drafting_where_nothing_stands_and_tries_again_later():
+    length, marks = DraftLength(Costs((0.2, 0.3, 0.4))), sizes(2, 2, 2)
+    assert length.best(marks) == 3
     for _ in range(40):
-        length.learn([2, 2, 2][: length.best([2, 2, 2])], 0)
+        length.learn(marks[: length.best(marks)], 0)
     tries = []
     for _ in range(200):
-        count = length.best([2, 2, 2])
+        count = length.best(marks)
         tries.append(count)
-        length.learn([2] * count, 0)
+        length.learn(marks[:count], 0)
     assert 0 < sum(count > 0 for count in tries) < 40  # seldom, but again and again
 
 
-def test_what_stands_is_drafted_longer() -> None:
+def test_a_drafter_that_fails_is_asked_seldom_but_again_and_again():
+    length, tries = DraftLength(Costs((0.1, 0.2)), 0.1), []
+    for _ in range(300):
+        tries.append(length.goes_on([]))
+        length.learn([("sure", 4)] if tries[-1] else [], 0)
+    assert tries[0] and 0 < sum(tries[100:]) < 40
+
+
+def test_what_stands_is_drafted_longer():
     length = DraftLength(DEAR)
-    assert length.best([1] * 8) == 0
+    assert length.best(sizes(*[1] * 8)) == 0
     for _ in range(30):
-        length.learn([1] * 4, 4)
-    assert length.best([1] * 8) == 8
-    assert length.chance(1) < 1
+        length.learn(sizes(1, 1, 1, 1), 4)
+    assert length.best(sizes(*[1] * 8)) == 8
+    assert length.chance(("size", 1)) < 1
 
 
-def test_only_what_was_reached_is_evidence() -> None:
+def test_what_the_run_makes_anyway_is_what_a_draft_must_beat():
+    """The same drafts are fewer where long ones have made the run fast."""
+    slow, fast = DraftLength(DEAR), DraftLength(DEAR)
+    for _ in range(50):
+        fast.learn(sizes(*[9] * 8), 8)
+    assert fast.pace > 2 > slow.pace == 1
+    assert fast.best(sizes(4, 4, 4, 4)) < slow.best(sizes(4, 4, 4, 4))
+
+
+def test_only_what_was_reached_is_evidence():
     length = DraftLength(CHEAP)
-    before = length.chance(3)
-    length.learn([2, 2, 3, 3], 1)  # the second failed: the others were never tried
-    assert length.chance(3) == before
-    assert length.chance(0) == 0  # drawn at random
+    before = length.chance(("size", 3))
+    length.learn(sizes(2, 2, 3, 3), 1)  # the second failed: the others were never tried
+    assert length.chance(("size", 3)) == before
+    assert length.chance(("size", 0)) == 0  # drawn at random
+    assert length.chance(("place", 0)) > length.chance(("place", 2)) > length.chance(("place", 1))
 
 
-def test_costs_go_on_beyond_the_last_one() -> None:
-    length = DraftLength((0.1, 0.3))
-    assert [round(length.cost(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
-    assert DraftLength(()).best([1, 1]) == 2  # nothing could be measured
+def test_costs_go_on_beyond_the_last_one():
+    costs = Costs((0.1, 0.3), (("head", 0.07),))
+    assert [round(costs.window(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
+    assert [costs.step(kind) for kind in ("head", "model", None)] == [0.07, 0.0, 0.0]
+    assert round(DraftLength(costs, 0.07).cost(2), 6) == 0.44
+    assert DraftLength(Costs()).best(sizes(1, 1)) == 2  # nothing could be measured
+    assert Costs.of([0.12345, -1.0, 1e9], {"head": 0.0712}) == Costs((0.123, 0.0, 1000.0), (("head", 0.071),))
 
 
-def test_the_drafter_learns_how_many_of_its_drafts_stood() -> None:
-    heard: list[tuple[list[int], int]] = []
+class Ear(DraftLength):
+    """Remembers what it was taught."""
 
-    class Ear(DraftLength):
-        def learn(self, sizes, accepted):
-            heard.append((list(sizes), accepted))
+    def __init__(self, costs, step=0.0):
+        super().__init__(costs, step)
+        self.heard = []
 
-    storage, plan = NGramStorage(3, 64), Decoding.of(None, 9, end_ids=None, seed=0)
-    drafter = NGramDrafter(storage, plan.noise, filler_top_k=1, length=Ear((0.0,)))
+    def learn(self, marks, accepted):
+        self.heard.append((list(marks), accepted))
+        super().learn(marks, accepted)
+
+
+def test_the_ngram_drafter_learns_how_many_of_its_drafts_stood():
+    storage, plan, ear = NGramStorage(3, 64), Decoding.of(None, 9, end_ids=None, seed=0), Ear(Costs((0.0,)))
+    drafter = NGramDrafter(storage, plan.noise, filler_top_k=1, length=ear)
     drafter.begin([5, 6, 7, 8, 5, 6], [5, 6, 7, 8, 5, 6])
     draft = drafter.propose([5, 6, 7, 8, 5, 6], 3)
     assert draft.tokens == [7, 8, 5]
     drafter.commit([5, 6, 7, 8, 5, 6, 7, 8, 9], Verified(6, None, None))  # type: ignore[arg-type]
-    assert heard == [([2, 2, 2], 2)]
+    assert ear.heard == [(sizes(2, 2, 2), 2)]
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_model_learns_what_became_of_its_drafts_round_by_round(rule, kind):
+    target, plan, ear = (
+        tiny_llama(vocab_size=8),
+        Decoding.of(MultinomialProcessor(1.0), 60, end_ids=None, seed=3),
+        Ear(Costs((0.02,)), 0.02),
+    )
+    shares = RULES[rule].shares_noise
+    if kind == "model":
+        session, drafter = (
+            ModelSession(target),
+            ModelDrafter(ModelSession(tiny_llama(1, vocab_size=8)), plan, 8, shares_noise=shares, length=ear),
+        )
+    else:
+        model = tiny_head(target, vocabulary=range(8))
+        session = ModelSession(target, features=model.head.shape.layers)
+        drafter = HeadDrafter(HeadSession(model), plan, 8, shares_noise=shares, length=ear)
+    steps = list(speculative_steps([1, 2, 3], drafter, session, plan, gamma=6, rule=RULES[rule]))
+    assert [(len(marks), accepted) for marks, accepted in ear.heard] == [(len(step.drafted), step.accepted) for step in steps]
+    assert len({len(step.drafted) for step in steps}) > 1 and sum(step.accepted for step in steps)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_adapting_changes_the_drafts_and_never_the_text(seed: int) -> None:
+def test_choosing_changes_the_drafts_and_never_the_text(seed):
     model = tiny_llama()
     plan = Decoding.of(None, 60, end_ids=None, seed=seed)
 
-    def run(length: DraftLength | None) -> tuple[list[int], int]:
+    def run(length):
         drafter = NGramDrafter(NGramStorage(3, 64), plan.noise, length=length)
         steps = list(speculative_steps([1, 2, seed], drafter, ModelSession(model), plan, gamma=6))
         return tokens_of(steps), sum(len(step.drafted) for step in steps)
@@ -95,3 +169,21 @@ def test_adapting_changes_the_drafts_and_never_the_text(seed: int) -> None:
     fixed, dear, cheap = run(None), run(DraftLength(DEAR)), run(DraftLength(CHEAP))
     assert fixed[0] == dear[0] == cheap[0]
     assert dear[1] <= cheap[1] < fixed[1] and cheap[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "processor"), [(name, GreedyProcessor()) for name in RULE_NAMES] + [("coupled", MultinomialProcessor(1.0))]
+)
+def test_a_models_chosen_drafts_leave_the_text_alone_and_one_table_is_one_text(rule, processor):
+    target, other = tiny_llama(vocab_size=8), tiny_llama(1, vocab_size=8)
+    plan = Decoding.of(processor, 80, end_ids=None, seed=5)
+    plain = tokens_of(autoregressive_steps([1, 2, 3], ModelSession(target, rewinds=False), plan))
+
+    def run(costs):
+        length = DraftLength(costs, 0.05)
+        drafter = ModelDrafter(ModelSession(other), plan, 8, shares_noise=RULES[rule].shares_noise, length=length)
+        return list(speculative_steps([1, 2, 3], drafter, ModelSession(target), plan, gamma=8, rule=RULES[rule]))
+
+    first, again, dear = run(CHEAP), run(CHEAP), run(DEAR)
+    assert tokens_of(first) == tokens_of(dear) == plain
+    assert first == again != dear

@@ -82,6 +82,21 @@ def test_longer_drafts_are_exact_for_laws_that_depend_on_the_context(rule: Judge
         assert is_exact(contextual(seed, size), contextual(seed + 1000, size), gamma, rule), seed
 
 
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("gamma", [2, 3])
+def test_drafts_that_stop_behind_what_was_drafted_are_exact(rule: Judge, gamma: int) -> None:
+    """Whether there is one more draft may depend on all earlier ones and on the law of the next, not on the token drawn from it."""
+    lengths: set[int] = set()
+    for seed in range(200):
+        size, p, q = 2 + seed % 3, contextual(seed, 2 + seed % 3), contextual(seed + 1000, 2 + seed % 3)
+        source = Random(seed)
+        where = {text: source.random() < 0.4 for length in range(gamma) for text in product(range(size), repeat=length)}
+        rounds = law_of_round(partial(one_round, p, q, gamma, rule, stops=where.__getitem__))
+        assert completed(rounds, p, gamma + 1) == joint(p, gamma + 1), seed
+        lengths.update(map(len, rounds))
+    assert lengths == {*range(1, gamma + 2)}
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_drafts_without_a_law_are_exact_whatever_was_drafted(rule: Judge, gamma: int) -> None:

@@ -10,7 +10,7 @@ from test_same_text import PROCESSORS
 from tiny import tiny_head, tiny_llama, tiny_sliding
 from toys import decoding
 
-from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, drafter_and_target, free_drafter, speculative_steps
+from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, free_drafter, loaded_drafter, speculative_steps
 from sampling.distill.training import HeadStudent
 from sampling.distill.writing import Page
 from utils.caching import ModelSession, hidden_features
@@ -112,7 +112,7 @@ def test_a_head_may_be_read_from_a_shared_prefill():
 
 
 def run(job):
-    drafter, target = drafter_and_target(job, RULES[job.settings.verify])
+    drafter, target = loaded_drafter(job, RULES[job.settings.verify])
     return tuple(speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify]))
 
 

@@ -15,7 +15,7 @@ from utils.errors import UserError
 from utils.models.prompting import prompt_ids
 from utils.results import Comparison, Generation
 from utils.settings import Settings
-from utils.strategies import Job, Strategy
+from utils.strategies import Job, Kept, Strategy
 
 Compared = tuple[Strategy, Generation, Comparison]
 
@@ -51,12 +51,13 @@ class StorageTools:
 class Memory:
     """last: the last prompt's runs. rounding: how far windows of another width were seen to move the target's logits.
 
-    storage: the session's n-gram storage.
+    storage: the session's n-gram storage. kept: what other drafters keep.
     """
 
     last: Last | None = None
     rounding: float = 0.0
     storage: Any = None
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,17 @@ class Bench:
             raise UserError("a prompt is needed: send one first.")
         return self.memory.last
 
-    def runnable(self) -> list[Strategy]:
-        """The strategies whose models are loaded."""
-        return [strategy for strategy in self.strategies if self.pair.drafter is not None or not strategy.needs_drafter]
+    def variants(self, settings: Settings) -> list[Strategy]:
+        """All strategies, one for each kind of drafter. Raises UserError for a kind that is not there."""
+        return [variant for strategy in self.strategies for variant in strategy.variants(settings.drafter_kind, self.pair)]
+
+    def runnable(self, settings: Settings) -> list[Strategy]:
+        """Those of them whose models are loaded."""
+        return [strategy for strategy in self.variants(settings) if self.pair.drafter is not None or not strategy.needs_drafter]
 
     def enabled(self, settings: Settings) -> list[Strategy]:
         """Those of them that the settings ask for. Raises UserError where none is left."""
-        chosen = [strategy for strategy in self.runnable() if strategy.is_on(settings)]
+        chosen = [strategy for strategy in self.runnable(settings) if strategy.is_on(settings)]
         if not chosen:
             raise UserError("No strategy is left to run; turn one on, for example with /target on.")
         return chosen
@@ -98,6 +103,7 @@ class Bench:
     def compute(self, settings: Settings) -> None:
         """Have the engine compute as the settings say. Raises UserError where it cannot; all is then as it was."""
         self.pair.engine.use(settings.engine, settings.threads)
+        self.memory.kept.models.clear()  # they hold layers of the engine that was
         self.memory.rounding = 0.0  # what was seen of another engine says nothing about this one
 
     def new_storage(self, settings: Settings) -> Any:
@@ -124,7 +130,7 @@ def divergence_of(last: Last, strategy: Strategy, run: Generation, rounding: flo
         last.target.tokens,
         opened=partial(last.job.session, "target"),
         decoding=last.job.decoding,
-        window=settings.gamma + 1,
+        window=settings.most_drafts + 1,
         own_noise=strategy.draft_law and settings.verify != "coupled",
     )
     return explain(parting, rounding)

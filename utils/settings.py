@@ -6,8 +6,23 @@ The slash commands, /help, completions and the JSON record are derived from this
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from utils.bounds import ENGINES, MAX_FILLER, MAX_GAMMA, MAX_GRAMS, MAX_SEED, RULES
-from utils.kinds import Choice, Kind, Limits, ProcessorKind, StorageKind, StorageSpec, SystemPrompt, ThreadCount, Toggle, Whole
+from utils.bounds import AUTO_GAMMA, ENGINES, LOADED, MAX_FILLER, MAX_GRAMS, MAX_SEED, RULES
+from utils.costs import Costs
+from utils.kinds import (
+    Choice,
+    CostTable,
+    DraftCount,
+    DrafterWords,
+    Kind,
+    Limits,
+    ProcessorKind,
+    StorageKind,
+    StorageSpec,
+    SystemPrompt,
+    ThreadCount,
+    Toggle,
+    Whole,
+)
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 
 
@@ -25,7 +40,11 @@ class Settings:
     target: bool = _setting(True, Toggle(), "run the target alone: the baseline of every comparison")
     drafter: bool = _setting(False, Toggle(), "run the drafter alone")
     beams: int = _setting(0, Whole(0, 16), "beams of a beam search with the target; 0 leaves it out")
-    gamma: int = _setting(4, Whole(0, MAX_GAMMA), "drafts per round, 0 to 63; 0 is plain decoding through the loop")
+    gamma: int | None = _setting(
+        None, DraftCount(), "drafts per round, 0 to 63; 0: plain decoding through the loop; auto: as many as are likely to pay"
+    )
+    drafter_kind: tuple[str, ...] = _setting((LOADED,), DrafterWords(), "what drafts for speculative decoding; several run side by side")
+    costs: Costs | None = _setting(None, CostTable(), "what drafts and windows take in plain steps; auto gamma goes by it")
     length: int = _setting(35, Whole(1, limit="context"), "most new tokens, 1 to the target's context")
     processor: LogitsProcessor = _setting(
         GreedyProcessor(), ProcessorKind(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
@@ -51,9 +70,13 @@ class Settings:
     )
     ngram_limit: int = _setting(1_000_000, Whole(1, MAX_GRAMS), "most n-grams the storage holds; beyond it the oldest are forgotten")
     top_k_filler: int = _setting(3, Whole(1, MAX_FILLER), "target's top tokens entered per position, 1 to 64; 1: only what was generated")
-    adapt: bool = _setting(True, Toggle(), "n-gram drafts only as many as are likely to pay, down to none; off: up to gamma")
     reset_in_between: bool = _setting(True, Toggle(), "empty the n-gram storage before each prompt")
     debug: bool = _setting(False, Toggle(), "show every round: + accepted, - rejected, = corrected, * bonus")
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a round."""
+        return AUTO_GAMMA if self.gamma is None else self.gamma
 
 
 def setting_fields() -> dict[str, Field[Any]]:

@@ -4,11 +4,13 @@ The table itself is in infer.py, which alone sees all decoders. Run order, toggl
 strategy is one row.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from utils.bounds import LOADED
 from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.errors import UserError
@@ -18,16 +20,27 @@ from utils.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What drafters keep from one prompt to the next, by their kind. models: cut out of the target. texts: what was said."""
+
+    models: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt for one strategy: its ids, the models (utils.models.loading.Pair), the settings of the moment, the n-gram storage.
 
-    read: where many runs of one prompt share what its prefill computed: the sessions that have read it, filled as they are asked for.
+    drafter: the kind of drafter, a word of /drafter_kind. kept: what drafters keep between prompts. read: where many runs of one prompt
+    share what its prefill computed: the sessions that have read it, filled as they are asked for.
     """
 
     prompt: list[int]
     pair: Any
     settings: Settings
     storage: Any
+    drafter: str = LOADED
+    kept: Kept = field(default_factory=Kept)
     read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
 
     @property
@@ -53,12 +66,31 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """A row of the table of drafters. pattern: of its word in /drafter_kind. make: a drafter and the target's session, for a rule.
+
+    own_law: whether its drafts have a law of their own. loads: whether it needs the drafter that was loaded with the pair.
+    """
+
+    pattern: str
+    make: Callable[[Job, Any], tuple[Any, ModelSession]]
+    own_law: bool
+    loads: bool = False
+
+
+def kind_of(word: str, kinds: Sequence[DrafterKind]) -> DrafterKind:
+    """The row of a word."""
+    return next(kind for kind in kinds if re.fullmatch(kind.pattern, word))
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """name: as in the JSON records. toggle: the Settings field that turns it on. steps: its decoder, models and all.
 
     drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. drafts: whether it
     drafts; draft_law: whether its drafts have a law of their own, so that p/q rules judge them. uses_target and needs_drafter: which
-    models it runs. draws: whether it draws its tokens, one by one, from a law.
+    models it runs. draws: whether it draws its tokens, one by one, from a law. kinds: the drafters that can draft
+    for it; word: the one that does.
     """
 
     name: str
@@ -72,6 +104,8 @@ class Strategy:
     uses_target: bool = True
     needs_drafter: bool = False
     draws: bool = True
+    kinds: "Sequence[DrafterKind]" = ()
+    word: str = LOADED
 
     @property
     def is_baseline(self) -> bool:
@@ -82,6 +116,31 @@ class Strategy:
     def lossless(self) -> bool:
         """Whether its text follows exactly the target's law."""
         return self.uses_target and self.draws
+
+    def variants(self, words: Sequence[str], pair: Any) -> "list[Strategy]":
+        """Itself, or where drafters of several kinds can draft for it one for each word of /drafter_kind.
+
+        Raises UserError for a kind that this pair has not got.
+        """
+        if not self.kinds:
+            return [self]
+        return [self._with_drafter(word, pair, alone=len(words) == 1) for word in words]
+
+    def _with_drafter(self, word: str, pair: Any, *, alone: bool) -> "Strategy":
+        kind = kind_of(word, self.kinds)
+        label = pair.drafter_kind if word == LOADED else word
+        if pair.drafter is not None and word in ("model", "head") and word != pair.drafter_kind:
+            raise UserError(f"The drafter that is loaded is {pair.drafter_kind}, not {word}: start with another --drafter.")
+        return replace(
+            self,
+            name=self.name if alone else f"{self.name} {label}",
+            title=self.title if word == LOADED and alone else f"{self.title}, {label}",
+            steps=lambda job: self.steps(replace(job, drafter=word)),
+            word=word,
+            drafter_kind=lambda pair: label,
+            draft_law=kind.own_law,
+            needs_drafter=kind.loads,
+        )
 
     def is_on(self, settings: Settings) -> bool:
         """Whether the settings ask for this strategy."""

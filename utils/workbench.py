@@ -13,6 +13,7 @@ from utils.bench import Bench, StorageTools
 from utils.caching import ModelSession, context_length
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
+from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import FinishReason
 from utils.kinds import Limits
@@ -22,9 +23,10 @@ from utils.records import RecordFile
 from utils.results import collect
 from utils.runner import Runner, Verdict, explain_error
 from utils.settings import Settings
-from utils.strategies import Job, Strategy
+from utils.strategies import DrafterKind, Job, Strategy, kind_of
 from utils.text import encodable, unescaped
 
+MEASURED = 64  # tokens over which a drafter is timed
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
 
@@ -32,6 +34,7 @@ NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent 
 class Tools:
     """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
 
+    draft_seconds: how long the loaded drafter takes for a draft.
     interactive: whether the prompts are typed on the screen that shows the answers.
     """
 
@@ -41,6 +44,7 @@ class Tools:
     storages: StorageTools
     records: RecordFile | None = None
     interactive: bool = True
+    draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
 
 
 class Workbench:
@@ -53,15 +57,34 @@ class Workbench:
         self._runner = Runner(self._bench, tools.renderer, tools.records)
         self.settings = self._allowed(settings)
         self._bench.compute(settings)
+        with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
+            self.settings = self._measured(self.settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
         self._bench.memory.storage = self._bench.new_storage(self.settings)
+
+    def _measured(self, settings: Settings) -> Settings:
+        """With the costs of all kinds of drafters that they name; what the table lacks is measured now.
+
+        Raises UserError for a kind that is not there or cannot draft.
+        """
+        engine = self._pair.engine
+        known = settings.costs or Costs.of(engine.costs, {})
+        steps = dict(known.steps)
+        short = replace(settings, length=min(MEASURED, self._limits.context), gamma=MEASURED)
+        for strategy in self._bench.runnable(short):
+            label = strategy.drafter_kind(self._pair)
+            if strategy.kinds and label is not None and label not in steps:
+                kind = kind_of(strategy.word, strategy.kinds)
+                seconds = self._tools.draft_seconds(replace(self._bench.job([0, 0, 0, 0], short), drafter=strategy.word), kind)
+                steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
+        return replace(settings, costs=Costs.of(known.windows, steps))
 
     def warm_up(self) -> None:
         """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
         settings = replace(self.settings, length=min(4, self._limits.context), beams=2)
         job = self._bench.job([0, 0, 0, 0], settings)
-        for strategy in self._bench.runnable():
+        for strategy in self._bench.runnable(settings):
             with suppress(UserError):  # it will be said when it is asked for
                 if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
                     raise KeyboardInterrupt
@@ -117,13 +140,16 @@ class Workbench:
         return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE
 
     def _change(self, settings: Settings) -> None:
+        if settings.drafter_kind != self.settings.drafter_kind:
+            settings = self._measured(settings)  # refused before anything is changed
         if settings.ngram_storage != self.settings.ngram_storage:
             self._bench.memory.storage = self._bench.new_storage(settings)
         self._bench.memory.storage.limit = settings.ngram_limit
         if (settings.engine, settings.threads) != (self.settings.engine, self.settings.threads):
             self._bench.compute(settings)
             self._renderer.note(f"engine: {self._pair.engine.state.sentence()}")
-        self.settings = settings
+            settings = replace(settings, costs=None)
+        self.settings = settings if settings.costs else self._measured(settings)
 
     def _allowed(self, settings: Settings) -> Settings:
         return settings if not settings.chat or has_chat_template(self._pair.tokenizer) else replace(settings, chat=False)
@@ -135,16 +161,17 @@ class Workbench:
         chosen = self._chosen(len(ids))
         if self.settings.reset_in_between:
             self._bench.memory.storage.reset()
+            self._bench.memory.kept.texts.clear()
         if not self._tools.interactive:
             self._renderer.prompt(text)
-        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=self._bench.memory.storage)
+        memory = self._bench.memory
+        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=memory.storage, kept=memory.kept)
         return self._runner.prompt(text, job, chosen)
 
     def _chosen(self, prompt_tokens: int) -> list[Strategy]:
         """The strategies that are on and can run; a note for each reason to draft nothing."""
-        if self._pair.drafter is None and any(
-            strategy.needs_drafter and strategy.is_on(self.settings) for strategy in self._tools.strategies
-        ):
+        lacking = [row for row in self._bench.variants(self.settings) if row.needs_drafter and row.is_on(self.settings)]
+        if self._pair.drafter is None and lacking:
             self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
         chosen = self._bench.enabled(self.settings)
         bound = context_length(self._pair.drafter) if any(strategy.needs_drafter for strategy in chosen) else None

@@ -91,9 +91,11 @@ class Trainer:
             self._held = number, self._schooling.pages.page(number)
         return self._held[1]
 
-    def acceptance(self) -> Acceptance:
-        """On the page that is held out."""
-        return measure(self.student, self._schooling.held_out, self._schooling.head, self._plan)
+    def acceptance(self, rows: int | None = None) -> Acceptance:
+        """On the page that is held out, or so many rows of it."""
+        held_out = self._schooling.held_out
+        page = Page(*(part[:rows] for part in (held_out.tokens, held_out.features, held_out.own, held_out.warmths)))
+        return measure(self.student, page, self._schooling.head, self._plan)
 
     def save(self, folder: Path) -> None:
         """All that is needed to go on."""

@@ -37,7 +37,7 @@ WRITING_SHARE = 0.45  # of the hours
 FIRST_SEED = 1000  # of a page to learn from; those below are for pages held out
 CHECKPOINT_SECONDS = 120.0
 SAY_SECONDS = 15.0
-LOOKS = 20  # at the held-out page, while training
+LOOKS, LOOK_ROWS = 20, 24  # at so many rows of the held-out page, while training
 TIMED = 10  # steps, by which the length of the training is reckoned
 
 Report = Callable[[str], None]
@@ -154,7 +154,7 @@ class Workshop:
                 if self._plan.hours and step == TIMED and not first:
                     self._shorten(trainer, progress)
                 if step % max(1, trainer.total // LOOKS) == 0:
-                    rates = trainer.acceptance().rates()
+                    rates = trainer.acceptance(LOOK_ROWS).rates()
                     progress.curve.append({"tokens": step * per_step, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
                     self._report(f"step {step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {said(rates)}")
                 if now - kept > CHECKPOINT_SECONDS:

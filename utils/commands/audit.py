@@ -92,7 +92,7 @@ def _context(bench: Bench, prompt: list[int], settings: Settings) -> list[int]:
     job = bench.job(prompt, settings)
     session = job.session("target", rewinds=False)
     context = [*session.begin(prompt), *tokens_of(bench.baseline.steps(job))]
-    room, wanted = session.room(context), 2 * (settings.gamma + 1)
+    room, wanted = session.room(context), 2 * (settings.most_drafts + 1)
     missing = max(0, wanted - len(context))
     return [*context, *islice(cycle(prompt), missing if room is None else min(missing, room))]
 
@@ -108,7 +108,7 @@ class _Audit:
 
     @property
     def window(self) -> int:
-        return self.job.settings.gamma + 1
+        return self.job.settings.most_drafts + 1
 
     def cuts(self) -> Iterator[tuple[list[int], int]]:
         """For each trial the text up to some point, and how many of its last positions are looked at."""

@@ -42,7 +42,7 @@ def _findings(
     laws = _first_laws(bench, prompt, settings)
     for strategy in strategies:
         yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
-        job = replace(bench.job(prompt, replace(settings, length=settings.gamma + 1)), read={})
+        job = replace(bench.job(prompt, replace(settings, length=settings.most_drafts + 1)), read={})
         seen: Counter[int] = Counter()
         try:
             for draw in range(draws):
@@ -68,7 +68,7 @@ def _first_laws(bench: Bench, prompt: list[int], settings: Settings) -> list[Ten
     session = job.session("target", rewinds=False)
     context = session.begin(prompt)
     room = session.room(context)
-    window = context[-1:] * (settings.gamma if room is None else min(settings.gamma, room - 1))
+    window = context[-1:] * (settings.most_drafts if room is None else min(settings.most_drafts, room - 1))
     versions = [session.feed(context, keep=1)]
     with suppress(UserError):  # a recurrent model has no windows
         versions.append(job.session("target").feed(context + window, keep=len(window) + 1)[:1])

@@ -61,6 +61,7 @@ class Engine:
         self._bytewise = bytewise
         self._swapped = False
         self._tested_counts: set[int] = set()
+        self.step_seconds = 0.0  # of a plain step
         self.costs: tuple[float, ...] = ()  # of windows with 1, 2, ... drafts, in plain steps, beyond the first
         self.state = EngineState("plain", _dtype(target), False, torch.get_num_threads(), "not asked for")
         if bytewise and (why := self._unfit() or self._not_auto()):
@@ -93,7 +94,7 @@ class Engine:
                 torch.set_num_threads(chosen)
             elif self._device == "cpu":
                 threads.fastest(lambda: pace.forward(1), threads.thread_counts())
-            self.costs = window_costs(pace)
+            self.step_seconds, self.costs = window_costs(pace)
             self._check_threads(torch.get_num_threads())
         except BaseException:  # Ctrl-C among them: as it was
             torch.set_num_threads(before)

@@ -1,0 +1,44 @@
+"""The drafters that go by what was said, by the words of /drafter_kind, and the chain of such a one and a model."""
+
+from ngram_assisted.match_drafter import MatchDrafter
+from ngram_assisted.matches import LongestMatch, SuffixAutomaton
+from ngram_assisted.ngram_drafter import NGramDrafter
+from sampling.chain import ChainDrafter
+from sampling.drafters import draft_length, loaded_drafter
+from sampling.drafting import Drafter
+from sampling.verification import Rule
+from utils.caching import ModelSession
+from utils.strategies import DrafterKind, Job
+
+
+def storage_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+    """NASD: the session's n-gram storage, filled from the target's runners-up too."""
+    target, fill = job.session("target"), job.settings.top_k_filler
+    length = draft_length(job, "ngram")
+    return NGramDrafter(job.storage, job.decoding.noise, filler_top_k=fill, vocab_size=target.vocab_size, length=length), target
+
+
+def _suffixes(job: Job) -> MatchDrafter:
+    automaton = job.kept.texts.setdefault(job.drafter, SuffixAutomaton())
+    return MatchDrafter(automaton, length=draft_length(job, "suffix"))
+
+
+def _lookup(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+    """Prompt lookup looks at this prompt and its answer alone."""
+    return MatchDrafter(LongestMatch(), length=draft_length(job, "lookup")), job.session("target")
+
+
+def _suffix(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+    return _suffixes(job), job.session("target")
+
+
+def _chain(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+    second, target = loaded_drafter(job, rule)
+    return ChainDrafter(_suffixes(job), second), target
+
+
+MATCH_KINDS = (
+    DrafterKind("lookup", _lookup, own_law=False),
+    DrafterKind("suffix", _suffix, own_law=False),
+    DrafterKind("chain", _chain, own_law=True, loads=True),
+)
