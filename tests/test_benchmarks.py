@@ -12,18 +12,19 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 from arms import Run, our_arms, peer_arms
 from bench import ratios
+from probes import acceptance
 
 
 def test_every_arm_makes_the_greedy_text() -> None:
     ours, theirs = tiny_pair(), tiny_pair()
     ours.engine.use("auto", 1)
     texts = {}
-    for arm in [*our_arms(ours), *peer_arms(theirs)]:
+    for arm in [*our_arms(ours, [2], ["suffix", "layers:1"]), *peer_arms(theirs)]:
         run = arm.run([5, 6, 7, 5, 6, 7, 5, 6], 40)
         assert 1 <= run.first <= len(run.tokens) <= 40
         assert 0 < run.first_seconds <= run.seconds
         texts[arm.name] = run.tokens
-    assert len(texts) == 6
+    assert len(texts) == 9
     assert len({tuple(tokens) for tokens in texts.values()}) == 1, texts
 
 
@@ -49,3 +50,15 @@ def test_ratios_are_geometric_means_and_small_tasks_are_pooled() -> None:
     }
     assert found["plain"]["others"]["decode"] == pytest.approx(sqrt(0.5 * 8))
     assert found["plain"]["all"]["decode"] == pytest.approx((2.0**5 * 0.5 * 8) ** (1 / 7))
+
+
+def test_acceptance_is_counted_by_task_and_place():
+    pair = tiny_pair()
+    rows = [("one", [5, 6, 7, 5]), ("two", [8, 9, 8, 9]), ("one", [1, 2, 3])]
+    found = acceptance(pair, rows, 20)
+    assert [*found] == ["greedy", "multinomial 1"] and [*found["greedy"]] == ["one", "two", "all"]
+    for by_task in found.values():
+        for place in range(4):
+            assert [sum(by_task[task][place][part] for task in ("one", "two")) for part in (0, 1)] == by_task["all"][place]
+        good, tried = zip(*by_task["all"], strict=True)
+        assert tried[0] > 0 and all(now == before for now, before in zip(tried[1:], good[:-1], strict=True))

@@ -4,25 +4,28 @@ Every arm makes greedy text from prompt ids and says when its first tokens were 
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import infer
+from sampling import draft_seconds
+from utils.bounds import LOADED
+from utils.costs import Costs
 from utils.engine import threads
 from utils.engine.pace import Pace
 from utils.kinds import StorageSpec
 from utils.models.failures import quiet
 from utils.results import collect
 from utils.settings import Settings
-from utils.strategies import Job
+from utils.strategies import Job, kind_of
+from utils.workbench import MEASURED
 
 DRAFT = 10  # most n-gram drafts per round, ours and prompt lookup's
 STORAGE = StorageSpec("basic", 4)
-GAMMA = 2  # drafts of the drafter per round, ours; transformers adapts its own
 SHORTEST = 4  # decoded tokens that a rate can be told from
 
 
@@ -34,6 +37,7 @@ class Run:
     seconds: float
     first: int
     first_seconds: float
+    drafts: tuple[int, ...] = ()  # of each round
 
     @property
     def decode_rate(self) -> float | None:
@@ -60,24 +64,42 @@ class Arm:
         return self.make(ids, length)
 
 
-def our_arms(pair: Any) -> list[Arm]:
-    """Target-only, n-gram assisted and speculative decoding, as the program runs them."""
-    changes: dict[str, dict[str, Any]] = {
-        "target": {},
-        "ngram": {"gamma": DRAFT, "ngram_storage": STORAGE, "top_k_filler": 1},  # as prompt lookup: what was said, nothing else
-        "speculative": {"gamma": GAMMA},
-    }
-    return [_our_arm(pair, row, changes[row.name]) for row in infer.STRATEGIES if row.name in changes]
+def our_arms(pair: Any, gammas: Sequence[int] = (), kinds: Sequence[str] = ()) -> list[Arm]:
+    """Target-only, n-gram assisted and speculative decoding, as the program runs them.
+
+    gammas: further arms, speculative with a fixed number of drafts. kinds: further arms, of other kinds of drafters.
+    """
+    rows = {row.name: row for row in infer.STRATEGIES}
+    costs = costs_of(pair, kinds)
+    storage = {"ngram_storage": STORAGE, "top_k_filler": 1}  # as prompt lookup: what was said, nothing else
+    arms = [_our_arm(pair, rows["target"], "ours target", Settings(costs=costs))]
+    arms.append(_our_arm(pair, rows["ngram"], "ours ngram", Settings(costs=costs, **storage)))
+    arms.append(_our_arm(pair, rows["speculative"], "ours speculative", Settings(costs=costs)))
+    arms += [_our_arm(pair, rows["speculative"], f"ours gamma {gamma}", Settings(gamma=gamma)) for gamma in gammas]
+    arms += [_our_arm(pair, rows["speculative"], f"ours {kind}", Settings(costs=costs, drafter_kind=(kind,))) for kind in kinds]
+    return arms
 
 
-def _our_arm(pair: Any, row: Any, changes: dict[str, Any]) -> Arm:
+def costs_of(pair: Any, kinds: Sequence[str] = ()) -> Costs:
+    """The table that the program measures when it starts."""
+    steps = {}
+    for word in (LOADED, *kinds):
+        kind, settings = kind_of(word, infer.DRAFTERS), Settings(gamma=MEASURED, length=MEASURED)
+        seconds = draft_seconds(Job([0, 0, 0, 0], pair, settings, None, drafter=word), kind)
+        steps[pair.drafter_kind if word == LOADED else word] = seconds / pair.engine.step_seconds
+    return Costs.of(pair.engine.costs, steps)
+
+
+def _our_arm(pair: Any, row: Any, name: str, settings: Settings) -> Arm:
+    strategy = row.variants(settings.drafter_kind, pair)[0]
+
     def make(ids: list[int], length: int) -> Run:
-        settings = Settings(length=length, **changes)
-        storage = infer.make_storage(settings, pair.target.config.vocab_size)
-        made = collect(row.steps(Job(ids, pair, settings, storage)))
-        return Run(made.tokens, made.seconds, len(made.steps[0].tokens), made.first_seconds or 0.0)
+        now = replace(settings, length=length)
+        made = collect(strategy.steps(Job(ids, pair, now, infer.make_storage(now, pair.target.config.vocab_size))))
+        drafts = tuple(len(step.drafted) for step in made.steps)
+        return Run(made.tokens, made.seconds, len(made.steps[0].tokens), made.first_seconds or 0.0, drafts)
 
-    return Arm(f"ours {row.name}", pair.engine.state.threads, make)
+    return Arm(name, pair.engine.state.threads, make)
 
 
 class _Clock(StoppingCriteria):
@@ -98,7 +120,7 @@ def peer_arms(pair: Any) -> list[Arm]:
     return [
         _peer_arm("generate", pair, count),
         _peer_arm("generate, prompt lookup", pair, count, prompt_lookup_num_tokens=DRAFT),
-        _peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter),
+        *([_peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter)] if hasattr(pair.drafter, "generate") else []),
     ]
 
 

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from statistics import geometric_mean, median, quantiles
+from statistics import geometric_mean, mean, median, quantiles
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import llama
 import probes
-from arms import DRAFT, GAMMA, STORAGE, Arm, Run, our_arms, peer_arms
+from arms import DRAFT, STORAGE, Arm, Run, our_arms, peer_arms
 from picture import draw
 
 from utils.models.loading import Pair, PairRequest, load_pair
@@ -35,9 +35,13 @@ PAIRS = (
     ("n-gram", "ours ngram", "generate, prompt lookup"),
     ("drafter", "ours speculative", "generate, assistant"),
     ("n-gram / own plain", "ours ngram", "ours target"),
+    ("drafter / own plain", "ours speculative", "ours target"),
     ("plain / llama.cpp", "ours target", "llama.cpp"),
     ("n-gram / llama.cpp", "ours ngram", "llama.cpp, prompt lookup"),
 )
+
+
+Rows = list[tuple[str, list[int]]]  # (task, prompt ids)
 
 
 def main() -> None:
@@ -46,7 +50,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'")
     parser.add_argument("--tokens", type=int, default=40, help="most new tokens (default: 40)")
     parser.add_argument("--repeats", type=int, default=2, help="of every arm on every prompt (default: 2)")
-    parser.add_argument("--drafter", default="layers:10", help="of both sides (default: layers:10)")
+    parser.add_argument("--drafter", default="head", help="of both sides where it is a model (default: head)")
+    parser.add_argument("--gammas", type=int, nargs="*", default=[], metavar="N", help="fixed numbers of drafts to run too")
+    parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="other kinds of drafters to run too")
     parser.add_argument("--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, where llama-cpp-python is installed")
     parser.add_argument("--skip", action="append", default=[], metavar="ARM", help="leave an arm out, for example 'generate, assistant'")
@@ -57,7 +63,7 @@ def main() -> None:
     ours = load_pair(PairRequest("embedded", given.drafter, device="cpu", engine_weights=given.engine_weights), screen.note)
     theirs = load_pair(PairRequest("embedded", given.drafter, device="cpu"), screen.note)
     ours.engine.use("auto", 0)
-    every = [*our_arms(ours), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
+    every = [*our_arms(ours, given.gammas, given.kinds), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
     arms = [arm for arm in every if arm.name not in given.skip or arm.name == "ours target"]
     prompts = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     setting = _setting(ours, arms, given)
@@ -66,7 +72,7 @@ def main() -> None:
     texts = [_measured(screen, ours, arms, prompt, given) for prompt in prompts]
     found: dict[str, Any] = {"setting": setting, "texts": texts, "ratios": ratios(texts)}
     if not given.only_texts:
-        found["figures"] = _figures(screen, ours, theirs, arms, [prompt_of(ours, prompt) for prompt in prompts[:3]])
+        found["figures"] = _figures(screen, ours, theirs, arms, [(row["task"], prompt_of(ours, row)) for row in prompts], given.tokens)
     _show(screen, found)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -86,7 +92,7 @@ def _setting(ours: Pair, arms: list[Arm], given: argparse.Namespace) -> dict[str
         "drafter": given.drafter,
         "ngram_drafts": DRAFT,
         "ngram_storage": str(STORAGE),
-        "gamma": GAMMA,
+        "gamma": "auto",
     }
 
 
@@ -117,15 +123,23 @@ def _measured(screen: Renderer, pair: Pair, arms: list[Arm], row: dict[str, Any]
 def _cell(runs: list[Run]) -> dict[str, Any]:
     decode = [rate for run in runs if (rate := run.decode_rate)]
     low, high = (min(decode), max(decode)) if decode else (None, None)
-    return {"decode": median(decode) if decode else None, "lowest": low, "highest": high, "whole": median(run.rate for run in runs)}
+    drafts = [count for run in runs for count in run.drafts]
+    return {
+        "decode": median(decode) if decode else None,
+        "lowest": low,
+        "highest": high,
+        "whole": median(run.rate for run in runs),
+        "drafts_per_round": mean(drafts) if drafts else None,
+    }
 
 
 def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """By pair of arms and task: geometric means over the prompts, decoding only and whole runs, and the spread between prompts."""
+    extra = [name for name in (texts[0]["arms"] if texts else ()) if name.startswith("ours") and name not in OURS]
     tasks = [text["task"] for text in texts]
     named = [task if tasks.count(task) >= FEW else "others" for task in tasks]
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for label, mine, peer in PAIRS:
+    for label, mine, peer in (*PAIRS, *((f"{name.removeprefix('ours ')} / own plain", name, "ours target") for name in extra)):
         for task in [*dict.fromkeys(named), "all"]:
             chosen = [text["arms"] for text, name in zip(texts, named, strict=True) if task in (name, "all")]
             both = [(cells[mine], cells[peer]) for cells in chosen if mine in cells and peer in cells]
@@ -139,13 +153,17 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _figures(screen: Renderer, ours: Pair, theirs: Pair, arms: list[Arm], prompts: list[list[int]]) -> dict[str, Any]:
+def _figures(screen: Renderer, ours: Pair, theirs: Pair, arms: list[Arm], rows: Rows, length: int) -> dict[str, Any]:
+    prompts = [ids for _, ids in rows[:3]]
     counts = {arm.name: arm.threads for arm in arms}
     models = {"ours": (ours.target, counts["ours target"]), "plain": (theirs.target, counts.get("generate", counts["ours target"]))}
-    screen.note("windows, contexts, storage, start-up ...")
+    screen.note("acceptance, windows, contexts, storage, start-up ...")
     return {
+        "acceptance": probes.acceptance(ours, rows, length),
         "window_ms": probes.windows(models),
-        "inside_forwards": probes.inside_forwards([arm for arm in arms if arm.name in OURS], [ours.target, ours.drafter], prompts, 48),
+        "inside_forwards": probes.inside_forwards(
+            [arm for arm in arms if arm.name in OURS], [ours.target, getattr(ours.drafter, "head", ours.drafter)], prompts, 48
+        ),
         "context_ms": probes.by_context(ours.target, counts["ours target"]),
         "storage": probes.storage(),
         "program": {engine: probes.program("--engine", engine) for engine in ("auto", "plain")},
@@ -168,6 +186,10 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
     screen.table(
         ("context, tokens", *map(str, figures["context_ms"])), [("ms per token", *(f"{ms:.0f}" for ms in figures["context_ms"].values()))]
     )
+    places = [f"place {place + 1}" for place in range(probes.PLACES)]
+    for name, by_task in figures["acceptance"].items():
+        cells = [(task, *map(_share, counts)) for task, counts in by_task.items()]
+        screen.table((f"acceptance, {name}", *places), cells)
     held, inside = figures["storage"], figures["inside_forwards"]
     filled = f"a million tokens in {held['seconds']:.1f} s (last fifth / first {held['last_over_first']:.2f})"
     screen.rows(
@@ -177,6 +199,11 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
             *((f"program, --engine {engine}", _program(cell)) for engine, cell in figures["program"].items()),
         ]
     )
+
+
+def _share(count: list[int]) -> str:
+    good, tried = count
+    return f"{good}/{tried} = {good / tried:.3f}" if tried else "-"
 
 
 def _program(cell: dict[str, float]) -> str:

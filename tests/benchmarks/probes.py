@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from arms import Arm
 
+import infer
 from ngram_assisted import NGramStorage
+from utils.bounds import LOADED
 from utils.caching import ModelSession
 from utils.engine.pace import sample_ids
+from utils.kinds import ProcessorKind
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from utils.results import collect
+from utils.settings import Settings
+from utils.strategies import Job
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXTS = (100, 500, 1000, 2000, 4000)
 CACHED = 200  # tokens before a window
+PLACES = 4  # of a round
 STORED, CHUNK = 1_000_000, 200_000  # tokens
 
 
@@ -42,6 +50,24 @@ def windows(models: dict[str, tuple[Any, int]], repeats: int = 7) -> dict[str, d
                     seconds[name][width].append(time.perf_counter() - began)
                 session.rewind(CACHED)
     return {name: {width: 1000 * median(found[-repeats:]) for width, found in by.items()} for name, by in seconds.items()}
+
+
+def acceptance(pair: Any, rows: list[tuple[str, list[int]]], length: int) -> dict[str, dict[str, list[list[int]]]]:
+    """By processor and task: (accepted, tried) of the loaded drafter by a draft's place in its round, PLACES drafts in each."""
+    found: dict[str, dict[str, list[list[int]]]] = {}
+    speculative = next(row for row in infer.STRATEGIES if row.kinds).variants((LOADED,), pair)[0]
+    for processor in (GreedyProcessor(), MultinomialProcessor(1.0)):
+        settings = Settings(gamma=PLACES, length=length, processor=processor)
+        by_task = found.setdefault(ProcessorKind().show(processor), {})
+        for task, ids in rows:
+            made = collect(speculative.steps(Job(ids, pair, settings, None)))
+            for name in (task, "all"):
+                counts = by_task.setdefault(name, [[0, 0] for _ in range(PLACES)])
+                for count, (good, tried) in zip(counts, made.accepted_by_position, strict=False):
+                    count[0] += good
+                    count[1] += tried
+        by_task["all"] = by_task.pop("all")
+    return found
 
 
 @contextmanager
