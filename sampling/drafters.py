@@ -25,8 +25,8 @@ def loaded_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
     length = draft_length(job, job.pair.drafter_kind)
     if isinstance(drafter, Grafted):
         target = job.session("target", features=drafter.head.shape.layers)
-        head = HeadSession(drafter)
-        return HeadDrafter(head, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
+        head, read = HeadSession(drafter), target.take_features()
+        return HeadDrafter(head, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length, read=read), target
     target, session = job.session("target"), job.session("drafter")
     return ModelDrafter(session, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
 

@@ -88,7 +88,8 @@ class HeadSession:
 class HeadDrafter(ModelDrafter):
     """Drafts with a head; the target's session must keep the features that it reads (`Grafted.head.shape.layers`).
 
-    It declines until the first round has brought it those of the prompt.
+    It declines until the first round has brought it those of the prompt. read: those of the prompt but for its last token (T, F), where
+    the target had read that before; then it drafts in the first round too.
     """
 
     def __init__(
@@ -99,9 +100,15 @@ class HeadDrafter(ModelDrafter):
         *,
         shares_noise: bool = False,
         length: DraftLength | None = None,
+        read: Tensor | None = None,
     ) -> None:
         super().__init__(session, decoding, vocab_size, shares_noise=shares_noise, length=length)
-        self._head = session
+        self._head, self._read = session, read
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        super().begin(prompt, context)
+        if self._read is not None:
+            self._head.see(self._read, 0, len(self._read))
 
     def commit(self, context: list[int], verified: Verified) -> None:
         super().commit(context, verified)

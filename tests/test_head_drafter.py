@@ -100,15 +100,18 @@ def test_nothing_is_computed_twice():
 
 
 def test_a_head_may_be_read_from_a_shared_prefill():
-    """Many draws of one prompt fork sessions that have read it; the prompt's features must come along."""
+    """Many draws of one prompt fork sessions that have read it: the prompt's features come along, so the first round drafts too."""
     pair = head_pair()
     settings = Settings(gamma=3, length=30, verify="coupled", chat=False)
     alone = run(Job(PROMPT, pair, settings, None))
     shared: dict = {}
-    for _ in range(2):
-        job = Job(PROMPT, pair, settings, None, read=shared)
-        assert run(job) == alone
-    assert alone[1].drafted
+    runs = [run(Job(PROMPT, pair, settings, None, read=shared)) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2] and tokens_of(runs[0]) == tokens_of(alone)
+    assert not alone[0].drafted and all(steps[0].drafted for steps in runs)
+    session = HeadSession(pair.drafter)
+    session.begin(PROMPT)
+    session.see(features_of(pair.target, PROMPT)[0], 0, len(PROMPT) - 1)
+    assert runs[0][0].drafted[0] == int(session.feed(PROMPT, keep=1).argmax())
 
 
 def run(job):

@@ -21,7 +21,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="Pairs: " + "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items()),
     )
     parser.add_argument("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
-    parser.add_argument("--drafter", metavar="ID|FOLDER|layers:K", help="drafter model, or the target's own first K layers")
+    parser.add_argument("--drafter", metavar="ID|FOLDER|head|layers:K", help="drafter model or head, or the target's own first K layers")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="a known target and drafter (default: embedded)")
     parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
