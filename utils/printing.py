@@ -21,7 +21,8 @@ from utils.results import Comparison, Generation
 from utils.strategies import Strategy
 from utils.text import TextStream, token_piece, visible
 
-NARROW = 72  # columns; below this the table leaves out what the lines above it say
+COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts per\nround", "tokens per\nforward", "text")
+NARROW = 76  # columns; below this the table leaves out what the lines above it say
 
 
 class Renderer:
@@ -64,10 +65,9 @@ class Renderer:
     def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
         """The table at the end: one row per strategy."""
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        headings = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens per\nforward", "text")
-        shown = [place for place in range(len(headings)) if self._out.width >= NARROW or place not in (2, 6)]
+        shown = [place for place in range(len(COLUMNS)) if self._out.width >= NARROW or place not in (2, 6, 7)]
         for place in shown:
-            table.add_column(headings[place], justify="left" if place in (0, 7) else "right", overflow="fold")
+            table.add_column(COLUMNS[place], justify="left" if place in (0, 8) else "right", overflow="fold")
         for strategy, run, comparison in compared:
             cells = (Text(strategy.name, style=strategy.colour), *map(Text, _cells(strategy, run, comparison)))
             table.add_row(*(cells[place] for place in shown))
@@ -190,6 +190,7 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         number(run.tokens_per_second, "{:.1f}"),
         number(comparison.speedup, "{:.2f}x"),
         number(run.acceptance_rate, "{:.3f}"),
+        number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
         text,
     ]

@@ -64,6 +64,10 @@ class Generation:
         return _ratio(len(self.tokens), self.target_forwards)
 
     @property
+    def drafts_per_round(self) -> float | None:
+        return _ratio(self.drafted, len(self.steps))
+
+    @property
     def declined_rounds(self) -> int:
         """Rounds in which nothing was drafted."""
         return sum(not step.drafted for step in self.steps)
