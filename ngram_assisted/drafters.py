@@ -4,9 +4,11 @@ from ngram_assisted.match_drafter import MatchDrafter
 from ngram_assisted.matches import LongestMatch, SuffixAutomaton
 from ngram_assisted.ngram_drafter import NGramDrafter
 from sampling.chain import ChainDrafter
+from sampling.draft_length import Tempo
 from sampling.drafters import draft_length, loaded_drafter
 from sampling.drafting import Drafter
 from sampling.verification import Rule
+from utils.bounds import LOADED
 from utils.caching import ModelSession
 from utils.strategies import DrafterKind, Job
 
@@ -18,9 +20,11 @@ def storage_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
     return NGramDrafter(job.storage, job.decoding.noise, filler_top_k=fill, vocab_size=target.vocab_size, length=length), target
 
 
-def _suffixes(job: Job) -> MatchDrafter:
-    automaton = job.kept.texts.setdefault(job.drafter, SuffixAutomaton())
-    return MatchDrafter(automaton, length=draft_length(job, "suffix"))
+def _suffixes(job: Job, tempo: Tempo | None = None) -> MatchDrafter:
+    texts = job.kept.texts
+    if job.drafter not in texts or texts[job.drafter].size > job.settings.ngram_limit:
+        texts[job.drafter] = SuffixAutomaton()
+    return MatchDrafter(texts[job.drafter], length=draft_length(job, "suffix", tempo))
 
 
 def _lookup(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
@@ -33,12 +37,13 @@ def _suffix(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
 
 
 def _chain(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
-    second, target = loaded_drafter(job, rule)
-    return ChainDrafter(_suffixes(job), second), target
+    tempo = Tempo()
+    second, target = loaded_drafter(job, rule, tempo)
+    return ChainDrafter(_suffixes(job, tempo), second), target
 
 
 MATCH_KINDS = (
     DrafterKind("lookup", _lookup, own_law=False),
     DrafterKind("suffix", _suffix, own_law=False),
-    DrafterKind("chain", _chain, own_law=True, loads=True),
+    DrafterKind("chain", _chain, own_law=True, loads=True, parts=("suffix", LOADED)),
 )

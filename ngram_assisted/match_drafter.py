@@ -1,10 +1,8 @@
 """Drafting from what was said before: prompt lookup and suffix decoding, whichever kind of matches is handed in."""
 
-from itertools import takewhile
-
 from ngram_assisted.matches import Found, Matches
 from sampling.draft_length import DraftLength, Mark
-from sampling.drafting import Draft, Verified
+from sampling.drafting import Draft, Verified, agreed
 
 
 class MatchDrafter:
@@ -31,8 +29,7 @@ class MatchDrafter:
     def commit(self, context: list[int], verified: Verified) -> None:
         new = context[verified.start :]
         if self._length is not None:
-            stood = takewhile(lambda pair: pair[0][0] == pair[1], zip(self._sent, new, strict=False))
-            self._length.learn(_marks(self._sent), len(list(stood)))
+            self._length.learn(_marks(self._sent), agreed([token for token, _ in self._sent], new))
         self._sent = []
         self._matches.extend(new)
 

@@ -78,7 +78,8 @@ class SuffixAutomaton:
         self._length = [0]
         self._count = [0]
         self._latest = [0]  # where the state's strings ended last: breaks ties
-        self._last, self._size, self._parts = 0, 0, 0
+        self._last, self._parts = 0, 0
+        self.size = 0  # tokens, ends of texts among them
 
     def part(self) -> None:
         self._parts += 1
@@ -89,7 +90,7 @@ class SuffixAutomaton:
             self._add(token)
 
     def _add(self, token: int) -> None:
-        self._size += 1
+        self.size += 1
         new = self._state({}, self._length[self._last] + 1, 0, 0)
         state = self._last
         while state >= 0 and token not in self._next[state]:
@@ -99,7 +100,7 @@ class SuffixAutomaton:
         self._last = new
         while new > 0:  # all suffixes end here once more
             self._count[new] += 1
-            self._latest[new] = self._size
+            self._latest[new] = self.size
             new = self._link[new]
 
     def _linked(self, state: int, token: int) -> int:

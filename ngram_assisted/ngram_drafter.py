@@ -5,12 +5,11 @@ Relatives: prompt lookup decoding; ANPD (arXiv 2404.08698).
 """
 
 from collections.abc import Iterable
-from itertools import takewhile
 from typing import Any
 
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.draft_length import DraftLength, Mark
-from sampling.drafting import Draft, Verified
+from sampling.drafting import Draft, Verified, agreed
 from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
 from utils.bounds import MAX_FILLER
@@ -80,9 +79,7 @@ class NGramDrafter:
 
     def commit(self, context: list[int], verified: Verified) -> None:
         if self._length is not None:
-            new = context[verified.start :]
-            stood = takewhile(lambda pair: pair[0][0] == pair[1], zip(self._sent, new, strict=False))
-            self._length.learn(_marks(self._sent), len(list(stood)))
+            self._length.learn(_marks(self._sent), agreed([token for token, _ in self._sent], context[verified.start :]))
         for row, index in enumerate(range(verified.start, len(context))):
             followers = [context[index]]
             if self._filler_top_k > 1:

@@ -1,5 +1,9 @@
 """Decoders over token ids: plain, speculative, beam search; for decoder-only and encoder-decoder models."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
+
 from sampling.autoregressive import autoregressive_generate, autoregressive_generate_encoder_decoder, autoregressive_steps
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
 from sampling.chain import ChainDrafter

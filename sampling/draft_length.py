@@ -27,16 +27,33 @@ SURE = 0.98  # no chance is better than this
 AHEAD = 8  # further drafts that are thought of
 
 
+class Tempo:
+    """What a run makes: tokens per time, in plain steps, by the table of costs. Old rounds fade."""
+
+    def __init__(self) -> None:
+        self._tokens = self._time = PRIOR_WEIGHT  # plain decoding to begin with
+
+    def add(self, tokens: int, time: float) -> None:
+        """A round."""
+        self._tokens, self._time = FADE * self._tokens + tokens, FADE * self._time + time
+
+    @property
+    def pace(self) -> float:
+        """Tokens per time so far, at least that of plain decoding."""
+        return max(1.0, self._tokens / self._time)
+
+
 class DraftLength:
     """Chances by mark, and the number of drafts with the most value.
 
-    costs: of windows. step: of one draft, in plain steps; n-grams cost next to nothing.
+    costs: of windows. step: of one draft, in plain steps; n-grams cost next to nothing. tempo: that of the run, where other drafters draft
+    for it too; those learn what they were asked for, each by itself.
     """
 
-    def __init__(self, costs: Costs, step: float = 0.0) -> None:
+    def __init__(self, costs: Costs, step: float = 0.0, tempo: Tempo | None = None) -> None:
         self._costs, self._step = costs, step
         self._tried: dict[Mark, tuple[float, float]] = {}  # (accepted, tried), faded
-        self._made = (PRIOR_WEIGHT, PRIOR_WEIGHT)  # (tokens, time), faded: plain decoding to begin with
+        self._shares, self._tempo = tempo is not None, tempo or Tempo()
 
     def chance(self, mark: Mark) -> float:
         """Of a draft with this mark, if it is reached."""
@@ -51,8 +68,8 @@ class DraftLength:
 
     @property
     def pace(self) -> float:
-        """Tokens per time of the run so far, at least that of plain decoding."""
-        return max(1.0, self._made[0] / self._made[1])
+        """Of the run so far."""
+        return self._tempo.pace
 
     def best(self, marks: Sequence[Mark]) -> int:
         """How many of these drafts, all of them at hand, to send."""
@@ -83,12 +100,16 @@ class DraftLength:
             values.append(tokens - pace * self.cost(count))
         return values
 
-    def learn(self, marks: Sequence[Mark], accepted: int) -> None:
-        """A round's drafts by their marks, and how many stood; what lies behind the first rejected one says nothing."""
+    def learn(self, marks: Sequence[Mark], accepted: int, computed: int = 0) -> None:
+        """A round's drafts by their marks, and how many stood; what lies behind the first rejected one says nothing.
+
+        computed: drafts whose law was computed, where that is more than were sent.
+        """
         self._tried = {mark: (FADE * good, FADE * tried) for mark, (good, tried) in self._tried.items()}
         for place, mark in enumerate(marks[: accepted + 1]):
             for known in (mark, ("place", place)):
                 good, tried = self._tried.get(known, (0.0, 0.0))
                 self._tried[known] = (good + (place < accepted), tried + 1)
-        tokens, time = self._made
-        self._made = (FADE * tokens + accepted + 1, FADE * time + 1 + self.cost(len(marks)))
+        if marks or computed or not self._shares:  # where nothing was drafted, another drafter may have been asked
+            count = len(marks)
+            self._tempo.add(accepted + 1, 1 + self._costs.window(count) + max(count, computed) * self._step)

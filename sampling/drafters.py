@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 
-from sampling.draft_length import DraftLength
+from sampling.draft_length import DraftLength, Tempo
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_steps
@@ -19,10 +20,10 @@ from utils.strategies import DrafterKind, Job
 TIMED_DRAFTS, TIMED_ROUNDS = 8, 6
 
 
-def loaded_drafter(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
+def loaded_drafter(job: Job, rule: Rule, tempo: Tempo | None = None) -> tuple[Drafter, ModelSession]:
     """The loaded drafter, and the target's session, which keeps the hidden states that the drafter asks for."""
     drafter = job.pair.drafter
-    length = draft_length(job, job.pair.drafter_kind)
+    length = draft_length(job, job.pair.drafter_kind, tempo)
     if isinstance(drafter, Grafted):
         target = job.session("target", features=drafter.head.shape.layers)
         head, read = HeadSession(drafter), target.take_features()
@@ -49,12 +50,12 @@ MODEL_KINDS = (
 )
 
 
-def draft_length(job: Job, kind: str | None) -> DraftLength | None:
-    """What chooses the number of drafts of this kind of drafter; None where the settings fix it."""
+def draft_length(job: Job, kind: str | None, tempo: Tempo | None = None) -> DraftLength | None:
+    """What chooses the number of drafts of this kind of drafter; None where the settings fix it. tempo: that of a run shared by several."""
     if job.settings.gamma is not None:
         return None
     costs = job.settings.costs or Costs()
-    return DraftLength(costs, costs.step(kind))
+    return DraftLength(costs, costs.step(kind), tempo)
 
 
 def free_drafter(job: Job) -> Session:
@@ -90,7 +91,8 @@ def draft_seconds(job: Job, kind: DrafterKind) -> float:
     rule = RULES[job.settings.verify]
     drafter, target = kind.make(job, rule)
     timed = Timed(drafter)
-    rounds = speculative_steps(job.prompt, timed, target, job.decoding, gamma=TIMED_DRAFTS, rule=rule)
+    endless = replace(job.decoding, end_ids=frozenset())
+    rounds = speculative_steps(job.prompt, timed, target, endless, gamma=TIMED_DRAFTS, rule=rule)
     for _ in islice(rounds, TIMED_ROUNDS):
         pass
     return min((seconds / drafts for drafts, seconds in timed.rounds if drafts), default=0.0)

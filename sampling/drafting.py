@@ -4,6 +4,7 @@ The draft-verify loop sees only the protocol. A drafter keeps its own state (a c
 of its draft.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
@@ -75,7 +76,7 @@ class ModelDrafter:
     ) -> None:
         self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
         self._shares_noise, self._length = shares_noise, length
-        self._sent: tuple[list[int], list[Mark]] = ([], [])  # the round's drafts and their marks
+        self._sent: tuple[list[int], list[Mark], int] | None = None  # drafts, their marks, and how many were computed; None: not asked
         self._known = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin
         self._readable = True
@@ -88,6 +89,7 @@ class ModelDrafter:
             self._session.begin(prompt)
 
     def propose(self, context: list[int], count: int) -> Draft:
+        self._sent = [], [], 0
         room = self._session.room(context)
         count = count if room is None else min(count, room)
         if count < 1 or not self._readable:
@@ -96,17 +98,19 @@ class ModelDrafter:
         tokens: list[int] = []
         laws: list[Tensor] = []
         marks: list[Mark] = []
-        length = self._length
+        length, computed = self._length, 0
         while len(tokens) < count and (length is None or length.goes_on(marks)):
             logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
+            computed += 1
+            law = self._decoding.law(logits, self._session.name)[0]  # q, (V,)
             if length is not None:
                 marks.append(_sureness(logits))
                 if not length.sends(marks):  # seen in the law, before a token is drawn from it
                     marks.pop()
                     break
-            laws.append(self._decoding.law(logits, self._session.name)[0])  # q, (V,)
+            laws.append(law)
             tokens.append(self._draw(laws[-1], start + len(tokens), start))
-        self._sent = tokens, marks
+        self._sent = tokens, marks, computed
         if self._shares_noise or not tokens:
             return Draft(tokens)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
         probs = torch.stack(laws)
@@ -119,12 +123,16 @@ class ModelDrafter:
 
     def commit(self, context: list[int], verified: Verified) -> None:
         self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size
-        if self._length is not None:
-            tokens, marks = self._sent
-            stood = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, context[verified.start :], strict=False))
-            self._length.learn(marks, len(list(stood)))
-            self._sent = [], []
+        if self._length is not None and self._sent is not None:
+            tokens, marks, computed = self._sent
+            self._length.learn(marks, agreed(tokens, context[verified.start :]), computed)
+            self._sent = None
         self._session.rewind(len(context) - 1)
+
+
+def agreed(drafted: Sequence[int], text: Sequence[int]) -> int:
+    """How many drafts, from the front, became text."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text, strict=False)))
 
 
 def _sureness(logits: Tensor) -> Mark:

@@ -46,7 +46,7 @@ class Peeking(ModelDrafter):
         draft = super().propose(context, count)
         for index, token in enumerate(draft.tokens):
             if draft.probs[index, token] < 0.4:
-                self._sent = [part[:index] for part in self._sent]
+                self._sent = (self._sent[0][:index], self._sent[1][:index], index)
                 return Draft(draft.tokens[:index], draft.probs[:index]) if index else Draft([])
         return draft
 

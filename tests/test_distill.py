@@ -7,35 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shelf import load
-from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+from tiny import save_folder, tiny_head, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 from torch.nn.functional import log_softmax, softmax
 
 from sampling.distill.__main__ import main
-from sampling.distill.conversation import Script, Speaker
+from sampling.distill.conversation import ANSWERED, ASKED, FORCED, Script, Speaker
 from sampling.distill.corpus import Corpus
 from sampling.distill.trainer import Trainer
 from sampling.distill.training import Acceptance, HeadStudent, ModelStudent, count_acceptance, loss_of
 from sampling.distill.writing import Page, Writer
 from utils.caching import hidden_features
 
-SMALL = (
-    "--tokens",
-    "600",
-    "--rows",
-    "6",
-    "--length",
-    "64",
-    "--batch",
-    "3",
-    "--passes",
-    "2",
-    "--vocabulary",
-    "150",
-    "--width",
-    "64",
-    "--depth",
-    "1",
-)
+FLAGS = "--tokens 1000 --rows 6 --length 96 --batch 3 --passes 2 --vocabulary 150 --width 64 --depth 1"
 LAYERS = (1, -1)
 
 
@@ -53,7 +36,7 @@ def _float32(monkeypatch):
 
 
 def make(target, out, *flags):
-    return main(["--target", str(target), "--out", str(out), "--device", "cpu", *SMALL, *flags])
+    return main(["--target", str(target), "--out", str(out), "--device", "cpu", *FLAGS.split(), *flags])
 
 
 def weights(out):
@@ -69,21 +52,14 @@ def page_of(model, *, seed=0, rows=6, length=40, asked=()):
 def test_a_page_is_what_the_target_says_and_saw():
     """Features are those of one whole forward over each row, greedy rows hold the target's own choices, forced tokens are told apart."""
     model = tiny_llama(vocab_size=300)
-    page, script, _ = page_of(model)
+    page, script, _ = page_of(model, length=90, asked=["Why?"])
     with torch.no_grad():
         output = model(input_ids=page.tokens.long(), output_hidden_states=True)
     assert torch.allclose(page.features.float(), hidden_features(output, LAYERS), atol=0.05, rtol=0.02)
     assert not page.own[:, : len(script.head)].any()
     assert page.tokens[:, : len(script.head)].tolist() == [list(script.head)] * 6
-    cold = page.own & (page.warmths == 0)[:, None]
-    answers = cold.clone()
-    for row in range(6):  # questions are drawn, answers are not: look behind the last opening of an answer
-        text = page.tokens[row].tolist()
-        starts = [place for place in range(len(text)) if tuple(text[place - len(script.to_answer) : place]) == script.to_answer]
-        answers[row, : starts[0] if starts else len(text)] = False
-    choices = output.logits.argmax(-1)[:, :-1]
-    right = answers[:, 1:] & answers[:, :-1]
-    assert torch.equal(choices[right], page.tokens[:, 1:].long()[right])
+    greedy = (page.answers & (page.warmths == 0)[:, None])[:, 1:]
+    assert greedy.any() and torch.equal(output.logits.argmax(-1)[:, :-1][greedy], page.tokens[:, 1:].long()[greedy])
 
 
 def test_the_same_seed_writes_the_same_page():
@@ -102,7 +78,7 @@ def test_the_template_speaks_between_the_turns():
         "<|im_start|>system\nYou are a tiny model<|im_end|>\n<|im_start|>user\n"
         + tokenizer.decode([65, 66]) + "<|im_end|>\n<|im_start|>assistant\n" + tokenizer.decode([67]) + "<|im_end|>"
     )  # fmt: skip
-    assert [token for token, own in said if own] == [65, 66, 67, end]
+    assert [(token, voice) for token, voice in said if voice] == [(65, ASKED), (66, ASKED), (67, ANSWERED), (end, ANSWERED)]
     assert speaker.temperature > 0 and tokenizer.decode(speaker.forced) == "\n<|im_start|>user\n"
 
 
@@ -118,8 +94,8 @@ def test_a_model_without_a_template_just_writes():
     script = Script.of(tokenizer, frozenset({tokenizer.eos_token_id}), [])
     speaker = Speaker(script, 0.7, ())
     first = tokenizer.bos_token_id
-    assert [speaker.next(9) for _ in range(3)] == [(first, False), (9, True), (9, True)]
-    assert speaker.next(tokenizer.eos_token_id) == (tokenizer.eos_token_id, True) and speaker.next(9) == (first, False)
+    assert [speaker.next(9) for _ in range(3)] == [(first, FORCED), (9, ANSWERED), (9, ANSWERED)]
+    assert speaker.next(tokenizer.eos_token_id) == (tokenizer.eos_token_id, ANSWERED) and speaker.next(9) == (first, FORCED)
 
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
@@ -150,8 +126,6 @@ def test_the_loss_and_its_gradient_are_cross_entropy(kind):
 
 
 def student_of(kind, model):
-    from tiny import tiny_head
-
     if kind == "lm":
         return ModelStudent(tiny_llama(5, num_hidden_layers=1).train().requires_grad_(True)), None
     grafted = tiny_head(model)
@@ -169,7 +143,7 @@ def test_acceptance_is_counted_as_drafting_would_meet_it():
     with torch.no_grad():
         truth = model(input_ids=tokens, output_hidden_states=True)
         guess = student.model(input_ids=tokens).logits
-    page = Page(tokens, hidden_features(truth, LAYERS), torch.rand(4, 30) > 0.2, torch.tensor([0.0, 0.0, 1.0, 0.5]))
+    page = Page(tokens, hidden_features(truth, LAYERS), torch.randint(3, (4, 30)), torch.tensor([0.0, 0.0, 1.0, 0.5]))
     counts = Acceptance.empty(2)
     count_acceptance(student, page, model.lm_head.weight.detach(), counts)
     same = guess.argmax(-1) == truth.logits.argmax(-1)
@@ -179,10 +153,10 @@ def test_acceptance_is_counted_as_drafting_would_meet_it():
         for step in range(2):
             place = entry + step + 2
             for row in range(4):
-                if page.own[row, place] and row < 2 and (step == 0 or same[row, place - 2]):
+                if page.voices[row, place] == ANSWERED and row < 2 and (step == 0 or same[row, place - 2]):
                     greedy[step][0] += int(same[row, place - 1])
                     greedy[step][1] += 1
-                if page.own[row, place] and row == 2:
+                if page.voices[row, place] == ANSWERED and row == 2:
                     drawn[step][0] += float(overlap[row, place - 1])
                     drawn[step][1] += 1
     assert counts.greedy == greedy
@@ -193,7 +167,12 @@ def test_acceptance_is_counted_as_drafting_would_meet_it():
 def test_a_drafter_is_made_described_and_loaded(target, tmp_path, kind, capsys):
     assert make(target, tmp_path / "made", "--kind", kind) == 0
     card = (tmp_path / "made" / "README.md").read_text()
-    assert "draft's place in its round | 1 | 2 | 3" in card and "tokens that the target chose" in card and "/tiny" not in card
+    assert (
+        "draft's place in its round | 1 | 2 | 3" in card
+        and "tokens that the target chose" in card
+        and "--target TARGET" in card
+        and str(target) not in card
+    )
     assert not (tmp_path / "made" / "work").exists()
     pair = load(target, tmp_path / "made")
     assert pair.drafter_kind == ("head" if kind == "head" else "model")
@@ -247,6 +226,7 @@ def test_learning_helps(target, tmp_path):
         (["--target", "./nowhere"], "does not exist"),
         (["--target", "embedded", "--device", "cuda:99"], "CUDA"),
         (["--target", "embedded", "--prompts", "./nowhere"], "cannot be read"),
+        (["--target", "embedded", "--prompts", "/dev/null"], "holds no prompt"),
     ],
 )
 def test_orders_that_cannot_be_carried_out(tmp_path, capsys, flags, words):
@@ -262,10 +242,52 @@ def test_unfinished_work_is_not_overwritten(target, tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--resume", "--target", "other"]) == 1
 
 
-def test_targets_that_no_drafter_can_be_made_for(tmp_path, capsys):
-    save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer())
-    assert make(tmp_path / "t5", tmp_path / "out") == 1
-    assert "encoder-decoder" in capsys.readouterr().err
+@pytest.mark.parametrize(("build", "words"), [(tiny_t5, "encoder-decoder"), (tiny_mamba, "recurrent")])
+def test_targets_that_no_drafter_can_be_made_for(tmp_path, capsys, build, words):
+    save_folder(tmp_path / "target", build(vocab_size=300), tiny_tokenizer())
+    assert make(tmp_path / "target", tmp_path / "out") == 1
+    assert words in capsys.readouterr().err
+
+
+def test_conversations_too_short_to_hold_any(target, tmp_path, capsys):
+    assert make(target, tmp_path, "--length", "40") == 1
+    assert "--length must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.safetensors", "pages/page-00000.safetensors"])
+def test_damaged_work_is_a_sentence(target, tmp_path, capsys, name):
+    assert make(target, tmp_path, "--keep") == 0
+    (tmp_path / "work" / name).write_bytes((tmp_path / "work" / name).read_bytes()[:20])
+    assert main(["--out", str(tmp_path), "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert "damaged" in said and "Traceback" not in said
+
+
+def test_a_step_that_was_interrupted_in_the_middle_is_done_again(target, tmp_path, monkeypatch):
+    """Half of the weights stepped, half not: the checkpoint before it is gone on from, and the end is the same."""
+    assert make(target, tmp_path / "whole") == 0
+    step, calls = torch.optim.AdamW.step, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:  # Muon's half of the step is done
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        patch.setattr("sampling.distill.workshop.CHECKPOINT_SECONDS", 0.0)
+        assert make(target, tmp_path / "parts") == 130
+    assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
+    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_kind_in_the_same_folder_leaves_no_trace(target, tmp_path):
+    assert make(target, tmp_path) == 0 and make(target, tmp_path, "--kind", "lm") == 0
+    assert load(target, tmp_path).drafter_kind == "model"
+    assert make(target, tmp_path) == 0
+    assert load(target, tmp_path).drafter_kind == "head"
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,9 @@ class Ear(DraftLength):
         super().__init__(costs, step)
         self.heard = []
 
-    def learn(self, marks, accepted):
+    def learn(self, marks, accepted, computed=0):
         self.heard.append((list(marks), accepted))
-        super().learn(marks, accepted)
+        super().learn(marks, accepted, computed)
 
 
 def test_the_ngram_drafter_learns_how_many_of_its_drafts_stood():

@@ -7,7 +7,7 @@ import torch
 from shelf import fill_shelf, load, refusal
 from tiny import save_folder, tiny_head, tiny_llama, tiny_tokenizer
 
-from utils.models.head_file import HeadFile, fingerprint, load_head, save_head
+from utils.models.head_file import HeadFile, load_head, save_head
 from utils.models.heads import feature_layers
 
 
@@ -17,7 +17,7 @@ def shelf(tmp_path_factory):
     root = fill_shelf(tmp_path_factory.mktemp("shelf"))
     target = load(root / "target").target
     kept = tiny_head(target)
-    save_head(root / "head", HeadFile(kept.head, kept.vocabulary, "tiny target", fingerprint(target)))
+    save_head(root / "head", HeadFile.of(kept.head, kept.vocabulary, target))
     return root
 
 
@@ -43,8 +43,11 @@ def test_a_head_fits_its_target_in_any_number_format(shelf):
 
 def test_a_head_is_refused_for_another_target(shelf):
     save_folder(shelf / "sibling", tiny_llama(7, vocab_size=300, num_hidden_layers=6), tiny_tokenizer())
-    for other in ("sibling", "padded", "single"):
-        assert "reads the hidden states of tiny target" in refusal(shelf / other, shelf / "head")
+    deeper = tiny_llama(vocab_size=300, num_hidden_layers=7)
+    deeper.load_state_dict(tiny_llama(vocab_size=300, num_hidden_layers=6).state_dict(), strict=False)
+    save_folder(shelf / "deeper", deeper, tiny_tokenizer())
+    for other in ("sibling", "padded", "single", "deeper"):
+        assert "reads the hidden states of target" in refusal(shelf / other, shelf / "head")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Costs:
         costs = self.windows or (0.0,)
         if drafts <= len(costs):
             return costs[drafts - 1] if drafts else 0.0
-        step = costs[-1] - costs[-2] if len(costs) > 1 else costs[-1]
+        step = max(0.0, costs[-1] - costs[-2] if len(costs) > 1 else costs[-1])
         return costs[-1] + (drafts - len(costs)) * step
 
     def step(self, kind: str | None) -> float:

@@ -8,11 +8,9 @@ from typing import Any
 
 from utils.bounds import AUTO_GAMMA, ENGINES, LOADED, MAX_FILLER, MAX_GRAMS, MAX_SEED, RULES
 from utils.costs import Costs
+from utils.draft_kinds import CostTable, DraftCount, DrafterWords
 from utils.kinds import (
     Choice,
-    CostTable,
-    DraftCount,
-    DrafterWords,
     Kind,
     Limits,
     ProcessorKind,

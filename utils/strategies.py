@@ -69,13 +69,20 @@ class Job:
 class DrafterKind:
     """A row of the table of drafters. pattern: of its word in /drafter_kind. make: a drafter and the target's session, for a rule.
 
-    own_law: whether its drafts have a law of their own. loads: whether it needs the drafter that was loaded with the pair.
+    own_law: whether its drafts have a law of their own. loads: whether it needs the drafter that was loaded with the pair. parts: the
+    words of what it is made of.
     """
 
     pattern: str
     make: Callable[[Job, Any], tuple[Any, ModelSession]]
     own_law: bool
     loads: bool = False
+    parts: tuple[str, ...] = ()
+
+
+def drafter_label(word: str, pair: Any) -> str | None:
+    """What a word of /drafter_kind comes to with this pair."""
+    return pair.drafter_kind if word == LOADED else word
 
 
 def kind_of(word: str, kinds: Sequence[DrafterKind]) -> DrafterKind:
@@ -90,7 +97,7 @@ class Strategy:
     drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. drafts: whether it
     drafts; draft_law: whether its drafts have a law of their own, so that p/q rules judge them. uses_target and needs_drafter: which
     models it runs. draws: whether it draws its tokens, one by one, from a law. kinds: the drafters that can draft
-    for it; word: the one that does.
+    for it; words: the one that does, or what that is made of.
     """
 
     name: str
@@ -105,7 +112,7 @@ class Strategy:
     needs_drafter: bool = False
     draws: bool = True
     kinds: "Sequence[DrafterKind]" = ()
-    word: str = LOADED
+    words: tuple[str, ...] = (LOADED,)
 
     @property
     def is_baseline(self) -> bool:
@@ -124,11 +131,11 @@ class Strategy:
         """
         if not self.kinds:
             return [self]
-        return [self._with_drafter(word, pair, alone=len(words) == 1) for word in words]
+        by_label = {drafter_label(word, pair): word for word in reversed(words)}  # the loaded one may have been named twice
+        return [self._with_drafter(word, pair, alone=len(by_label) == 1) for word in words if word in by_label.values()]
 
     def _with_drafter(self, word: str, pair: Any, *, alone: bool) -> "Strategy":
-        kind = kind_of(word, self.kinds)
-        label = pair.drafter_kind if word == LOADED else word
+        kind, label = kind_of(word, self.kinds), drafter_label(word, pair)
         if pair.drafter is not None and word in ("model", "head") and word != pair.drafter_kind:
             raise UserError(f"The drafter that is loaded is {pair.drafter_kind}, not {word}: start with another --drafter.")
         return replace(
@@ -136,7 +143,7 @@ class Strategy:
             name=self.name if alone else f"{self.name} {label}",
             title=self.title if word == LOADED and alone else f"{self.title}, {label}",
             steps=lambda job: self.steps(replace(job, drafter=word)),
-            word=word,
+            words=kind.parts or (word,),
             drafter_kind=lambda pair: label,
             draft_law=kind.own_law,
             needs_drafter=kind.loads,

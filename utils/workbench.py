@@ -23,7 +23,7 @@ from utils.records import RecordFile
 from utils.results import collect
 from utils.runner import Runner, Verdict, explain_error
 from utils.settings import Settings
-from utils.strategies import DrafterKind, Job, Strategy, kind_of
+from utils.strategies import DrafterKind, Job, Strategy, drafter_label, kind_of
 from utils.text import encodable, unescaped
 
 MEASURED = 64  # tokens over which a drafter is timed
@@ -66,17 +66,18 @@ class Workbench:
     def _measured(self, settings: Settings) -> Settings:
         """With the costs of all kinds of drafters that they name; what the table lacks is measured now.
 
-        Raises UserError for a kind that is not there or cannot draft.
+        Raises UserError for a kind that is not there or cannot draft, leaving all as it was.
         """
         engine = self._pair.engine
         known = settings.costs or Costs.of(engine.costs, {})
         steps = dict(known.steps)
         short = replace(settings, length=min(MEASURED, self._limits.context), gamma=MEASURED)
-        for strategy in self._bench.runnable(short):
-            label = strategy.drafter_kind(self._pair)
-            if strategy.kinds and label is not None and label not in steps:
-                kind = kind_of(strategy.word, strategy.kinds)
-                seconds = self._tools.draft_seconds(replace(self._bench.job([0, 0, 0, 0], short), drafter=strategy.word), kind)
+        kinds = [(word, strategy.kinds) for strategy in self._bench.runnable(short) if strategy.kinds for word in strategy.words]
+        for word, table in kinds:
+            label = drafter_label(word, self._pair)
+            if label is not None and label not in steps:
+                job = replace(self._bench.job([0, 0, 0, 0], short), drafter=word)
+                seconds = self._tools.draft_seconds(job, kind_of(word, table))
                 steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
         return replace(settings, costs=Costs.of(known.windows, steps))
 
@@ -141,6 +142,7 @@ class Workbench:
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:
+            self._bench.variants(settings)
             settings = self._measured(settings)  # refused before anything is changed
         if settings.ngram_storage != self.settings.ngram_storage:
             self._bench.memory.storage = self._bench.new_storage(settings)
@@ -149,7 +151,10 @@ class Workbench:
             self._bench.compute(settings)
             self._renderer.note(f"engine: {self._pair.engine.state.sentence()}")
             settings = replace(settings, costs=None)
-        self.settings = settings if settings.costs else self._measured(settings)
+        if settings.costs is None:
+            with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
+                settings = self._measured(settings)
+        self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:
         return settings if not settings.chat or has_chat_template(self._pair.tokenizer) else replace(settings, chat=False)

@@ -1,9 +1,8 @@
 """`python -m sampling.distill`: make a drafter for any target, out of text that the target writes itself."""
 
-import os
+import json
+import signal
 import sys
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see infer.py
 
 from sampling.distill.plan import read_order
 from utils.errors import UserError
@@ -23,14 +22,34 @@ def main(argv: list[str] | None = None) -> int:
             workshop.measure()
         else:
             workshop.make()
-    except UserError as error:
-        renderer.error(str(error))
-        return 1
     except KeyboardInterrupt:
-        renderer.note("Interrupted: the same command with --resume goes on from here.")
+        renderer.note("Interrupted: --out FOLDER --resume goes on from here, where pages were to be written.")
         return 130
+    except Exception as error:
+        if not (why := explained_failure(error)):
+            raise  # a bug
+        renderer.error(why)
+        return 1
     return 0
 
 
+def explained_failure(error: Exception) -> str:
+    """A sentence for what a user can mend; nothing for a bug."""
+    from safetensors import SafetensorError
+
+    from utils.models.failures import is_out_of_memory
+
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return "Out of memory: fewer --rows or a smaller --batch need less; --resume goes on with what is written."
+    if isinstance(error, OSError):
+        return f"The work cannot be read or written: {error.strerror or error}. Make room, or choose another --out."
+    if isinstance(error, SafetensorError | json.JSONDecodeError):
+        return f"A file of the work is damaged ({error}): delete the folder's work and begin again."
+    return ""
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell that started this had it ignored
     sys.exit(main())

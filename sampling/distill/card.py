@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ MODEL = "a small causal language model with the target's tokenizer"
 def write_card(order: Order, progress: Any, rates: dict[str, list[float | None]], *, written: int, steps: int, target: Any) -> None:
     """README.md next to the weights. Raises UserError where it cannot be written."""
     plan = order.plan
-    settings = asdict(plan) | {"target": target.name_or_path}  # whatever folder it lay in
-    flags = [f"--{name} {value}" for name, value in settings.items() if value and name not in ("rate_rest", "device")]
+    # Folders are this machine's own: a reader has others.
+    settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
+    settings |= {"prompts": "PROMPTS"} if plan.prompts else {}
+    flags = [f"--{name} {shlex.quote(str(value))}" for name, value in settings.items() if value and name not in ("rate_rest", "device")]
     lines = [
         f"# Drafter for {target.name_or_path}",
         "",

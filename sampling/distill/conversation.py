@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 # Stand for what is said; letters only, so that no template trims or escapes them.
 FIRST, ANSWER, SECOND = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
+FORCED, ASKED, ANSWERED = range(3)  # whose token it is: the template's, or the target's as a user or in an answer
 LONGEST_QUESTION = 96  # tokens; a small model may never end a question
 QUESTION_WARMTH = 0.8  # greedily there would be one question only; at 1 a small model asks nonsense
 
@@ -87,20 +88,21 @@ class Speaker:
         """Of the next token."""
         return self.warmth if self.answering else QUESTION_WARMTH
 
-    def next(self, drawn: int) -> tuple[int, bool]:
-        """The row's next token, given what the target drew, and whether it is the target's own."""
+    def next(self, drawn: int) -> tuple[int, int]:
+        """The row's next token, given what the target drew, and whose it is."""
         if self.forced:
-            return self.forced.pop(0), False
+            return self.forced.pop(0), FORCED
         self.spoken += 1
+        voice = ANSWERED if self.answering else ASKED
         ended = drawn in self.script.end_ids
         if not self.answering and (ended or self.spoken > LONGEST_QUESTION):
             self._turn(answering=True)
-            return self.forced.pop(0), False
+            return self.forced.pop(0), FORCED
         if ended:
             self._turn(answering=not self.script.to_answer)
             if self.forced and self.forced[0] == drawn:  # the template writes the end itself
                 del self.forced[0]
-        return drawn, True
+        return drawn, voice
 
     def _turn(self, *, answering: bool) -> None:
         self.answering, self.spoken = answering, 0

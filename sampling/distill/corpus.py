@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sampling.distill.writing import Page
@@ -24,12 +25,21 @@ class Corpus:
             count += 1
         return count
 
+    @property
+    def count(self) -> int:
+        """Tokens that the target chose."""
+        total = 0
+        for number in range(len(self)):
+            with safe_open(self._path(number), framework="pt") as file:
+                total += int(file.metadata()["count"])
+        return total
+
     def add(self, page: Page) -> None:
         """Behind the last one."""
         path = self._path(len(self))
         half = path.with_suffix(".part")
-        parts = {"tokens": page.tokens, "features": page.features, "own": page.own, "warmths": page.warmths}
-        save_file(parts, half, metadata={"count": str(page.count)})
+        parts = {"tokens": page.tokens, "features": page.features, "voices": page.voices, "warmths": page.warmths}
+        save_file(parts, half, metadata={"count": str(int(page.own.sum()))})
         os.replace(half, path)
 
     def page(self, number: int) -> Page:

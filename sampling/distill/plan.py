@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from utils.bounds import DEVICE_PATTERN
+from utils.bounds import DEVICE_PATTERN, MAX_SEED
 from utils.errors import UserError
 
 KINDS = ("head", "lm")
 PLAN = "plan.json"
+MOST_STEPS = 8
 COUNTS = {
     "tokens": "tokens that the target writes",
     "rows": "conversations that it writes at once",
@@ -87,11 +90,17 @@ def read_order(argv: list[str] | None = None) -> Order:
     parser.add_argument("--resume", action="store_true", help="go on where the work in the folder stopped")
     parser.add_argument("--keep", action="store_true", help="keep pages and checkpoints in FOLDER/work when it is done")
     parser.add_argument("--measure", action="store_true", help="only measure the drafter in the folder, on text written anew")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
     for name, meaning in COUNTS.items():
         parser.add_argument(f"--{name}", type=_count, default=usual[name], metavar="N", help=f"{meaning} (default: {usual[name]})")
-    parser.add_argument("--rate", type=float, default=usual["rate"], metavar="R", help=f"learning rate (default: {usual['rate']})")
+    parser.add_argument("--rate", type=_rate, default=usual["rate"], metavar="R", help=f"learning rate (default: {usual['rate']})")
     given = parser.parse_args(argv)
+    if given.rows < given.batch:
+        parser.error(f"--batch {given.batch} is more than the --rows {given.rows} of a page")
+    if given.width % 64:
+        parser.error(f"--width {given.width} is no multiple of 64")
+    if given.steps > MOST_STEPS:
+        parser.error(f"--steps {given.steps} is out of range: 1 to {MOST_STEPS}")
     chosen = {name: value for name, value in vars(given).items() if name in usual}
     plan = Plan(**chosen | {"target": given.target or ""})
     return _checked(Order(plan, given.out.expanduser(), given.resume, given.keep, given.measure))
@@ -103,6 +112,9 @@ def _checked(order: Order) -> Order:
         if not file.is_file():
             raise UserError(f"There is nothing to resume in {order.out}: leave --resume out to begin.")
         kept = Plan(**json.loads(file.read_text(encoding="utf-8")))
+        kept = replace(kept, hours=order.plan.hours or kept.hours)
+        if order.plan.device != "auto":
+            kept = replace(kept, device=order.plan.device)
         if order.plan.target and order.plan.target != kept.target:
             raise UserError(f"The work in {order.out} is for {kept.target}, not for {order.plan.target}.")
         return replace(order, plan=kept)
@@ -114,18 +126,36 @@ def _checked(order: Order) -> Order:
 
 
 def keep_plan(order: Order) -> None:
-    """Write the plan next to the work. Raises UserError where that cannot be written."""
-    try:
-        order.work.mkdir(parents=True, exist_ok=True)
-        (order.work / PLAN).write_text(json.dumps(asdict(order.plan), indent=1), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{order.out} cannot be written: {error.strerror or error}. Choose another folder.") from error
+    """Write the plan next to the work."""
+    order.work.mkdir(parents=True, exist_ok=True)
+    write_json(order.work / PLAN, asdict(order.plan))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    half = path.with_suffix(".part")
+    half.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(half, path)
 
 
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is out of range: a whole number of at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: 0 to {MAX_SEED}")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: above 0, at most 1")
     return value
 
 

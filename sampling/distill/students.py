@@ -14,7 +14,7 @@ from sampling.distill.plan import Plan
 from sampling.distill.training import HeadStudent, ModelStudent, Student
 from utils.caching import context_length, vocabulary_size
 from utils.models.failures import quiet
-from utils.models.head_file import HeadFile, fingerprint, save_head
+from utils.models.head_file import CONFIG, HeadFile, save_head
 from utils.models.heads import Head, feature_layers, shape_for
 
 
@@ -85,8 +85,9 @@ def _small_model(target: Any, plan: Plan) -> Any:
 def keep(student: Student, folder: Path, target: Any, tokenizer: Any) -> None:
     """Write a drafter that `--drafter FOLDER` takes."""
     if isinstance(student, HeadStudent):
-        save_head(folder, HeadFile(student.head, student.ids, target.name_or_path, fingerprint(target)))
+        save_head(folder, HeadFile.of(student.head, student.ids, target))
     elif isinstance(student, ModelStudent):
+        (folder / CONFIG).unlink(missing_ok=True)  # no head any more
         with quiet():
             student.model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -43,6 +43,7 @@ class Trainer:
     def __init__(self, student: Student, schooling: Schooling, plan: Plan, total: int) -> None:
         self.student, self._schooling, self._plan, self.total = student, schooling, plan, total
         self.step, self.loss = 0, float("nan")
+        self.whole = True  # whether no step is half done
         matrices = [part for name, part in student.weights.named_parameters() if part.dim() == 2 and "embed" not in name]
         known = {id(part) for part in matrices}
         rest = [part for part in student.weights.parameters() if id(part) not in known]
@@ -51,6 +52,7 @@ class Trainer:
             torch.optim.AdamW(rest, lr=plan.rate_rest, weight_decay=0.0, betas=(0.9, 0.95)),
         ]
         self._rates = (plan.rate, plan.rate_rest)
+        self._count = len(schooling.pages)
         self._held: tuple[int, Page] | None = None  # the page in hand
 
     def train(self) -> None:
@@ -61,6 +63,7 @@ class Trainer:
         loss.backward()
         value = loss.item()
         nn.utils.clip_grad_norm_(self.student.weights.parameters(), 1.0)
+        self.whole = False
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * self._share()
@@ -68,6 +71,7 @@ class Trainer:
             optimizer.zero_grad()
         self.step += 1
         self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
+        self.whole = True
 
     def _share(self) -> float:
         """Of the learning rate: a short rise, then half a cosine down to a hundredth."""
@@ -76,15 +80,15 @@ class Trainer:
 
     def _batch(self) -> Page:
         """Rows of one page; which ones is told by the seed and the step."""
-        pages, plan = self._schooling.pages, self._plan
+        plan = self._plan
         per_page = max(1, plan.rows // plan.batch)
         turn, part = divmod(self.step, per_page)
-        around, place = divmod(turn, len(pages))
-        order = _shuffled(len(pages), plan.seed, around)
+        around, place = divmod(turn, self._count)
+        order = _shuffled(self._count, plan.seed, around)
         page = self._page(order[place])
         rows = torch.tensor(_shuffled(page.tokens.shape[0], plan.seed, turn)[part * plan.batch : (part + 1) * plan.batch])
         device = self._schooling.head.device
-        return Page(*(piece[rows].to(device) for piece in (page.tokens, page.features, page.own, page.warmths)))
+        return page.rows(rows, device)
 
     def _page(self, number: int) -> Page:
         if self._held is None or self._held[0] != number:
@@ -94,8 +98,7 @@ class Trainer:
     def acceptance(self, rows: int | None = None) -> Acceptance:
         """On the page that is held out, or so many rows of it."""
         held_out = self._schooling.held_out
-        page = Page(*(part[:rows] for part in (held_out.tokens, held_out.features, held_out.own, held_out.warmths)))
-        return measure(self.student, page, self._schooling.head, self._plan)
+        return measure(self.student, held_out.rows(slice(rows)), self._schooling.head, self._plan)
 
     def save(self, folder: Path) -> None:
         """All that is needed to go on."""
@@ -128,9 +131,8 @@ def measure(student: Student, page: Page, head: Tensor, plan: Plan) -> Acceptanc
     """What a student's drafts of a page come to."""
     counts = Acceptance.empty(plan.steps)
     for rows in torch.arange(page.tokens.shape[0]).split(plan.batch):
-        piece = Page(*(part[rows].to(head.device) for part in (page.tokens, page.features, page.own, page.warmths)))
         with mixed(head):
-            count_acceptance(student, piece, head, counts)
+            count_acceptance(student, page.rows(rows, head.device), head, counts)
     return counts
 
 

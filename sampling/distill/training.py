@@ -144,8 +144,8 @@ def loss_of(student: Student, page: Page, head: Tensor, steps: int) -> Tensor:
 class Acceptance:
     """Counts by the draft's place in its round.
 
-    greedy: (accepted, tried) of greedy text, a place counting as tried where all earlier ones agreed. drawn: summed chance and count, at
-    temperature 1: sum_x min(p(x), q(x)) over text drawn there.
+    greedy: (accepted, tried) in greedy answers, a place counting as tried where all earlier ones agreed. drawn: summed chance and count
+    in answers drawn at temperature 1: sum_x min(p(x), q(x)), behind the text's own tokens.
     """
 
     greedy: list[list[float]]
@@ -171,7 +171,7 @@ def count_acceptance(student: Student, page: Page, head: Tensor, counts: Accepta
     agreed: Tensor | None = None
     for step, guesses in enumerate(student.guesses(page, steps)):
         width = guesses.states.shape[1]
-        own = page.own[:, guesses.place : guesses.place + width]
+        answers = page.answers[:, guesses.place : guesses.place + width]
         wanted = last[:, guesses.place - 1 : guesses.place - 1 + width]
         logits = linear(guesses.states.to(head.dtype), guesses.rows.to(head.dtype)).float()
         ids = logits.argmax(-1)
@@ -179,12 +179,12 @@ def count_acceptance(student: Student, page: Page, head: Tensor, counts: Accepta
         truth = linear(wanted, head).float()
         same = ids == truth.argmax(-1)
         agreed = torch.ones_like(same) if agreed is None else agreed
-        greedy = own & agreed & (page.warmths == 0)[:, None]
+        greedy = answers & agreed & (page.warmths == 0)[:, None]
         counts.greedy[step][0] += float((same & greedy).sum())
         counts.greedy[step][1] += float(greedy.sum())
         law = torch.softmax(truth, dim=-1)
         overlap = torch.minimum(law if student.vocabulary is None else law[..., student.vocabulary], logits.softmax(-1)).sum(-1)
-        drawn = own & (page.warmths == 1)[:, None]
+        drawn = answers & (page.warmths == 1)[:, None]
         counts.drawn[step][0] += float(overlap[drawn].sum())
         counts.drawn[step][1] += float(drawn.sum())
         agreed = agreed & same

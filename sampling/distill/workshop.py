@@ -7,11 +7,10 @@ last checkpoint, and nothing else.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,14 @@ import torch
 from sampling.distill.card import write_card
 from sampling.distill.conversation import Script
 from sampling.distill.corpus import Corpus
-from sampling.distill.plan import Order, keep_plan
+from sampling.distill.plan import Order, keep_plan, write_json
 from sampling.distill.students import begin, head_student, keep, target_layers
+from sampling.distill.telling import Report, Teller, said
 from sampling.distill.trainer import STATE, Schooling, Trainer, measure, rounds
 from sampling.distill.training import ModelStudent, Student
 from sampling.distill.writing import Page, Writer
 from utils.arguments import read_prompts
+from utils.caching import context_length
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, load_model, load_tokenizer
 from utils.models.devices import choose_device
@@ -36,11 +37,9 @@ from utils.models.sources import locate
 WRITING_SHARE = 0.45  # of the hours
 FIRST_SEED = 1000  # of a page to learn from; those below are for pages held out
 CHECKPOINT_SECONDS = 120.0
-SAY_SECONDS = 15.0
 LOOKS, LOOK_ROWS = 20, 24  # at so many rows of the held-out page, while training
 TIMED = 10  # steps, by which the length of the training is reckoned
-
-Report = Callable[[str], None]
+LEAST = 16  # tokens of a conversation besides the template's first ones
 
 
 @dataclass(slots=True)
@@ -52,9 +51,7 @@ class Progress:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        half = folder / "progress.part"
-        half.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(half, folder / "progress.json")
+        write_json(folder / "progress.json", asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> Progress:
@@ -66,8 +63,8 @@ class Workshop:
     """A target, loaded, and an order to carry out."""
 
     def __init__(self, order: Order, report: Report) -> None:
-        self._order, self._plan, self._report = order, order.plan, report
-        questions = list(read_prompts(Path(order.plan.prompts))) if order.plan.prompts else []
+        self._order, self._report = order, report
+        questions = _questions(order.plan.prompts)
         device = choose_device(order.plan.device)
         source = locate(order.plan.target, report)
         self.target = load_model(source, "none", Placement(device, number_format(device), report))
@@ -77,9 +74,10 @@ class Workshop:
         self._tokenizer = tokenizer
         self._head = _head_of(self.target)
         script = Script.of(tokenizer, end_ids(self.target, tokenizer), questions)
-        bound = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None) or order.plan.length
-        length = min(order.plan.length, bound)
-        self._writer = Writer(self.target, script, target_layers(self.target), rows=order.plan.rows, length=length)
+        self._plan = replace(order.plan, length=min(order.plan.length, context_length(self.target) or order.plan.length))
+        if (least := len(script.head) + len(script.to_answer) + LEAST) > self._plan.length:
+            raise UserError(f"Conversations of {self._plan.length} tokens are too short here: --length must be at least {least}.")
+        self._writer = Writer(self.target, script, target_layers(self.target), rows=order.plan.rows, length=self._plan.length)
         self._asked = bool(questions)
 
     def make(self) -> None:
@@ -92,12 +90,13 @@ class Workshop:
         self._write(corpus, progress)
         trainer = self._trainer(corpus, held_out)
         self._train(trainer, progress)
-        rates = trainer.acceptance().rates()
         keep(trainer.student, order.out, self.target, self._tokenizer)
-        write_card(order, progress, rates, written=len(corpus) * held_out.count, steps=trainer.step, target=self.target)
+        rates = measure(self._finished(), held_out, self._head, self._plan).rates()  # of what was kept, which is rounded
+        write_card(order, progress, rates, written=corpus.count, steps=trainer.step, target=self.target)
         self._report(f"{order.out}: {said(rates)}")
         if not order.keep:
-            shutil.rmtree(work)
+            done = work.replace(work.with_name("work.done"))  # whole or not there
+            shutil.rmtree(done, ignore_errors=True)
 
     def measure(self) -> dict[str, list[float | None]]:
         """Acceptance of the drafter in the folder, on a page that is written anew from the plan's seed."""
@@ -144,32 +143,36 @@ class Workshop:
         return trainer
 
     def _train(self, trainer: Trainer, progress: Progress) -> None:
-        work, per_step = self._order.work, self._plan.batch * self._plan.length
-        before, began, first = progress.training, time.monotonic(), trainer.step
-        kept = said_at = began
+        per_step = self._plan.batch * self._plan.length
+        before = progress.training
+        kept = began = time.monotonic()
+        teller = Teller(self._report, "training", trainer.step * per_step, trainer.total * per_step)
         try:
             for step in rounds(trainer):
                 now = time.monotonic()
                 progress.training = before + now - began
-                if self._plan.hours and step == TIMED and not first:
+                if self._plan.hours and step == TIMED:
                     self._shorten(trainer, progress)
+                    teller.wanted = trainer.total * per_step
                 if step % max(1, trainer.total // LOOKS) == 0:
-                    rates = trainer.acceptance(LOOK_ROWS).rates()
-                    progress.curve.append({"tokens": step * per_step, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
-                    self._report(f"step {step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {said(rates)}")
+                    self._look(trainer, progress)
                 if now - kept > CHECKPOINT_SECONDS:
                     kept = now
-                    self._checkpoint(trainer, progress, work)
-                if now - said_at > SAY_SECONDS:
-                    said_at, speed = now, (step - first) / (now - began)
-                    left = (trainer.total - step) / speed
-                    self._report(f"training: {speed * per_step:,.0f} tokens/s, loss {trainer.loss:.2f}, {clock(left)} left")
+                    self._checkpoint(trainer, progress)
+                teller.tell(per_step, f", loss {trainer.loss:.2f}")
         finally:
-            self._checkpoint(trainer, progress, work)
+            if trainer.whole:  # else the last checkpoint is what there is
+                self._checkpoint(trainer, progress)
 
-    def _checkpoint(self, trainer: Trainer, progress: Progress, work: Path) -> None:
-        trainer.save(work)
-        progress.save(work)
+    def _look(self, trainer: Trainer, progress: Progress) -> None:
+        """Acceptance on a part of what is held out."""
+        rates, tokens = trainer.acceptance(LOOK_ROWS).rates(), trainer.step * self._plan.batch * self._plan.length
+        progress.curve.append({"tokens": tokens, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
+        self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {said(rates)}")
+
+    def _checkpoint(self, trainer: Trainer, progress: Progress) -> None:
+        trainer.save(self._order.work)
+        progress.save(self._order.work)
 
     def _shorten(self, trainer: Trainer, progress: Progress) -> None:
         """As many steps as the hours still hold."""
@@ -180,39 +183,19 @@ class Workshop:
         return Teller(self._report, what, made, wanted).tell
 
 
-class Teller:
-    """Says now and then how far the writing is."""
-
-    def __init__(self, report: Report, what: str, made: int, wanted: int) -> None:
-        self._report, self._what, self._made, self._wanted = report, what, made, wanted
-        self._first, self._began = made, time.monotonic()
-        self._said = self._began
-
-    def tell(self, count: int) -> None:
-        """So many tokens more."""
-        self._made += count
-        now = time.monotonic()
-        if now - self._said > SAY_SECONDS:
-            self._said, speed = now, (self._made - self._first) / (now - self._began)
-            left = clock((self._wanted - self._made) / speed)
-            self._report(f"{self._what}: {self._made:,} of {self._wanted:,} tokens, {speed:,.0f} tokens/s, {left} left")
-
-
-def clock(seconds: float) -> str:
-    """Hours and minutes, or minutes and seconds."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
-
-
-def said(rates: dict[str, list[float | None]]) -> str:
-    """Acceptance by place, for the screen."""
-    shown = {name: " ".join("-" if rate is None else f"{rate:.3f}" for rate in places) for name, places in rates.items()}
-    return f"greedy acceptance {shown['greedy']}, at T = 1 {shown['drawn']}"
+def _questions(file: str | None) -> list[str]:
+    found = list(read_prompts(Path(file))) if file else []
+    if file and not found:
+        raise UserError(f"The prompts file {file} holds no prompt: write one a line.")
+    return found
 
 
 def number_format(device: str) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it."""
-    able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() if device == "cpu" else not device.startswith("mps")
+    if device == "cpu":
+        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        able = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if able else torch.float32
 
 
@@ -221,6 +204,8 @@ def _head_of(target: Any) -> torch.Tensor:
     """The weight (V, H) whose product with the last hidden state is the target's logits. Raises UserError where there is none."""
     if target.config.is_encoder_decoder:
         raise UserError(f"{target.name_or_path} is an encoder-decoder model: drafters are made for decoder-only ones.")
+    if getattr(target, "_is_stateful", False):
+        raise UserError(f"{target.name_or_path} is a recurrent model: drafters are made for models with attention.")
     ids = torch.arange(8, device=target.device)[None] % target.config.get_text_config(decoder=True).vocab_size
     output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     layer = target.get_output_embeddings()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampling.distill.conversation import Script, Speaker
+from sampling.distill.conversation import ANSWERED, FORCED, Script, Speaker
 from utils.caching import hidden_features
 from utils.engine import attention
 from utils.growing_cache import growing_cache
@@ -23,20 +23,29 @@ WARMTHS = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # greedy answers and drawn ones: draft
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """B rows of T tokens. tokens (B, T) int32; features (B, T, F) of each position; own (B, T) whether the target chose the token;
+    """B rows of T tokens. tokens (B, T) int32; features (B, T, F) of each position; voices (B, T): whose each token is, see conversation.
 
     warmths (B,): the temperatures of the answers.
     """
 
     tokens: Tensor
     features: Tensor
-    own: Tensor
+    voices: Tensor
     warmths: Tensor
 
     @property
-    def count(self) -> int:
-        """Tokens that the target chose."""
-        return int(self.own.sum())
+    def own(self) -> Tensor:
+        """(B, T): the tokens that the target chose."""
+        return self.voices != FORCED
+
+    @property
+    def answers(self) -> Tensor:
+        """(B, T): those of its answers."""
+        return self.voices == ANSWERED
+
+    def rows(self, which: Any, device: Any = None) -> Page:
+        """Some rows of it."""
+        return Page(*(part[which].to(device) for part in (self.tokens, self.features, self.voices, self.warmths)))
 
 
 class Writer:
@@ -64,7 +73,7 @@ class Writer:
             Speaker(self._script, WARMTHS[row % len(WARMTHS)], chance.choice(self._script.openings), asked) for row in range(self._rows)
         ]
         tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
-        own = torch.zeros(self._rows, self._length, dtype=torch.bool)
+        voices = torch.zeros(self._rows, self._length, dtype=torch.uint8)
         features: Tensor | None = None
         cache = growing_cache(self._model.config)
         drawn = [0] * self._rows
@@ -72,7 +81,7 @@ class Writer:
             for place in range(self._length):
                 column = [speaker.next(token) for speaker, token in zip(speakers, drawn, strict=True)]
                 tokens[:, place] = torch.tensor([token for token, _ in column])
-                own[:, place] = torch.tensor([mine for _, mine in column])
+                voices[:, place] = torch.tensor([voice for _, voice in column])
                 ids = tokens[:, place : place + 1].long().to(self._model.device)
                 output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
                 seen = hidden_features(output, self._layers)[:, 0]
@@ -82,7 +91,7 @@ class Writer:
                 drawn = _draw(output.logits[:, -1], [speaker.temperature for speaker in speakers], generator)
                 tell(self._rows)
         assert features is not None
-        return Page(tokens, features, own, torch.tensor([speaker.warmth for speaker in speakers]))
+        return Page(tokens, features, voices, torch.tensor([speaker.warmth for speaker in speakers]))
 
 
 def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:

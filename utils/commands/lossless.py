@@ -83,6 +83,7 @@ def _best_fit(seen: Counter[int], laws: Sequence[Tensor]) -> Fit:
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     seed = (job.settings.seed + draw) % (MAX_SEED + 1)
     job.storage.reset()
+    job.kept.texts.clear()
     rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
     return next(rounds).tokens[0]
 

@@ -26,19 +26,24 @@ REMEDY = "make one for it with `python -m sampling.distill`"
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """vocabulary: the ids (V',) that it drafts, ascending. target: the name, and mark: the fingerprint, of the target it reads."""
+    """vocabulary: the ids (V',) that it drafts, ascending. target: the name of the target it reads; size, mark: what tells that one."""
 
     head: Head
     vocabulary: Tensor
     target: str
+    size: list[int]
     mark: Tensor
+
+    @classmethod
+    def of(cls, head: Head, vocabulary: Tensor, target: Any) -> HeadFile:
+        return cls(head, vocabulary, target.name_or_path, target_size(target), fingerprint(target))
 
 
 def save_head(folder: Path, made: HeadFile) -> None:
     """Write a head, weights in bfloat16. Raises UserError where the folder cannot be written."""
     tensors = {name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in made.head.state_dict().items()}
     tensors |= {"vocabulary": made.vocabulary.to("cpu", torch.int32), "mark": made.mark.cpu()}
-    about = {"format": FORMAT, "version": VERSION, "target": made.target, "shape": asdict(made.head.shape)}
+    about = {"format": FORMAT, "version": VERSION, "target": made.target, "size": made.size, "shape": asdict(made.head.shape)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / f"{WEIGHTS}.part")
@@ -63,7 +68,7 @@ def load_head(folder: Path, target: Any) -> Grafted:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         vocabulary, mark = parts.pop("vocabulary").long(), parts.pop("mark")
-        _check_target(target, mark, about["target"], folder)
+        _check_target(target, mark, about, folder)
         head = Head(shape)
         head.load_state_dict({name: part.float() for name, part in parts.items()})
         return Grafted(head, target, vocabulary)
@@ -75,16 +80,26 @@ def load_head(folder: Path, target: Any) -> Grafted:
         raise UserError(f"{folder} holds no head that can be read: fetch it again, or {REMEDY}.") from error
 
 
-def _check_target(target: Any, mark: Tensor, name: str, folder: Path) -> None:
-    own = fingerprint(target)
+def _check_target(target: Any, mark: Tensor, about: dict[str, Any], folder: Path) -> None:
+    own, size = fingerprint(target), target_size(target)
     # Number formats are less than this apart, and any two models more.
-    if own.shape != mark.shape or (own - mark).norm() > 0.02 * mark.norm():
-        raise UserError(f"The head in {folder} reads the hidden states of {name}, and the target is another model: {REMEDY}.")
+    if size != about["size"] or own.shape != mark.shape or (own - mark).norm() > 0.02 * mark.norm():
+        raise UserError(f"The head in {folder} reads the hidden states of {about['target']}, and the target is another model: {REMEDY}.")
+
+
+def target_size(target: Any) -> list[int]:
+    """Vocabulary, width and blocks of a target."""
+    config = target.config.get_text_config(decoder=True)
+    return [*target.get_input_embeddings().weight.shape, int(config.num_hidden_layers)]
 
 
 def fingerprint(target: Any) -> Tensor:
-    """Numbers (N,) that tell a target from others, whatever format its weights are in: a sample of its embedding and its last norm."""
+    """Numbers (N,) that tell a target from others, whatever format its weights are in: of its embedding, and of its norms.
+
+    What is quantized elsewhere is neither. A target that was tuned without touching these counts as the same.
+    """
     embedding = target.get_input_embeddings().weight.detach()
     rows = torch.linspace(0, embedding.shape[0] - 1, 64, device=embedding.device).long()
-    sample = embedding[rows, :16].float().flatten().cpu()
-    return torch.cat([sample, torch.tensor([float(part) for part in embedding.shape]) * 1e-6])
+    norms = [part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name]
+    parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
+    return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])

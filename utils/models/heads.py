@@ -103,6 +103,7 @@ class Grafted(nn.Module):
     def __init__(self, head: Head, target: Any, vocabulary: Tensor) -> None:
         super().__init__()
         self.head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.head.rotary = LlamaRotaryEmbedding(head.config).to(target.device)  # its frequencies stay float32
         self.config = head.config
         self.config.vocab_size = vocabulary_size(target)
         self.config._attn_implementation = attention.NAME

@@ -132,6 +132,8 @@ def _head_folder(request: PairRequest) -> Path | None:
     if word == HEAD and request.target != "embedded":
         raise UserError("'head' is the embedded target's own drafter: for another target make one with `python -m sampling.distill`.")
     if not is_head(folder):
+        if word == HEAD:
+            raise UserError(f"The embedded target's head is missing from {folder}: fetch the program again, or use --drafter layers:10.")
         return None
     if request.drafter_quantize != "none":
         raise UserError("A head is computed in the target's number format: leave --drafter-quantize out.")
