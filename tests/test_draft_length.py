@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 from tiny import tiny_head, tiny_llama
 
-from ngram_assisted import NGramDrafter, NGramStorage
-from sampling import RULES, DraftLength, HeadDrafter, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
+from ngram_assisted import MatchDrafter, NGramDrafter, NGramStorage, SuffixAutomaton
+from sampling import RULES, ChainDrafter, DraftLength, HeadDrafter, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
+from sampling.draft_length import Tempo
 from sampling.drafting import Verified
 from utils.bounds import RULES as RULE_NAMES
 from utils.caching import ModelSession
@@ -187,3 +188,26 @@ def test_a_models_chosen_drafts_leave_the_text_alone_and_one_table_is_one_text(r
     first, again, dear = run(CHEAP), run(CHEAP), run(DEAR)
     assert tokens_of(first) == tokens_of(dear) == plain
     assert first == again != dear
+
+
+def test_drafters_of_one_run_share_its_tempo_and_learn_what_they_were_asked():
+    """The second of a chain is not asked where the first drafts; where neither drafts, the round counts once."""
+    tempo = Tempo()
+    first, second = DraftLength(CHEAP, 0.0, tempo), DraftLength(CHEAP, 0.1, tempo)
+    first.learn(sizes(3, 3), 2)
+    alone = Tempo()
+    alone.add(3, 1.1)
+    assert first.pace == second.pace == alone.pace > 1
+    first.learn([], 0)  # declined: the second was asked
+    assert first.pace == alone.pace
+    second.learn([("sure", 5)], 1, computed=2)
+    alone.add(2, 1 + 0.05 + 0.2)
+    assert first.pace == alone.pace
+
+
+def test_a_drafter_that_was_not_asked_learns_nothing():
+    target, plan, ear = tiny_llama(vocab_size=8), Decoding.of(None, 30, end_ids=None, seed=0), Ear(Costs((0.02,)))
+    model = ModelDrafter(ModelSession(tiny_llama(1, vocab_size=8)), plan, 8, length=ear)
+    first = MatchDrafter(SuffixAutomaton())
+    steps = list(speculative_steps([1, 2, 3, 1, 2], ChainDrafter(first, model), ModelSession(target), plan, gamma=4))
+    assert 0 < len(ear.heard) < len(steps)
