@@ -21,8 +21,8 @@ from utils.results import Comparison, Generation
 from utils.strategies import Strategy
 from utils.text import TextStream, token_piece, visible
 
-COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts per\nround", "tokens per\nforward", "text")
-NARROW = 76  # columns; below this the table leaves out what the lines above it say
+COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts/\nround", "tokens/\nforward", "text")
+LEFT_OUT = ((92, ()), (76, (2,)), (0, (2, 6, 7)))  # of these columns, by the width of the screen: the lines above say it too
 
 
 class Renderer:
@@ -62,15 +62,18 @@ class Renderer:
         parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
         self._line(self._out, " · ".join(parts) + f" · {run.finish}", "dim")
 
-    def comparison(self, compared: Iterable[tuple[Strategy, Generation, Comparison]]) -> None:
+    def comparison(self, compared: Sequence[tuple[Strategy, Generation, Comparison]]) -> None:
         """The table at the end: one row per strategy."""
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        shown = [place for place in range(len(COLUMNS)) if self._out.width >= NARROW or place not in (2, 6, 7)]
-        for place in shown:
-            table.add_column(COLUMNS[place], justify="left" if place in (0, 8) else "right", overflow="fold")
-        for strategy, run, comparison in compared:
-            cells = (Text(strategy.name, style=strategy.colour), *map(Text, _cells(strategy, run, comparison)))
-            table.add_row(*(cells[place] for place in shown))
+        rows = [[strategy.name, *_cells(strategy, run, comparison)] for strategy, run, comparison in compared]
+        left_out = next(places for width, places in LEFT_OUT if self._out.width >= width)
+        for place, heading in enumerate(COLUMNS):
+            if place not in left_out:
+                longest = max(len(word) for text in (heading, *(row[place] for row in rows)) for word in text.split())
+                table.add_column(heading, justify="left" if place in (0, 8) else "right", min_width=longest)
+        for (strategy, _, _), row in zip(compared, rows, strict=True):
+            cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
+            table.add_row(*(cell for place, cell in enumerate(cells) if place not in left_out))
         self._out.print()
         self._out.print(table)
 
