@@ -14,6 +14,8 @@ from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_s
 from sampling.distill.training import HeadStudent
 from sampling.distill.writing import Page
 from utils.caching import ModelSession, hidden_features
+from utils.engine import Engine
+from utils.engine.swap import EngineLinear
 from utils.errors import UserError
 from utils.results import acceptance_of, tokens_of
 from utils.settings import Settings
@@ -173,3 +175,20 @@ def test_a_good_head_is_accepted():
     target_session = ModelSession(target, features=model.head.shape.layers)
     steps = list(speculative_steps(PROMPT, HeadDrafter(session, how, SIZE), target_session, how, gamma=4))
     assert acceptance_of(steps) == 1.0 and oracle.calls
+
+
+def test_an_engine_computes_the_head_too_and_gives_it_back():
+    target = tiny_llama(vocab_size=SIZE)
+    model = tiny_head(target)
+    before = {name: part.clone() for name, part in model.state_dict().items()}
+    how = decoding(30, processor=PROCESSORS[1], seed=4)
+    plain = texts(target, model, "coupled", how)
+    engine = Engine([target], helpers=[model])
+    assert engine.use("invariant", 1).verified
+    assert any(isinstance(part, EngineLinear) for part in model.head.modules()) and isinstance(model.rows, EngineLinear)
+    packed = texts(target, model, "coupled", how)
+    assert packed[0] == packed[1] == plain[0] and [step.drafted for step in packed[2]] == [step.drafted for step in plain[2]]
+    engine.use("plain", 1)
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert texts(target, model, "coupled", how)[2] == plain[2]

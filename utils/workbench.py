@@ -142,7 +142,6 @@ class Workbench:
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:
-            self._bench.variants(settings)
             settings = self._measured(settings)  # refused before anything is changed
         if settings.ngram_storage != self.settings.ngram_storage:
             self._bench.memory.storage = self._bench.new_storage(settings)
