@@ -210,9 +210,9 @@ def test_the_real_model_in_a_fresh_cache(real: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(real.parent.parent))
     lines: list[str] = []
-    pair = load_pair(PairRequest("embedded", "layers:10", device="cpu"), lines.append)
+    pair = load_pair(PairRequest("embedded", "head", device="cpu"), lines.append)
     assert lines == [f"loading {embedded.MODEL_NAME} (cpu, float32) ..."]
-    assert (pair.target_name, pair.drafter_kind, pair.dtype, pair.notes) == (embedded.MODEL_NAME, "layers:10", "float32", ())
+    assert (pair.target_name, pair.drafter_kind, pair.dtype, pair.notes) == (embedded.MODEL_NAME, "head", "float32", ())
     assert {pair.tokenizer.decode([token]) for token in pair.end_ids} == {"<|im_end|>"}
     ids = prompt_ids(pair.tokenizer, "What is the capital of France?", chat=True, system=None)
     import torch

@@ -18,7 +18,7 @@ class PairSpec:
 
 
 PAIRS: dict[str, PairSpec] = {
-    "embedded": PairSpec("embedded", "layers:10", "SmolLM2-135M-Instruct with its own first ten layers: no hub, no GPU"),
+    "embedded": PairSpec("embedded", "head", "SmolLM2-135M-Instruct with a head made for it: no hub, no GPU"),
     "llama-3.2": PairSpec("meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "the classic pair; gated, about 9 GB"),
     "smollm2": PairSpec("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "open, about 4 GB"),
     "qwen3": PairSpec("Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "open, many languages, about 10 GB"),
