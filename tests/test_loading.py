@@ -116,4 +116,4 @@ def test_a_drafter_that_is_missing_is_noticed_before_the_target_is_loaded(shelf:
 
 def test_the_table_of_pairs() -> None:
     assert set(PAIRS) == {"embedded", "llama-3.2", "smollm2", "qwen3"}
-    assert (PAIRS["embedded"].target, PAIRS["embedded"].drafter) == ("embedded", "layers:10")
+    assert (PAIRS["embedded"].target, PAIRS["embedded"].drafter) == ("embedded", "head")
