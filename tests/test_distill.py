@@ -157,6 +157,32 @@ def test_a_step_that_was_interrupted_in_the_middle_is_done_again(target, tmp_pat
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("kind", ["head", "lm"])
+def test_a_drafter_learns_on_from_another(target, tmp_path, kind):
+    """It begins with what the other knows: at a tiny rate, weights stay near; and the card says so."""
+    assert make(target, tmp_path / "first", "--kind", kind) == 0
+    flags = ["--kind", kind, "--rate", "1e-7", "--seed", "1"]
+    assert make(target, tmp_path / "next", *flags, "--start", str(tmp_path / "first")) == 0
+    assert make(target, tmp_path / "fresh", *flags) == 0
+    first, near, far = (weights(tmp_path / name) for name in ("first", "next", "fresh"))
+    name = next(name for name, part in first.items() if "mlp" in name and part.dim() == 2)
+    apart = [float((part[name].float() - first[name].float()).norm() / first[name].float().norm()) for part in (near, far)]
+    assert apart[0] < 0.02 < apart[1]
+    assert "a drafter made before" in (tmp_path / "next" / "README.md").read_text()
+
+
+def test_drafters_that_cannot_be_gone_on_from(target, tmp_path, capsys):
+    """Said before anything is written."""
+    assert make(target, tmp_path / "lm", "--kind", "lm") == 0
+    save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
+    assert make(tmp_path / "other", tmp_path / "head") == 0
+    capsys.readouterr()
+    for folder, words in (("nowhere", "does not exist"), ("lm", "add --kind lm"), ("head", "the target is another model")):
+        assert make(target, tmp_path / "out", "--start", str(tmp_path / folder)) == 1
+        said = capsys.readouterr().err
+        assert words in said and "Traceback" not in said and not (tmp_path / "out").exists()
+
+
 def test_another_kind_in_the_same_folder_leaves_no_trace(target, tmp_path):
     assert make(target, tmp_path) == 0 and make(target, tmp_path, "--kind", "lm") == 0
     assert load(target, tmp_path).drafter_kind == "model"

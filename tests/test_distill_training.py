@@ -17,7 +17,7 @@ LAYERS = (1, -1)
 def test_the_loss_and_its_gradient_are_cross_entropy(kind):
     """The fused sum against autograd over whole rows of logits."""
     model = tiny_llama()
-    page = Page(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.rand(2, 12) > 0.3, torch.zeros(2))
+    page = Page(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.randint(3, (2, 12)), torch.zeros(2))
     student, _ = student_of(kind, model)
     head = model.lm_head.weight.detach()
     fused = loss_of(student, page, head, 2)
@@ -27,7 +27,7 @@ def test_the_loss_and_its_gradient_are_cross_entropy(kind):
     plain = []
     for guesses in student.guesses(page, 2):
         width = guesses.states.shape[1]
-        own = page.own[:, guesses.place : guesses.place + width]
+        own = page.voices[:, guesses.place : guesses.place + width] > 0
         truth = page.features[:, guesses.place - 1 : guesses.place - 1 + width, -32:] @ head.T
         truth = truth if student.vocabulary is None else truth[..., student.vocabulary]
         each = -(softmax(truth, -1) * log_softmax(guesses.states @ guesses.rows.T, -1)).sum(-1)

@@ -1,5 +1,7 @@
 """What a target writes for a distillation: conversations, whose each token is, and what the target saw."""
 
+import random
+
 import pytest
 import torch
 from tiny import tiny_llama, tiny_tokenizer
@@ -7,7 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from sampling.distill.conversation import ANSWERED, ASKED, FORCED, Script, Speaker
-from sampling.distill.writing import Writer
+from sampling.distill.openings import openings
+from sampling.distill.writing import Writer, inverted
 from utils.caching import hidden_features
 from utils.engine import attention
 
@@ -60,6 +63,28 @@ def test_whole_questions_are_asked_and_answered():
     assert not page.own[:, : len(start)].any() and page.own[:, len(start)].all()
 
 
+def test_openings_are_of_every_kind_and_about_many_things():
+    """A group in six opens freely, two ask, two request, one is about code; a thousand rows repeat few."""
+    script = Script.of(tiny_tokenizer(), frozenset({0}), [])
+    chance = random.Random(0)
+    drawn = [script.opening(chance) for _ in range(1000)]
+    code = {script.ids(text) for text in openings()[-1]}
+    assert 120 < sum(ids in code for ids in drawn) < 240 and sum(ids == () for ids in drawn) > 8 and len(set(drawn)) > 700
+    assert not any("{" in text or text != text.strip() for group in openings()[1:] for text in group)
+
+
+def test_drawing_by_blocks_follows_the_law():
+    """400,000 draws against the law, of more than one block and not a whole number of them; false alarm 1e-6 (chi square)."""
+    torch.manual_seed(0)
+    logits, count = torch.randn(1, 600) * 2, 400_000
+    drawn = torch.cat([inverted(logits.expand(4000, -1).clone(), torch.rand(4000, 1)) for _ in range(count // 4000)])
+    expected = torch.softmax(logits[0].double(), -1) * count
+    surprise = ((torch.bincount(drawn, minlength=600) - expected) ** 2 / expected).sum()
+    assert surprise < 599 + 4.9 * (2 * 599) ** 0.5 + 10
+    ends = inverted(logits.expand(2, -1).clone(), torch.tensor([[0.0], [1.0]]))
+    assert ends.tolist()[0] == 0 and ends.tolist()[1] == 599
+
+
 def test_a_model_without_a_template_just_writes():
     tokenizer = tiny_tokenizer(chat=False)
     script = Script.of(tokenizer, frozenset({tokenizer.eos_token_id}), [])
@@ -78,5 +103,5 @@ def test_attention_of_a_kind_that_heads_cannot_share_is_left_as_it_is(monkeypatc
     AttentionMaskInterface.register("refuses", sdpa_mask)
     monkeypatch.setattr(attention, "NAME", name)
     model = tiny_llama(vocab_size=300)
-    page, _, _ = page_of(model)
+    page, _, _ = page_of(model, length=70, asked=["Why?"])
     assert model.config._attn_implementation == ("sdpa" if name == "refuses" else name) and page.own.any()

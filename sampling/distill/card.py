@@ -26,7 +26,7 @@ def write_card(order: Order, progress: Any, rates: dict[str, list[float | None]]
     plan = order.plan
     # Folders are this machine's own: a reader has others.
     settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
-    settings |= {"prompts": "PROMPTS"} if plan.prompts else {}
+    settings |= {name: name.upper() for name in ("prompts", "start") if settings[name]}
     flags = [f"--{name} {shlex.quote(str(value))}" for name, value in settings.items() if value and name not in ("rate_rest", "device")]
     lines = [
         f"# Drafter for {target.name_or_path}",
@@ -46,6 +46,7 @@ def write_card(order: Order, progress: Any, rates: dict[str, list[float | None]]
         "",
         f"- Text: {written:,} tokens that the target chose, in its chat template, answers at temperatures {', '.join(map(str, WARMTHS))} "
         f"by turns, questions {_questions(plan.prompts)}.",
+        *(["- Begun from a drafter made before (`--start`), not from nothing."] if plan.start else []),
         f"- Training: {steps:,} steps of {plan.batch} conversations of {plan.length} tokens, unrolled over {plan.steps} drafts, "
         f"towards the target's laws; Muon at {plan.rate}, AdamW at {plan.rate_rest} for vectors and embeddings, half a cosine.",
         f"- Time: {progress.writing / 3600:.2f} h of writing, {progress.training / 3600:.2f} h of training, {_machine(target)}.",

@@ -6,41 +6,36 @@ target writes that, and so on. What the template puts there is forced; everythin
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 
+from sampling.distill.openings import openings
+
 # Stand for what is said; letters only, so that no template trims or escapes them.
 FIRST, ANSWER, SECOND = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
 FORCED, ASKED, ANSWERED = range(3)  # whose token it is: the template's, or the target's as a user or in an answer
 LONGEST_QUESTION = 96  # tokens; a small model may never end a question
-QUESTION_WARMTH = 0.8  # greedily there would be one question only; at 1 a small model asks nonsense
-
-# Beginnings of users' turns. Left to itself a small model asks about few things, and hardly ever for code.
-OPENINGS = (
-    *("", "", "", "", "", ""),
-    *("Explain", "What is", "What are", "Who", "Where", "When did", "Why", "How do I", "How does", "How many", "Can you"),
-    *("Write a short story about", "Write a poem about", "Write an email to", "Write a blog post", "Give me a list of", "Compare"),
-    *("Write a Python function that", "Write a Python function", "Write a Python class", "Write a function in JavaScript that"),
-    *("Write a SQL query", "Fix this code:\n\ndef", "What does this code do?\n\n", "Write a C++ program", "Write a bash script that"),
-    *("Implement", "Solve this problem step by step:", "Summarize this text:\n\n", "Rewrite this paragraph:\n\n", "Translate to English:"),
-    *("Correct the grammar:", "A shop sells", "Tell me", "Describe", "I want to", "Is it true that", "Name three", "Create a table of"),
-)
+QUESTION_WARMTH = 0.7  # greedily there would be one question only; at 1 a small model asks nonsense
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """Token ids that a chat template puts before a user's first words, between them and the answer, and behind that; what ends a turn.
 
-    Of a model without a template there is only a first token and text: both links are empty.
+    Of a model without a template there is only a first token and text: both links are empty. openings: groups of texts, see
+    sampling.distill.openings; ids: of a text.
     """
 
     head: tuple[int, ...]
     to_answer: tuple[int, ...]
     to_question: tuple[int, ...]
     end_ids: frozenset[int]
-    openings: tuple[tuple[int, ...], ...]
+    openings: tuple[tuple[str, ...], ...]
+    ids: Callable[[str], tuple[int, ...]]
 
     @classmethod
     def of(cls, tokenizer: Any, end_ids: frozenset[int], questions: list[str]) -> Script:
@@ -49,16 +44,20 @@ class Script:
         def ids(text: str) -> tuple[int, ...]:
             return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        starts = tuple(ids(text) for text in questions or OPENINGS)
+        groups = (tuple(questions),) if questions else openings()
         turns = ({"role": "user", "content": FIRST}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": SECOND})
         try:
             text: str = tokenizer.apply_chat_template(list(turns), tokenize=False)
             head, rest = text.split(FIRST)
             to_answer, rest = rest.split(ANSWER)
-            return cls(ids(head), ids(to_answer), ids(rest.split(SECOND)[0]), end_ids, starts)
+            return cls(ids(head), ids(to_answer), ids(rest.split(SECOND)[0]), end_ids, groups, ids)
         except (TemplateError, TypeError, ValueError, AttributeError):
             first = next((token for token in (tokenizer.bos_token_id, *sorted(end_ids)) if token is not None), 0)
-            return cls((first,), (), (first,), end_ids, starts)
+            return cls((first,), (), (first,), end_ids, groups, ids)
+
+    def opening(self, chance: random.Random) -> tuple[int, ...]:
+        """One of them, its group drawn first."""
+        return self.ids(chance.choice(chance.choice(self.openings)))
 
 
 @dataclass(slots=True)

@@ -34,7 +34,8 @@ class Plan:
     """tokens: how many the target writes. hours: a limit for writing and training together, 0 for none. passes: over what was written.
 
     rows, length: of a page. batch: rows a training step sees. steps: drafts that training unrolls. vocabulary: ids a head can draft.
-    rate: of Muon, for matrices; rate_rest: of AdamW, for everything else. width, depth: of an lm.
+    rate: of Muon, for matrices; rate_rest: of AdamW, for everything else. width, depth: of an lm. start: the folder of a drafter to go on
+    from, of this kind and for this target.
     """
 
     target: str
@@ -43,6 +44,7 @@ class Plan:
     hours: float = 0.0
     device: str = "auto"
     prompts: str | None = None
+    start: str | None = None
     seed: int = 0
     rows: int = 96
     length: int = 320
@@ -87,6 +89,7 @@ def read_order(argv: list[str] | None = None) -> Order:
     parser.add_argument("--hours", type=_hours, default=0.0, metavar="H", help="take at most so long, under half of it for writing")
     parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     parser.add_argument("--prompts", metavar="FILE", help="questions to answer, a line each; without it the target asks them too")
+    parser.add_argument("--start", metavar="FOLDER", help="teach the drafter in that folder further, instead of a new one")
     parser.add_argument("--resume", action="store_true", help="go on where the work in the folder stopped")
     parser.add_argument("--keep", action="store_true", help="keep pages and checkpoints in FOLDER/work when it is done")
     parser.add_argument("--measure", action="store_true", help="only measure the drafter in the folder, on text written anew")

@@ -13,9 +13,12 @@ from sampling.distill.corpus import Corpus
 from sampling.distill.plan import Plan
 from sampling.distill.training import HeadStudent, ModelStudent, Student
 from utils.caching import context_length, vocabulary_size
+from utils.errors import UserError
+from utils.models.checkpoints import Placement, load_model
 from utils.models.failures import quiet
-from utils.models.head_file import CONFIG, HeadFile, save_head
+from utils.models.head_file import CONFIG, HeadFile, is_head, read_head, save_head
 from utils.models.heads import Head, feature_layers, shape_for
+from utils.models.sources import locate
 
 
 def target_layers(target: Any) -> tuple[int, ...]:
@@ -33,14 +36,31 @@ def frequent(corpus: Corpus, count: int, vocabulary: int) -> Tensor:
 
 
 def begin(target: Any, corpus: Corpus, plan: Plan) -> Student:
-    """A student that has learnt nothing yet."""
+    """A student that has learnt nothing yet, or what `plan.start` holds; a head's vocabulary is that of the corpus in either case."""
     torch.manual_seed(plan.seed)
+    if plan.start:
+        student = finished(Path(plan.start), target)
+        student.weights.requires_grad_(True)
+        if isinstance(student, ModelStudent):
+            return student
+        return head_student(student.head, target, frequent(corpus, plan.vocabulary, vocabulary_size(target)))
     if plan.kind == "lm":
         return ModelStudent(_small_model(target, plan).to(target.device))
     head = Head(shape_for(target, target_layers(target)))
     last_norm = target.get_decoder().norm.weight if hasattr(target.get_decoder(), "norm") else None
     _initialize(head, last_norm)
     return head_student(head.to(target.device), target, frequent(corpus, plan.vocabulary, vocabulary_size(target)))
+
+
+def finished(folder: Path, target: Any) -> HeadStudent | ModelStudent:
+    """The drafter in a folder, in float32. Raises UserError where there is none, or a head of another target."""
+    if is_head(folder):
+        head, vocabulary = read_head(folder, target)
+        return head_student(head.to(target.device), target, vocabulary)
+    model = load_model(locate(str(folder), lambda line: None), "none", Placement(str(target.device), torch.float32, lambda line: None))
+    if vocabulary_size(model) != vocabulary_size(target):
+        raise UserError(f"The drafter in {folder} has another vocabulary than the target: {vocabulary_size(model):,} ids.")
+    return ModelStudent(model)
 
 
 def head_student(head: Head, target: Any, vocabulary: Tensor) -> HeadStudent:

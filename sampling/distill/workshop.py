@@ -20,17 +20,16 @@ from sampling.distill.card import write_card
 from sampling.distill.conversation import Script
 from sampling.distill.corpus import Corpus
 from sampling.distill.plan import Order, keep_plan, write_json
-from sampling.distill.students import begin, head_student, keep, target_layers
+from sampling.distill.students import begin, finished, keep, target_layers
 from sampling.distill.telling import Report, Teller, said
 from sampling.distill.trainer import STATE, Schooling, Trainer, measure, rounds
-from sampling.distill.training import ModelStudent, Student
 from sampling.distill.writing import Page, Writer
 from utils.arguments import read_prompts
 from utils.caching import context_length
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, load_model, load_tokenizer
 from utils.models.devices import choose_device
-from utils.models.head_file import is_head, load_head
+from utils.models.head_file import is_head
 from utils.models.prompting import end_ids
 from utils.models.sources import locate
 
@@ -79,6 +78,15 @@ class Workshop:
             raise UserError(f"Conversations of {self._plan.length} tokens are too short here: --length must be at least {least}.")
         self._writer = Writer(self.target, script, target_layers(self.target), rows=order.plan.rows, length=self._plan.length)
         self._asked = bool(questions)
+        if order.plan.start and not order.measure:
+            self._check_start(Path(order.plan.start))
+
+    def _check_start(self, folder: Path) -> None:
+        """Before hours of writing. Raises UserError where it cannot be gone on from."""
+        kind = "head" if is_head(folder) else "lm"
+        finished(folder, self.target)
+        if kind != self._plan.kind:
+            raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to go on from it.")
 
     def make(self) -> None:
         """Write, train, keep. Raises KeyboardInterrupt when interrupted; the work can then be resumed."""
@@ -91,7 +99,7 @@ class Workshop:
         trainer = self._trainer(corpus, held_out)
         self._train(trainer, progress)
         keep(trainer.student, order.out, self.target, self._tokenizer)
-        rates = measure(self._finished(), held_out, self._head, self._plan).rates()  # of what was kept, which is rounded
+        rates = measure(finished(order.out, self.target), held_out, self._head, self._plan).rates()  # of what was kept, which is rounded
         write_card(order, progress, rates, written=corpus.count, steps=trainer.step, target=self.target)
         self._report(f"{order.out}: {said(rates)}")
         if not order.keep:
@@ -100,19 +108,11 @@ class Workshop:
 
     def measure(self) -> dict[str, list[float | None]]:
         """Acceptance of the drafter in the folder, on a page that is written anew from the plan's seed."""
-        student = self._finished()
+        student = finished(self._order.out, self.target)
         page = self._writer.write(self._seed(0), asked=self._asked, tell=self._teller("writing", 0, self._writer.tokens))
         rates = measure(student, page, self._head, self._plan).rates()
         self._report(f"{self._order.out}: {said(rates)}")
         return rates
-
-    def _finished(self) -> Student:
-        out = self._order.out
-        if is_head(out):
-            grafted = load_head(out, self.target)
-            return head_student(grafted.head, self.target, grafted.vocabulary)
-        where = Placement(str(self.target.device), self.target.dtype, self._report)
-        return ModelStudent(load_model(locate(str(out), self._report), "none", where))
 
     def _seed(self, number: int) -> int:
         return self._plan.seed * 100_000 + number

@@ -18,6 +18,8 @@ from utils.caching import hidden_features
 from utils.engine import attention
 from utils.growing_cache import growing_cache
 
+SOME = 16  # rows drawn at once: what they need stays in a processor's cache
+BLOCK = 256  # tokens whose chances are added up at once
 WARMTHS = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # greedy answers and drawn ones: drafters are asked for both
 
 
@@ -69,9 +71,8 @@ class Writer:
         """A page; the same seed writes the same. asked: openings are whole questions. tell: hears of each token column."""
         chance = random.Random(seed)
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        speakers = [
-            Speaker(self._script, WARMTHS[row % len(WARMTHS)], chance.choice(self._script.openings), asked) for row in range(self._rows)
-        ]
+        openings = (self._script.opening(chance) for _ in range(self._rows))
+        speakers = [Speaker(self._script, WARMTHS[row % len(WARMTHS)], opening, asked) for row, opening in enumerate(openings)]
         tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
         voices = torch.zeros(self._rows, self._length, dtype=torch.uint8)
         features: Tensor | None = None
@@ -105,12 +106,32 @@ def _group_heads(model: Any) -> None:
 
 
 def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:
-    """A token per row of (B, V), by inversion: one uniform number a row is much cheaper than one a token."""
-    tokens = logits.argmax(-1)
-    warm = [row for row, temperature in enumerate(temperatures) if temperature > 0]
-    if warm:
-        scale = torch.tensor([temperatures[row] for row in warm], device=logits.device)[:, None]
-        rising = torch.softmax(logits[warm].float() / scale, -1).cumsum(-1)
-        uniform = torch.rand(len(warm), 1, generator=generator, device=logits.device) * rising[:, -1:]
-        tokens[warm] = torch.searchsorted(rising, uniform).clamp(max=logits.shape[-1] - 1)[:, 0]
+    """A token per row of (B, V)."""
+    warm = torch.tensor([temperature > 0 for temperature in temperatures], device=logits.device)
+    scale = torch.tensor([temperature for temperature in temperatures if temperature > 0], device=logits.device)
+    tokens = torch.empty(len(temperatures), dtype=torch.long, device=logits.device)
+    if not bool(warm.all()):
+        tokens[~warm] = logits[~warm].argmax(-1)
+    if len(scale):
+        uniform = torch.rand(len(scale), 1, generator=generator, device=logits.device)
+        parts = zip(logits[warm].split(SOME), scale[:, None].split(SOME), uniform.split(SOME), strict=True)
+        tokens[warm] = torch.cat([inverted(some.float().div_(warmth), number) for some, warmth, number in parts])
     return tokens.tolist()
+
+
+def inverted(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens (B,) drawn from softmax((B, V)) by inversion: one uniform number (B, 1) a row is much cheaper than one a token.
+
+    Sums of blocks tell the block, sums within it the token: adding up a whole vocabulary one by one is slow.
+    """
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    if spare := -weights.shape[-1] % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, spare))
+    blocks = weights.unflatten(-1, (-1, BLOCK))
+    rising = blocks.sum(-1).cumsum(-1)
+    place = uniform * rising[:, -1:]
+    block = torch.searchsorted(rising, place, right=True).clamp(max=rising.shape[-1] - 1)
+    before = torch.nn.functional.pad(rising, (1, 0)).gather(1, block)
+    within = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
+    found = torch.searchsorted(within.cumsum(-1), place - before, right=True).clamp(max=BLOCK - 1)
+    return (block * BLOCK + found)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -59,7 +59,13 @@ def is_head(folder: Path) -> bool:
 
 
 def load_head(folder: Path, target: Any) -> Grafted:
-    """The head in a folder, on its target. Raises UserError for a folder that holds none, or that of another target."""
+    """The head in a folder, on its target and in its number format. Raises UserError as `read_head` does."""
+    head, vocabulary = read_head(folder, target)
+    return Grafted(head, target, vocabulary)
+
+
+def read_head(folder: Path, target: Any) -> tuple[Head, Tensor]:
+    """The head in a folder, in float32, and the ids (V',) it drafts. Raises UserError for a folder without one, or another target's."""
     try:
         about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if (about["format"], about["version"]) != (FORMAT, VERSION):
@@ -71,7 +77,7 @@ def load_head(folder: Path, target: Any) -> Grafted:
         _check_target(target, mark, about, folder)
         head = Head(shape)
         head.load_state_dict({name: part.float() for name, part in parts.items()})
-        return Grafted(head, target, vocabulary)
+        return head, vocabulary
     except UserError:
         raise
     except OSError as error:
