@@ -37,7 +37,7 @@ def completions(text: str) -> list[str]:
     ("text", "offered"),
     [
         ("/ga", ["gamma"]),
-        ("/s", ["speculative", "seed", "system", "set_ngramstorage", "say", "show"]),
+        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "say", "show"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
         ("/set_ngramstorage ", ["basic", "onelevel"]),

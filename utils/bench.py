@@ -98,7 +98,7 @@ class Bench:
 
     def ids(self, text: str, settings: Settings) -> list[int]:
         """The prompt ids of a text. Raises UserError where it gives none."""
-        return prompt_ids(self.pair.tokenizer, text, chat=settings.chat, system=settings.system)
+        return prompt_ids(self.pair.tokenizer, text, chat=settings.chat, system=settings.system, special=settings.special)
 
     def compute(self, settings: Settings) -> None:
         """Have the engine compute as the settings say. Raises UserError where it cannot; all is then as it was."""

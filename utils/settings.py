@@ -63,6 +63,7 @@ class Settings:
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")
+    special: bool = _setting(False, Toggle(), "read the names of special tokens in a prompt, such as <|im_end|>, as those tokens")
     ngram_storage: StorageSpec = _setting(
         StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
     )

@@ -6,6 +6,7 @@ and tokenizing that again would double the first token on many models.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jinja2 import TemplateError
@@ -30,28 +31,64 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, system: str | None) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, system: str | None, special: bool = False) -> list[int]:
     """The ids to feed for `text`.
 
-    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one.
+    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one. Where `special` is False, the
+    names of special tokens in either are text like any other: nobody ends a turn by writing about how turns end.
 
     Raises UserError when the text gives no ids, when there is no chat template, or when the template takes no system prompt.
     """
     # Plain text still gets what the tokenizer itself puts around it, such as a first token.
     text = encodable(text)
-    ids = _chat_ids(tokenizer, text, system) if chat else tokenizer(text)["input_ids"]
+    names = () if special else _names_in(tokenizer, text + (system or ""))
+    if not chat:
+        ids = tokenizer(text, **({"split_special_tokens": True} if names else {}))["input_ids"]
+    elif names:
+        ids = _ids_with_names_as_text(tokenizer, text, system, names)
+    else:
+        ids = _rendered(tokenizer, text, system, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("The prompt is empty: it gives no tokens, so type at least one character.")
     return list(ids)
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None) -> list[int]:
+def _names_in(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, ...]:
+    """The names of special tokens that the text holds, longer ones first."""
+    names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return tuple(sorted((name for name in names if name and name in text), key=len, reverse=True))
+
+
+def _ids_with_names_as_text(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None, names: tuple[str, ...]) -> list[int]:
+    """Names go through the template as marks, and are tokenized apart from what the template writes."""
+    mark = "NAMEMARK"
+    while mark in text + (system or ""):
+        mark += "X"
+    found: list[str] = []
+
+    def marked(part: str) -> str:
+        def replaced(name: re.Match[str]) -> str:
+            found.append(name[0])
+            return f"{mark}{len(found) - 1}END"
+
+        return re.sub("|".join(map(re.escape, names)), replaced, part)
+
+    rendered: str = _rendered(tokenizer, marked(text), None if system is None else marked(system), tokenize=False)
+    ids: list[int] = []
+    for place, piece in enumerate(re.split(f"{mark}([0-9]+)END", rendered)):
+        name = place % 2 == 1
+        ids += tokenizer(found[int(piece)] if name else piece, add_special_tokens=False, split_special_tokens=name)["input_ids"]
+    return ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None, **options: Any) -> Any:
+    """What the chat template makes of a prompt."""
     if not has_chat_template(tokenizer):
         raise UserError("This model has no chat template: switch it off with /chat off, the prompt is then fed as it stands.")
     turns = [] if system is None else [{"role": "system", "content": system}]
     turns.append({"role": "user", "content": text})
     try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     except TemplateError as error:
         if system is None:
             raise UserError(f"The chat template of this model cannot render the prompt ({error}): switch it off with /chat off.") from error
