@@ -33,11 +33,9 @@ from sampling import (
     speculative_steps,
 )
 from utils.bench import StorageTools
-from utils.caching import context_length, vocabulary_size
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
-from utils.kinds import Limits
 from utils.models.loading import Pair, PairRequest, load_pair
 from utils.models.pairs import PAIRS
 from utils.printing import Renderer, make_renderer
@@ -46,7 +44,7 @@ from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
 from utils.settings import Settings
 from utils.strategies import Job, Strategy, kind_of
-from utils.workbench import Tools, Workbench
+from utils.workbench import PREPARING, Tools, Workbench
 
 DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
@@ -112,17 +110,11 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
     records = RecordFile(arguments.json) if arguments.json else None
     pair = load_pair(pair_request(arguments), renderer.note)
-    limits = Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
-    length = min(Settings().length, limits.context)
-    settings = Settings(seed=arguments.seed, length=length, engine=arguments.engine, threads=arguments.threads)
-    renderer.note(f"preparing and testing the engine ({arguments.engine}) ...")
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds)
-    workbench = Workbench(pair, tools, settings, limits)
-    renderer.note(f"engine: {pair.engine.state.sentence()}")
-    for note in pair.notes:
-        renderer.note(note)
-    renderer.note(f"warming up {pair.target_name}, drafter: {pair.drafter_name or 'none'} ...")
-    workbench.warm_up()
+    settings = Settings(seed=arguments.seed, engine=arguments.engine, threads=arguments.threads)
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, load_pair)
+    renderer.note(PREPARING.format(settings.engine))
+    workbench = Workbench(pair, tools, settings)
+    workbench.introduce()
     return workbench
 
 

@@ -12,10 +12,9 @@ from rich.console import Console
 from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
-from utils.caching import context_length
 from utils.commands import default_registry
 from utils.engine import Engine
-from utils.kinds import Limits
+from utils.models.requests import PairRequest
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Verdict
@@ -71,6 +70,7 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         quantize="none",
         drafter_quantize="none" if drafter else None,
         notes=(),
+        request=PairRequest("tiny-target", "tiny-drafter" if drafter else None, device="cpu"),
     )
 
 
@@ -80,12 +80,12 @@ def workbench(
     records: Path | None = None,
     strategies: Any = infer.STRATEGIES,
     draft_seconds: Any = lambda job, kind: 0.0,
+    load: Any = None,
 ) -> Workbench:
     pair = tiny_pair() if pair is None else pair
-    limits = Limits(context_length(pair.target) or 1_000_000, VOCABULARY)
     file = None if records is None else RecordFile(records)
-    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, draft_seconds=draft_seconds)
-    return Workbench(pair, tools, Settings(engine="plain", gamma=4), limits)
+    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, draft_seconds=draft_seconds, load=load)
+    return Workbench(pair, tools, Settings(engine="plain", gamma=4))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import infer
 from sampling import autoregressive_steps
 from utils.caching import ModelSession, context_length
 from utils.commands import default_registry
-from utils.kinds import Limits
 from utils.logits_processor import GreedyProcessor, NucleusProcessor
 from utils.models.layer_cut import first_layers
 from utils.models.loading import Pair, PairRequest, load_pair
@@ -41,8 +40,7 @@ def pair() -> Pair:
 
 
 def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
-    limits = Limits(context_length(pair.target) or 0, ModelSession(pair.target).vocab_size)
-    return Workbench(pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings(), limits)
+    return Workbench(pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings())
 
 
 def test_the_heads_first_guesses_are_right_more_often_than_not(pair: Pair) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.bench import Bench, StorageTools
-from utils.caching import ModelSession, context_length
+from utils.bounds import LOADED
+from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.costs import Costs
@@ -18,6 +19,7 @@ from utils.errors import UserError
 from utils.events import FinishReason
 from utils.kinds import Limits
 from utils.models.prompting import has_chat_template
+from utils.models.requests import PairRequest
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.results import collect
@@ -26,7 +28,9 @@ from utils.settings import Settings
 from utils.strategies import DrafterKind, Job, Strategy, drafter_label, kind_of
 from utils.text import encodable, unescaped
 
+FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
 MEASURED = 64  # tokens over which a drafter is timed
+PREPARING = "preparing and testing the engine ({}) ..."
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
 
@@ -34,7 +38,7 @@ NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent 
 class Tools:
     """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
 
-    draft_seconds: how long the loaded drafter takes for a draft.
+    load: other models, as a request asks for them. draft_seconds: how long the loaded drafter takes for a draft.
     interactive: whether the prompts are typed on the screen that shows the answers.
     """
 
@@ -45,23 +49,54 @@ class Tools:
     records: RecordFile | None = None
     interactive: bool = True
     draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
+    load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
+
+
+def limits_of(pair: Any) -> Limits:
+    """What a pair allows."""
+    return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
+
+
+def drafters_left(words: tuple[str, ...], pair: Any) -> tuple[str, ...]:
+    """Those of the words of /drafter_kind that a new pair has; a cut of the old target is none."""
+    left = (word for word in words if word in FREE_KINDS or (word in ("model", "head") and word == pair.drafter_kind))
+    return tuple(left) or (LOADED,)
 
 
 class Workbench:
     """A loaded pair, the settings of the moment and the n-gram storage."""
 
-    def __init__(self, pair: Any, tools: Tools, settings: Settings, limits: Limits) -> None:
-        self._pair, self._tools, self._limits = pair, tools, limits
-        self._renderer = tools.renderer
-        self._bench = Bench(pair, tools.strategies, tools.storages, limits.vocabulary)
-        self._runner = Runner(self._bench, tools.renderer, tools.records)
-        self.settings = self._allowed(settings)
+    def __init__(self, pair: Any, tools: Tools, settings: Settings) -> None:
+        self._tools, self._renderer = tools, tools.renderer
+        self._take(pair, settings)
+
+    def _take(self, pair: Any, settings: Settings) -> None:
+        """Go on with a pair, and with such settings as it allows."""
+        self._pair, self._limits = pair, limits_of(pair)
+        self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary)
+        self._runner = Runner(self._bench, self._renderer, self._tools.records)
+        self.settings = self._allowed(replace(settings, length=min(settings.length, self._limits.context), costs=None))
         self._bench.compute(settings)
         with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
             self.settings = self._measured(self.settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
         self._bench.memory.storage = self._bench.new_storage(self.settings)
+
+    def load(self, request: PairRequest) -> None:
+        """Go on with other models. Raises what loading and preparing them raises; all is then as it was."""
+        assert self._tools.load is not None
+        before = self._pair, self._limits, self._bench, self._runner, self.settings
+        pair = self._tools.load(request, self._renderer.note)
+        if self._bench.memory.storage and not self.settings.reset_in_between:
+            self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
+        try:
+            self._renderer.note(PREPARING.format(self.settings.engine))
+            self._take(pair, replace(self.settings, drafter_kind=drafters_left(self.settings.drafter_kind, pair)))
+            self.introduce()
+        except BaseException:
+            self._pair, self._limits, self._bench, self._runner, self.settings = before
+            raise
 
     def _measured(self, settings: Settings) -> Settings:
         """With the costs of all kinds of drafters that they name; what the table lacks is measured now.
@@ -80,6 +115,13 @@ class Workbench:
                 seconds = self._tools.draft_seconds(job, kind_of(word, table))
                 steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
         return replace(settings, costs=Costs.of(known.windows, steps))
+
+    def introduce(self) -> None:
+        """Say what is loaded and how it is computed, and warm it up."""
+        for note in (f"engine: {self._pair.engine.state.sentence()}", *self._pair.notes):
+            self._renderer.note(note)
+        self._renderer.note(f"warming up {self._pair.target_name}, drafter: {self._pair.drafter_name or 'none'} ...")
+        self.warm_up()
 
     def warm_up(self) -> None:
         """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
@@ -136,6 +178,8 @@ class Workbench:
             self._renderer.clear()
         if outcome.prompt is not None:
             return self._prompt(outcome.prompt)
+        if outcome.load is not None:
+            self.load(outcome.load)
         if outcome.report is not None:
             return self._runner.report(outcome.report)
         return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE

@@ -3,6 +3,7 @@
 from utils.commands.audit import AUDIT
 from utils.commands.divergence import DIVERGENCE
 from utils.commands.lossless import LOSSLESS
+from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.registry import Command, Outcome, Registry, Situation
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
@@ -12,5 +13,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 
 def default_registry() -> Registry:
-    """Every command of the program: one per setting, those of storages, those that check what was said, then those of the session."""
-    return Registry([*tuning_commands(), *STORAGE_COMMANDS, DIVERGENCE, AUDIT, LOSSLESS, *SESSION_COMMANDS])
+    """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
+    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, DIVERGENCE, AUDIT, LOSSLESS, *SESSION_COMMANDS])

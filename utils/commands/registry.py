@@ -29,7 +29,7 @@ class Action(Enum):
 class Outcome:
     """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional.
 
-    storage: an n-gram storage to go on with.
+    storage: an n-gram storage to go on with. load: models to go on with, a utils.models.requests.PairRequest.
     """
 
     settings: Settings | None = None
@@ -38,6 +38,7 @@ class Outcome:
     prompt: str | None = None
     report: Report | None = None
     storage: Any = None
+    load: Any = None
     action: Action | None = None
 
 

@@ -21,24 +21,14 @@ from utils.models.heads import Grafted
 from utils.models.layer_cut import default_depth, first_layers
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
+from utils.models.requests import PairRequest
 from utils.models.sources import Source, locate
+
+__all__ = ["Pair", "PairRequest", "load_pair"]
 
 LAYERS = "layers:"
 HEAD = "head"  # the embedded target's own
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
-
-
-@dataclass(frozen=True, slots=True)
-class PairRequest:
-    """The words of the command line. No drafter means the target's own first layers, where it can be cut."""
-
-    target: str
-    drafter: str | None
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: str = "none"
-    drafter_quantize: str = "none"
-    engine_weights: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +51,7 @@ class Pair:
     drafter_quantize: str | None
     engine: Engine
     notes: tuple[str, ...]
+    request: PairRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +105,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter_quantize=drafter.quantize,
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
+        request=request,
     )
 
 

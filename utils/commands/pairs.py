@@ -1,0 +1,34 @@
+"""/load and /pairs: other models, without leaving the session."""
+
+from utils.commands.registry import Command, Outcome, Situation
+from utils.models.pairs import PAIRS, PairSpec
+from utils.models.requests import requested
+
+
+def _load(argument: str, situation: Situation) -> Outcome:
+    return Outcome(load=requested(argument, situation.bench.pair.request))
+
+
+def _pairs(argument: str, situation: Situation) -> Outcome:
+    loaded = situation.bench.pair.request
+    rows = (
+        (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _told(pair))
+        for name, pair in PAIRS.items()
+    )
+    return Outcome(rows=tuple(rows))
+
+
+def _told(pair: PairSpec) -> str:
+    return f"{pair.target} + {pair.drafter or 'its own first layers'}: {pair.summary}"
+
+
+PAIR_COMMANDS = (
+    Command(
+        "load",
+        "PAIR | target=... drafter=... quantize=...",
+        "load other models; what is not named stays, and if it fails the old pair does",
+        _load,
+        words=tuple(PAIRS),
+    ),
+    Command("pairs", "", "the pairs that are known by name", _pairs),
+)
