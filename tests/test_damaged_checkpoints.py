@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 from tiny import tiny_llama, tiny_tokenizer
@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, ViTConfig
 from transformers.utils import logging as transformers_logging
 
 from utils.errors import UserError
+from utils.models import hub
 from utils.models.failures import explained, quiet
+from utils.models.sources import locate
 
 
 def edit_config(folder: Path, **fields: Any) -> None:
@@ -129,6 +131,48 @@ def test_words_that_are_no_hub_id() -> None:
 def test_an_unknown_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "hub cannot be reached" in refusal("nobody/no-such-model")
+
+
+class ConnectError(OSError):
+    """Recognised by its name, as the client's own."""
+
+
+class RevisionNotFoundError(OSError):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Its client would retry for half a minute; what was fetched before is taken as it is."""
+    asked: list[tuple[str, str | None]] = []
+    told: list[str] = []
+
+    def unreachable(self: Any, name: str, *, revision: str | None, timeout: float) -> None:
+        asked.append((name, revision))
+        raise ConnectError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if kept else None)
+    if kept:
+        assert locate("some/model@v1", told.append).arguments == {"trust_remote_code": False, "revision": "v1", "local_files_only": True}
+        assert "taken as it was fetched" in told[0]
+    else:
+        assert "the hub cannot be reached" in refusal("some/model@v1")
+    assert asked == [("some/model", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(RevisionNotFoundError("404"), "no such revision"), (OSError("401: Invalid credentials"), "hf auth login")],
+)
+def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    def answer(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", answer)
+    assert words in refusal("some/model@v9")
 
 
 class GatedRepoError(OSError):

@@ -34,16 +34,23 @@ class Cause:
 OUT_OF_MEMORY_CLASSES = ("OutOfMemoryError", "MemoryError")
 OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
+OFFLINE_CLASSES = (
+    *("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ReadTimeout", "PoolTimeout"),
+    *("ConnectionError", "ProxyError", "NetworkError"),
+)
+
 # The first row that matches wins, so the narrow ones come first.
 CAUSES = (
     Cause(("GatedRepoError",), (), "is gated: accept its licence on its model page, then log in with `hf auth login`"),
+    Cause(("RevisionNotFoundError",), (), "has no such revision: leave @REVISION out, or name a branch, a tag or a commit"),
+    Cause((), ("Invalid credentials",), "cannot be asked for, since the hub refuses your token: log in again with `hf auth login`"),
     Cause(
         ("RepositoryNotFoundError", "HFValidationError"),
         (),
         "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling",
     ),
     Cause(
-        ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout"),
+        OFFLINE_CLASSES,
         (),
         "is not on this machine and the hub cannot be reached: connect once, or give a local folder",
     ),
@@ -90,6 +97,11 @@ def explanation(error: BaseException, name: str) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is some library's way to say that memory, the machine's or a GPU's, did not suffice."""
     return type(error).__name__ in OUT_OF_MEMORY_CLASSES or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
+
+
+def is_offline(error: BaseException) -> bool:
+    """Whether the hub could not be reached, or may not be asked."""
+    return any(type(cause).__name__ in OFFLINE_CLASSES for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

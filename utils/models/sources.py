@@ -1,11 +1,11 @@
-"""Where a model comes from: a hub id, a folder, a GGUF file or the word `embedded`, checked as far as a look at the disk can tell.
+"""Where a model comes from: a hub id, with @REVISION or without, a folder, a GGUF file or the word `embedded`; checked before it is loaded.
 
 Nothing is loaded here. What is known before transformers is asked gets a better sentence than what it would say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,24 @@ from transformers.utils import cached_file
 
 from utils.errors import UserError
 from utils.models.embedded import MODEL_NAME, Report, embedded_folder
+from utils.models.hub import hub_arguments
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint as `from_pretrained` wants it: a folder or a hub id, and the GGUF file in it."""
+    """A checkpoint as `from_pretrained` wants it: a folder or a hub id, the GGUF file in it, and what the hub is to be told."""
 
     place: str
     name: str
     gguf: str | None = None
+    hub: dict[str, Any] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The keywords that every `from_pretrained` of this checkpoint takes; remote code is never run."""
-        return {"trust_remote_code": False} | ({"gguf_file": self.gguf} if self.gguf else {})
+        return {"trust_remote_code": False} | ({"gguf_file": self.gguf} if self.gguf else {}) | self.hub
 
 
 def locate(word: str, report: Report) -> Source:
@@ -49,14 +51,17 @@ def locate(word: str, report: Report) -> Source:
         return Source(str(path.parent), path.name, path.name)
     # What looks like a path is never sent to the hub: it would answer with a riddle, or not at all for half a minute.
     if word.startswith((".", "/", "~")) or word.lower().endswith(".gguf") or word.count("/") > 1 or not word.strip():
-        raise UserError(f"'{word}' does not exist: give a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B, or embedded.")
-    return Source(word, word)
+        raise UserError(
+            f"'{word}' does not exist: give a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B or ID@REVISION, or embedded."
+        )
+    name, _, revision = word.partition("@")
+    return Source(name, word, hub=hub_arguments(name, revision or None, word, report))
 
 
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint brings a tokenizer of its own; a GGUF file always does."""
     return source.gguf is not None or any(
-        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES
+        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub) for name in TOKENIZER_FILES
     )
 
 
