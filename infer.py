@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from operator import attrgetter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
@@ -36,15 +37,15 @@ from utils.bench import StorageTools
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
+from utils.kinds import Limits
 from utils.models.loading import Pair, PairRequest, load_pair
-from utils.models.pairs import PAIRS
 from utils.printing import Renderer, make_renderer
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
-from utils.settings import Settings
+from utils.settings import Settings, configured
 from utils.strategies import Job, Strategy, kind_of
-from utils.workbench import PREPARING, Tools, Workbench
+from utils.workbench import PREPARING, Tools, Workbench, limits_of
 
 DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
@@ -94,7 +95,8 @@ STORAGE = StorageTools(make_storage, save_storage, load_storage)
 
 def pair_request(arguments: argparse.Namespace) -> PairRequest:
     """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
-    named = PAIRS[arguments.pair or "embedded"]
+    config = arguments.config
+    named = config.pairs[arguments.pair or config.pair or "embedded"]
     return PairRequest(
         target=named.target if arguments.target is None else arguments.target,
         drafter=named.drafter if arguments.target is None and arguments.drafter is None else arguments.drafter,
@@ -106,12 +108,19 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
     )
 
 
+def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
+    """Those of the config file, and of the flags that are settings too. Raises UserError for a name or value that is none."""
+    given = {name: value for name in ("seed", "engine", "threads") if (value := getattr(arguments, name)) is not None}
+    return replace(configured(Settings(), arguments.config.settings, limits), **given)
+
+
 def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool) -> Workbench:
     """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
     records = RecordFile(arguments.json) if arguments.json else None
+    first_settings(arguments, Limits())  # what is wrong with them is said before anything slow
     pair = load_pair(pair_request(arguments), renderer.note)
-    settings = Settings(seed=arguments.seed, engine=arguments.engine, threads=arguments.threads)
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, load_pair)
+    settings = first_settings(arguments, limits_of(pair))
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, load_pair, arguments.config.pairs)
     renderer.note(PREPARING.format(settings.engine))
     workbench = Workbench(pair, tools, settings)
     workbench.introduce()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sampling.drafting import Draft
 from utils.bounds import RULES as NAMES
-from utils.errors import UserError
-from utils.kinds import one_of
+from utils.errors import UserError, one_of
 from utils.seeding import Domain, Noise
 
 Judge = Callable[..., tuple[int, int]]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from utils.bounds import DRAFTER_KINDS, MAX_GAMMA
 from utils.costs import Costs
-from utils.errors import UserError
-from utils.kinds import Limits, Whole, one_of
+from utils.errors import UserError, one_of
+from utils.kinds import Limits, Whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ no model; what the loaded models allow comes in as Limits.
 
 import re
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 from utils.bounds import MAX_ORDER, MAX_TEMPERATURE, MAX_THREADS, MIN_ORDER
-from utils.errors import UserError
+from utils.errors import UserError, one_of
 from utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
@@ -228,12 +227,3 @@ def whole_number(text: str, allowed: str) -> int:
         problem = f"'{text}' is not a whole number" if text else "a whole number is missing"
         raise UserError(f"{problem}; allowed: {allowed}.")
     return int(text)
-
-
-def one_of(name: str, names: tuple[str, ...], what: str) -> str:
-    """`name` if it is among `names`; otherwise UserError with the nearest and all of them."""
-    if name in names:
-        return name
-    near = get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise UserError(f"{what} '{name}' is unknown; choose one of {', '.join(names)}.{hint}")

@@ -3,12 +3,14 @@
 The slash commands, /help, completions and the JSON record are derived from this table.
 """
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from utils.bounds import AUTO_GAMMA, ENGINES, LOADED, MAX_FILLER, MAX_GRAMS, MAX_SEED, RULES
 from utils.costs import Costs
 from utils.draft_kinds import CostTable, DraftCount, DrafterWords
+from utils.errors import UserError, one_of
 from utils.kinds import (
     Choice,
     Kind,
@@ -92,6 +94,18 @@ def changed(settings: Settings, entry: Field[Any], text: str, limits: Limits) ->
     """New settings with one field parsed from text. Raises UserError; the old settings are what they were."""
     value = entry.metadata["kind"].parse(text, getattr(settings, entry.name), limits)
     return replace(settings, **{entry.name: value})
+
+
+def configured(settings: Settings, given: Mapping[str, str], limits: Limits) -> Settings:
+    """New settings with values by the names of their commands, as typed. Raises UserError for one that is none."""
+    entries = setting_fields()
+    for name, text in given.items():
+        entry = entries[one_of(name, tuple(entries), "setting")]
+        try:
+            settings = changed(settings, entry, text, limits)
+        except UserError as error:
+            raise UserError(f"settings.{name}: {error}") from error
+    return settings
 
 
 def as_json(settings: Settings) -> dict[str, Any]:

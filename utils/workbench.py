@@ -4,9 +4,9 @@ It knows neither a terminal (lines come from whoever reads them) nor a decoder (
 to the renderer. Settings, storage and models outlive any failed line.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from utils.bench import Bench, StorageTools
@@ -18,6 +18,7 @@ from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import FinishReason
 from utils.kinds import Limits
+from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
 from utils.printing import Renderer
@@ -38,7 +39,8 @@ NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent 
 class Tools:
     """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
 
-    load: other models, as a request asks for them. draft_seconds: how long the loaded drafter takes for a draft.
+    load: other models, as a request asks for them; pairs: those known by name.
+    draft_seconds: how long the loaded drafter takes for a draft.
     interactive: whether the prompts are typed on the screen that shows the answers.
     """
 
@@ -50,6 +52,7 @@ class Tools:
     interactive: bool = True
     draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
     load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
+    pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
 
 def limits_of(pair: Any) -> Limits:
@@ -158,7 +161,7 @@ class Workbench:
         return Verdict.FAILED
 
     def _command(self, line: str) -> Verdict:
-        situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, self._facts())
+        situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, self._facts(), self._tools.pairs)
         return self._apply(self._tools.registry.run(line, situation))
 
     def _apply(self, outcome: Outcome) -> Verdict:

@@ -6,14 +6,14 @@ from utils.models.requests import requested
 
 
 def _load(argument: str, situation: Situation) -> Outcome:
-    return Outcome(load=requested(argument, situation.bench.pair.request))
+    return Outcome(load=requested(argument, situation.bench.pair.request, situation.pairs))
 
 
 def _pairs(argument: str, situation: Situation) -> Outcome:
     loaded = situation.bench.pair.request
     rows = (
         (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _told(pair))
-        for name, pair in PAIRS.items()
+        for name, pair in situation.pairs.items()
     )
     return Outcome(rows=tuple(rows))
 

@@ -5,7 +5,7 @@ outcome. Errors are UserErrors, one sentence each.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum, auto
@@ -14,6 +14,7 @@ from typing import Any
 from utils.bench import Bench
 from utils.errors import UserError
 from utils.kinds import Limits
+from utils.models.pairs import PAIRS, PairSpec
 from utils.reports import Report
 from utils.settings import Settings
 
@@ -51,6 +52,7 @@ class Situation:
     bench: Bench
     limits: Limits = field(default_factory=Limits)
     facts: tuple[tuple[str, str], ...] = ()  # (name, value) of what is loaded
+    pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS
-from utils.errors import UserError
-from utils.kinds import one_of
-from utils.models.pairs import PAIRS
+from utils.errors import UserError, one_of
+from utils.models.pairs import PairSpec
 
 CHOICES = {
     "dtype": ("auto", *DTYPES),
@@ -32,7 +32,7 @@ class PairRequest:
     engine_weights: str = "float32"
 
 
-def requested(text: str, current: PairRequest) -> PairRequest:
+def requested(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
     """What `NAME=VALUE ...`, or the name of a known pair, asks for beside what is loaded; a new target comes without the old drafter.
 
     Raises UserError for words that mean nothing.
@@ -45,11 +45,11 @@ def requested(text: str, current: PairRequest) -> PairRequest:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
-            pair = PAIRS[one_of(word, tuple(PAIRS), "pair")]
+            pair = pairs[one_of(word, tuple(pairs), "pair")]
             given |= {"target": pair.target, "drafter": pair.drafter}
             continue
         name = one_of(name.replace("-", "_"), tuple(field.name for field in fields(PairRequest)), "part of a pair")
-        given[name] = _checked(name, value)
+        given[name] = checked(name, value)
     if not given:
         raise UserError("say what to load, for example: /load target=FOLDER drafter=layers:4, or the name of a pair that /pairs lists.")
     if "target" in given and "drafter" not in given:
@@ -59,7 +59,8 @@ def requested(text: str, current: PairRequest) -> PairRequest:
     return replace(current, **given)  # type: ignore[arg-type]
 
 
-def _checked(name: str, value: str) -> str:
+def checked(name: str, value: str) -> str:
+    """A value that part of a request may have. Raises UserError for another."""
     if name in CHOICES:
         return one_of(value, CHOICES[name], name)
     if name == "device" and not re.fullmatch(f"auto|{DEVICE_PATTERN}", value):
