@@ -14,6 +14,7 @@ from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 import infer
 from utils.commands import default_registry
 from utils.engine import Engine
+from utils.models.fit import fit_of
 from utils.models.requests import PairRequest
 from utils.printing import Renderer
 from utils.records import RecordFile
@@ -70,6 +71,7 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         quantize="none",
         drafter_quantize="none" if drafter else None,
         notes=(),
+        fit=fit_of(models[0], tokenizer, models[-1], None),
         request=PairRequest("tiny-target", "tiny-drafter" if drafter else None, device="cpu"),
     )
 

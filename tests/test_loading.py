@@ -19,7 +19,7 @@ def test_a_pair_of_folders(shelf: Path) -> None:
     pair = load_pair(PairRequest(str(shelf / "target"), str(shelf / "drafter"), device="cpu"), lines.append)
     assert lines == ["loading target (cpu, float32) ...", "loading drafter (cpu, float32) ..."]
     assert (pair.target_name, pair.drafter_name, pair.drafter_kind) == ("target", "drafter", "model")
-    assert (pair.device, pair.dtype, pair.notes) == ("cpu", "float32", ())
+    assert (pair.device, pair.dtype, pair.notes[0]) == ("cpu", "float32", "pair: fine")
     assert pair.end_ids == {pair.tokenizer.eos_token_id}
     assert pair.drafter is not None
     for model in (pair.target, pair.drafter):

@@ -141,10 +141,13 @@ def tiny_mamba(seed: int = 0, **overrides: Any) -> MambaForCausalLM:
     return build(MambaForCausalLM, MambaConfig(**fields | overrides), seed)
 
 
-def tiny_tokenizer(vocab_size: int = 300, chat: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: a token a byte, then the special tokens, then filler words up to `vocab_size` ids."""
+def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges: a token a byte, then the special tokens, then filler words up to `vocab_size` ids.
+
+    shift: another one makes another tokenizer, whose bytes have other ids.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(models.BPE(vocab={symbol: (index + shift) % len(alphabet) for index, symbol in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

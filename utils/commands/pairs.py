@@ -1,4 +1,4 @@
-"""/load and /pairs: other models, without leaving the session."""
+"""/load, /pair and /pairs: other models, without leaving the session, and whether they fit."""
 
 from utils.commands.registry import Command, Outcome, Situation
 from utils.models.pairs import PAIRS, PairSpec
@@ -18,6 +18,12 @@ def _pairs(argument: str, situation: Situation) -> Outcome:
     return Outcome(rows=tuple(rows))
 
 
+def _pair(argument: str, situation: Situation) -> Outcome:
+    fit = situation.bench.pair.fit
+    rows = tuple((row.what, row.value, row.remark) for row in fit.rows)
+    return Outcome(rows=(("verdict", fit.verdict, fit.reason), *rows))
+
+
 def _told(pair: PairSpec) -> str:
     return f"{pair.target} + {pair.drafter or 'its own first layers'}: {pair.summary}"
 
@@ -30,5 +36,6 @@ PAIR_COMMANDS = (
         _load,
         words=tuple(PAIRS),
     ),
+    Command("pair", "", "whether the two models that are loaded fit together, and why", _pair),
     Command("pairs", "", "the pairs that are known by name", _pairs),
 )

@@ -16,6 +16,7 @@ from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
 from utils.models.embedded import Report
+from utils.models.fit import Fit, check_fit, fit_of, own_fit
 from utils.models.head_file import is_head, load_head
 from utils.models.heads import Grafted
 from utils.models.layer_cut import default_depth, first_layers
@@ -52,6 +53,7 @@ class Pair:
     engine: Engine
     notes: tuple[str, ...]
     request: PairRequest
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class _Drafter:
     kind: str | None = None
     notes: tuple[str, ...] = ()
     quantize: str | None = None
+    fit: Fit | None = None
 
 
 def load_pair(request: PairRequest, report: Report) -> Pair:
@@ -87,8 +90,10 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
     elif separate:
         model = load_model(separate, request.drafter_quantize, where)
-        _check_fit(model, target, own=load_tokenizer(separate), tokenizer=tokenizer, name=separate.name)
-        drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name), request.drafter_quantize)
+        fit = fit_of(target, tokenizer, model, load_tokenizer(separate))
+        check_fit(fit, separate.name, cuttable=not target.config.is_encoder_decoder)
+        notes = code_notes(model, separate.name) + fit.notes()
+        drafter = _Drafter(model, separate.name, "model", notes, request.drafter_quantize, fit)
     else:
         drafter = _cut_drafter(target, source.name, depth, request.quantize)
     return Pair(
@@ -106,6 +111,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
         request=request,
+        fit=drafter.fit or own_fit(tokenizer, drafter.name),
     )
 
 
@@ -168,24 +174,3 @@ def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize
     notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
     model.name_or_path = f"{name}, first {chosen} layers"
     return _Drafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes, quantize)
-
-
-def _check_fit(
-    drafter: PreTrainedModel,
-    target: PreTrainedModel,
-    *,
-    own: PreTrainedTokenizerBase | None,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-) -> None:
-    """Both models must read and write the same tokens; rows that only pad a vocabulary carry none and may differ."""
-    # A folder without tokenizer files is taken to share the target's.
-    reason = None
-    if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
-        reason = "one of them is an encoder-decoder model and the other is not"
-    elif own is not None and own.get_vocab() != tokenizer.get_vocab():
-        reason = "its tokenizer is another one"
-    elif drafter.get_input_embeddings().num_embeddings < min(len(tokenizer), target.get_input_embeddings().num_embeddings):
-        reason = "its vocabulary is smaller"
-    if reason:
-        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a drafter of the same family, or layers:K.")
