@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from sampling.draft_length import DraftLength, Tempo
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_steps
+from sampling.translated import TranslatedDrafter, Translation
 from sampling.verification import RULES, Rule
 from utils.bounds import LOADED
 from utils.caching import ModelSession, Session
 from utils.costs import Costs
+from utils.errors import UserError
 from utils.models.heads import Grafted
 from utils.models.layer_cut import first_layers
 from utils.strategies import DrafterKind, Job
@@ -28,7 +31,12 @@ def loaded_drafter(job: Job, rule: Rule, tempo: Tempo | None = None) -> tuple[Dr
         target = job.session("target", features=drafter.head.shape.layers)
         head, read = HeadSession(drafter), target.take_features()
         return HeadDrafter(head, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length, read=read), target
-    target, session = job.session("target"), job.session("drafter")
+    target = job.session("target")
+    if job.pair.drafter_tokenizer is not None:
+        translation = Translation(job.pair.tokenizer, job.pair.drafter_tokenizer)
+        opened = partial(ModelSession, drafter, use_cache=job.settings.cache)
+        return TranslatedDrafter(opened, translation, target.vocab_size, length=length), target
+    session = job.session("drafter")
     return ModelDrafter(session, job.decoding, target.vocab_size, shares_noise=rule.shares_noise, length=length), target
 
 
@@ -63,6 +71,8 @@ def free_drafter(job: Job) -> Session:
     drafter = job.pair.drafter
     if isinstance(drafter, Grafted):
         return FreeHead(drafter, job.pair.target, use_cache=job.settings.cache)
+    if job.pair.drafter_tokenizer is not None:
+        raise UserError("The drafter cannot run alone: its tokenizer is not the target's, so its answer could not be compared.")
     return job.session("drafter", rewinds=False)
 
 

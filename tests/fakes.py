@@ -71,6 +71,7 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         quantize="none",
         drafter_quantize="none" if drafter else None,
         notes=(),
+        drafter_tokenizer=None,
         fit=fit_of(models[0], tokenizer, models[-1], None),
         request=PairRequest("tiny-target", "tiny-drafter" if drafter else None, device="cpu"),
     )

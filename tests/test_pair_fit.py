@@ -3,7 +3,7 @@
 import pytest
 from fakes import screen, tiny_pair, workbench
 from shelf import load, refusal
-from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
 from utils.models.fit import fit_of
 from utils.models.loading import load_pair
@@ -44,7 +44,7 @@ def test_padding_is_fine_and_counted():
 def test_tokenizers_are_compared_id_by_id(own, verdict, same):
     fit = found(own=own)
     assert fit.verdict == verdict and value(fit, "ids that mean the same").value == f"{same} of 300"
-    assert bool(fit.reason) == (verdict != "fine")
+    assert not fit.reason and fit.translated == (verdict != "fine")
 
 
 def test_what_else_is_worth_saying():
@@ -76,8 +76,17 @@ def test_a_near_miss_is_loaded_and_changes_no_text(shelf):
     assert "verdict" in shown and "299 of 300" in shown
 
 
-def test_other_tokenizers_are_refused_with_the_count(shelf):
-    assert "44 of 300 ids mean the same" in refusal(shelf / "target", shelf / "stranger")
+def test_drafts_of_another_tokenizer_are_translated_and_that_is_said(shelf):
+    pair = load(shelf / "target", shelf / "stranger")
+    assert pair.drafter_tokenizer is not None and pair.notes[0] == "pair: different tokenizers"
+    assert any("translated back and forth" in note for note in pair.notes)
+    assert load(shelf / "target", shelf / "cousin").drafter_tokenizer is None
+
+
+def test_encoders_of_another_tokenizer_are_refused(tmp_path):
+    save_folder(tmp_path / "a", tiny_t5(vocab_size=300), tiny_tokenizer())
+    save_folder(tmp_path / "b", tiny_t5(vocab_size=300), tiny_tokenizer(shift=1))
+    assert "its tokenizer is another one" in refusal(tmp_path / "a", tmp_path / "b")
 
 
 def test_drafters_of_the_targets_own_need_no_check(shelf, tmp_path):

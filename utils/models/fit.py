@@ -15,6 +15,8 @@ from utils.models.prompting import has_chat_template, prompt_ids
 
 ENOUGH = 0.99  # of the target's tokens, that must mean the same to a drafter
 RATHER_LARGE = 0.5  # of the target's size: such a drafter hardly ever pays
+OTHER_WORDS = "different tokenizers"
+TRANSLATED = "translated back and forth, which costs drafts and time: a drafter of the same family does without"
 FAMILY = "take a drafter of the same family"
 
 
@@ -35,6 +37,11 @@ class Fit:
     verdict: str
     reason: str
     rows: tuple[Row, ...]
+
+    @property
+    def translated(self) -> bool:
+        """Whether drafts have to be told as text."""
+        return self.verdict == OTHER_WORDS
 
     def notes(self) -> tuple[str, ...]:
         """What is to be said at load."""
@@ -80,8 +87,9 @@ def fit_of(target: Any, tokenizer: Any, drafter: Any, own: Any) -> Fit:
     )
     reason = _misfit(ours, theirs, same)
     if reason:
-        kinds = reason.startswith("one of them")
-        return Fit("wrong" if kinds or own is None else "different tokenizers", reason, rows)
+        return Fit("wrong", reason, rows)
+    if same < ENOUGH * len(ours.tokens):
+        return Fit(OTHER_WORDS, "", (*rows, Row("drafts", "as text", TRANSLATED, warns=True)))
     extra = abs(ours.rows - theirs.rows)
     return Fit(f"fine with {extra:,} padding rows" if extra else "fine", "", rows)
 
@@ -102,7 +110,9 @@ def _misfit(ours: _Side, theirs: _Side, same: int) -> str:
     if ours.model.config.is_encoder_decoder != theirs.model.config.is_encoder_decoder:
         return "one of them is an encoder-decoder model and the other is not"
     if same < ENOUGH * len(ours.tokens):
-        return f"its tokenizer is another one ({same:,} of {len(ours.tokens):,} ids mean the same)"
+        return (
+            "" if not ours.model.config.is_encoder_decoder else f"its tokenizer is another one ({same:,} of {len(ours.tokens):,} ids agree)"
+        )
     if theirs.rows < min(len(ours.tokens), ours.rows):
         return "its vocabulary is smaller"
     return ""

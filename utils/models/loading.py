@@ -36,6 +36,7 @@ EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 class Pair:
     """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K", "head" or None; `notes` are for the user.
 
+    drafter_tokenizer: the drafter's, where it is not the target's, so that drafts must be translated.
     quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
     """
 
@@ -54,6 +55,7 @@ class Pair:
     notes: tuple[str, ...]
     request: PairRequest
     fit: Fit
+    drafter_tokenizer: PreTrainedTokenizerBase | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class _Drafter:
     notes: tuple[str, ...] = ()
     quantize: str | None = None
     fit: Fit | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 def load_pair(request: PairRequest, report: Report) -> Pair:
@@ -90,10 +93,11 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
     elif separate:
         model = load_model(separate, request.drafter_quantize, where)
-        fit = fit_of(target, tokenizer, model, load_tokenizer(separate))
+        own = load_tokenizer(separate)
+        fit = fit_of(target, tokenizer, model, own)
         check_fit(fit, separate.name, cuttable=not target.config.is_encoder_decoder)
         notes = code_notes(model, separate.name) + fit.notes()
-        drafter = _Drafter(model, separate.name, "model", notes, request.drafter_quantize, fit)
+        drafter = _Drafter(model, separate.name, "model", notes, request.drafter_quantize, fit, own if fit.translated else None)
     else:
         drafter = _cut_drafter(target, source.name, depth, request.quantize)
     return Pair(
@@ -111,6 +115,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
         request=request,
+        drafter_tokenizer=drafter.tokenizer,
         fit=drafter.fit or own_fit(tokenizer, drafter.name),
     )
 
