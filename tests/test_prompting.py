@@ -120,3 +120,18 @@ def test_chat_without_a_template_is_named() -> None:
 def test_text_without_ids_is_named() -> None:
     with pytest.raises(UserError, match="empty"):
         prompt_ids(tiny_tokenizer(), "", chat=False, system=None)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% set found = cycler.__init__.__globals__ %}{{ found.os.popen('id').read() }}",
+        "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
+        "{% for a in range(1000000) %}{% endfor %}",
+    ],
+)
+def test_a_chat_template_is_run_in_a_sandbox(attack: str) -> None:
+    """It comes with the weights, from anybody."""
+    with pytest.raises(UserError, match=r"/chat off"):
+        prompt_ids(tokenizer_with(attack), "hi", chat=True, system=None)

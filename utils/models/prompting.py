@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.errors import UserError
 from utils.text import encodable
 
+# Templates are code in a sandbox: whatever they do wrong, the pair is still good for plain text.
+FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 # Stands for an answer; letters only, so that no template trims or escapes it.
 ANSWER = "ANSWERMARK"
 
@@ -89,7 +91,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None,
     turns.append({"role": "user", "content": text})
     try:
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
-    except TemplateError as error:
+    except FAILURES as error:
         if system is None:
             raise UserError(f"The chat template of this model cannot render the prompt ({error}): switch it off with /chat off.") from error
         raise UserError(f"The chat template of this model takes no system prompt ({error}): use /system default.") from error
@@ -102,7 +104,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
         rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, TypeError, ValueError):
+    except FAILURES:
         # Whatever a template does with an exchange, the other end ids remain.
         return None
     # The text after the answer, not the ids: the answer's last token may have merged with what follows.
