@@ -104,6 +104,7 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         drafter_quantize=arguments.drafter_quantize,
+        cuda_quantize=named.cuda_quantize if arguments.target is None and arguments.drafter is None else "none",
         engine_weights=arguments.engine_weights,
     )
 

@@ -16,6 +16,7 @@ from utils.caching import context_length
 from utils.commands import default_registry
 from utils.engine import Engine
 from utils.kinds import Limits
+from utils.models.weights import stored_bytes
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Verdict
@@ -70,6 +71,9 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         dtype="float32",
         quantize="none",
         drafter_quantize="none" if drafter else None,
+        drafter_dtype="float32" if drafter else None,
+        memory=stored_bytes(models[0]),
+        drafter_memory=stored_bytes(models[1]) if drafter else None,
         notes=(),
     )
 

@@ -1,28 +1,38 @@
-"""Both quantizations on tiny models, with a drafter cut out of the target, on either side of a pair."""
+"""Every quantization on tiny models: on either side of a pair, with a drafter cut out of the target, of GGUF files; what is refused."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shelf import refusal
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 from tiny_gguf import write_gguf
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import infer
+from utils.arguments import parse_arguments
+from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
+from utils.models import loading, quantization, weights
 from utils.models.layer_cut import first_layers
 from utils.models.loading import Pair, PairRequest, load_pair
+from utils.models.pairs import PAIRS
 from utils.models.quantization import check_kind
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
-QUANTIZED = {"int8": "QLinear", "nf4": "Linear4bit"}
+QUANTIZED = {"int8": "QLinear", "int4": "QLinear", "bnb-int8": "Linear8bitLt", "nf4": "Linear4bit"}
+NEAR = {"int8": 0.99, "int4": 0.4, "bnb-int8": 0.99, "nf4": 0.4}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Wide enough for blocks of 64 weights, the unit of nf4.
-    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3)
+    # Wide enough for several groups of 32, 64 or 128 weights in a row.
+    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256, num_hidden_layers=3)
     return save_folder(tmp_path_factory.mktemp("model") / "wide", model, tiny_tokenizer())
 
 
@@ -30,20 +40,64 @@ def load(folder: Path, drafter: str, **words: str) -> Pair:
     return load_pair(PairRequest(str(folder), drafter, device="cpu", **words), lambda line: None)
 
 
+def gguf(path: Path) -> Path:
+    return write_gguf(path, tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256), tiny_tokenizer())
+
+
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(("kind", "near"), [("int8", 0.99), ("nf4", 0.6)])
-def test_a_quantized_target_is_near_the_full_one(folder: Path, kind: str, near: float) -> None:
+def test_every_kind_is_tested() -> None:
+    assert {"none", *QUANTIZED} == set(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantized_target_is_near_the_full_one(folder: Path, kind: str) -> None:
     full, small = load(folder, "layers:1").target, load(folder, "layers:1", quantize=kind).target
-    assert type(small.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind]
-    assert type(small.lm_head) is torch.nn.Linear
-    weight = small.model.layers[0].mlp.up_proj.weight
-    assert getattr(weight, "_data", weight).element_size() == 1
+    assert {type(part).__name__ for part in small.model.layers.modules() if "Linear" in type(part).__name__} == {QUANTIZED[kind]}
+    assert type(small.lm_head) is nn.Linear and torch.equal(small.lm_head.weight, full.lm_head.weight)
+    assert not any(part.training for part in small.modules())
     similarity = torch.cosine_similarity(logits(full), logits(small), dim=-1).min()
-    assert near < similarity < 1 - 1e-6
+    assert NEAR[kind] < similarity < 1 - 1e-6
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+def test_no_weight_is_off_by_more_than_half_a_step(folder: Path, kind: str, bits: int) -> None:
+    for drop in ("up_proj", "down_proj"):  # a scale per row; several groups in a row
+        full, small = (getattr(load(folder, "layers:1", quantize=word).target.model.layers[0].mlp, drop).weight for word in ("none", kind))
+        assert (small.dequantize() - full).abs().max() <= 1.01 * full.abs().max() / (2**bits - 2)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_memory_is_that_of_the_kind(folder: Path, kind: str) -> None:
+    """Weights of so many bits, and scales: nothing of the full ones is left, and none is kept mapped."""
+    pair = load(folder, "layers:1", quantize=kind)
+    target, full = pair.target, load(folder, "layers:1").target
+    linear = sum(part.weight.numel() for name, part in full.named_modules() if type(part) is nn.Linear and name != "lm_head")
+    rest = sum(part.nbytes for part in (*full.parameters(), *full.buffers())) - 4 * linear
+    packed = linear if "8" in kind else linear // 2
+    assert packed + rest < pair.memory < 1.3 * packed + rest + 2000 and pair.drafter_memory == 0
+    held = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in target.parameters() if type(part) is nn.Parameter
+    }
+    assert sum(held.values()) <= rest
+
+
+def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:
+    tied = save_folder(tmp_path / "tied", tiny_llama(vocab_size=300, tie_word_embeddings=True), tiny_tokenizer())
+    pair = load(tied, str(tied))
+    assert pair.memory == pair.drafter_memory == sum(part.nbytes for part in (*pair.target.parameters(), *pair.target.buffers()))
+    assert weights.stored_bytes(pair.target, besides=pair.target) == 0
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_tied_embeddings_stay_tied(tmp_path: Path, kind: str) -> None:
+    tied = save_folder(tmp_path / "tied", tiny_llama(vocab_size=300, hidden_size=64, tie_word_embeddings=True), tiny_tokenizer())
+    small = load(tied, "layers:1", quantize=kind).target
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    assert torch.equal(small.lm_head.weight, load(tied, "layers:1").target.lm_head.weight)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -66,40 +120,144 @@ def test_a_cut_of_a_quantized_target(folder: Path, kind: str, run_target_first: 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_a_quantized_drafter_beside_a_full_target(folder: Path, kind: str) -> None:
     pair = load(folder, str(folder), drafter_quantize=kind)
-    assert pair.drafter is not None
+    assert pair.drafter is not None and pair.drafter_memory is not None
     assert type(pair.drafter.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind]
-    assert type(pair.target.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert type(pair.target.model.layers[0].mlp.up_proj) is nn.Linear
+    assert (pair.quantize, pair.drafter_quantize) == ("none", kind) and pair.drafter_memory < pair.memory
+    assert not any("texts can part" in note for note in pair.notes)  # what drafts does not decide the text
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_generation_with_the_pair(folder: Path, kind: str) -> None:
-    pair = load(folder, "layers:2", quantize=kind)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_generation_with_the_pair(folder: Path, kind: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    pair = load(folder, "layers:2", quantize=kind, dtype=dtype)
+    state = pair.engine.use("auto", 1)
+    assert state.kind == "plain" and ("quantized" if dtype == "float32" else "float32 only") in state.reason
     pair.target.generation_config.pad_token_id = 0
-    with torch.no_grad():
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
         out = pair.target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False)
-    assert out.shape == (1, 12)
+    assert out.shape == (1, 12) and not caplog.records
 
 
-def test_int8_of_an_encoder_decoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_an_encoder_decoder(tmp_path: Path, kind: str) -> None:
     save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer())
-    target = load(tmp_path / "t5", str(tmp_path / "t5"), quantize="int8").target
+    target = load(tmp_path / "t5", str(tmp_path / "t5"), quantize=kind).target
+    assert type(target.lm_head) is nn.Linear and type(target.decoder.block[0].layer[0].SelfAttention.q).__name__ == QUANTIZED[kind]
     with torch.no_grad():
         assert target(input_ids=IDS, decoder_input_ids=IDS).logits.isfinite().all()
 
 
-def test_int8_of_a_gguf_file(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(vocab_size=300), tiny_tokenizer())
-    target = load(path, "layers:1", quantize="int8").target
-    assert type(target.model.layers[0].mlp.up_proj).__name__ == "QLinear" and logits(target).isfinite().all()
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str) -> None:
+    """The same model from the file, whether it was converted first, or is quantized where it stands."""
+    path = gguf(tmp_path / "tiny.gguf")
+    pair = load(path, "layers:1", quantize=kind)
+    assert type(pair.target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(pair.target.lm_head) is nn.Linear
+    assert not any(part.training for part in pair.target.modules())
 
 
-def test_nf4_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="nf4 cannot be made from the GGUF file"):
-        load(tmp_path / "model.gguf", "layers:1", quantize="nf4")
+def test_nothing_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimum.quanto.library.extensions import extension
+
+    def compile(**words: Any) -> None:
+        raise AssertionError("a compiler was called")
+
+    monkeypatch.setattr(extension, "load", compile)
+    monkeypatch.setenv("PATH", "")
+    for known in extension._extensions.values():
+        monkeypatch.setattr(known, "_lib", None)
+    assert logits(load(folder, "layers:1", quantize="int4").target).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "", "INT8"])
+@pytest.mark.parametrize("kind", ["int3", "", "INT8"])
 def test_unknown_kinds_name_the_known_ones(kind: str) -> None:
-    with pytest.raises(UserError, match="none, int8, nf4"):
-        check_kind(kind, gguf=False, name="model")
+    with pytest.raises(UserError, match="none, int8, int4, bnb-int8, nf4"):
+        check_kind(kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["bnb-int8", "nf4"])
+def test_bitsandbytes_is_refused_on_mps(kind: str) -> None:
+    with pytest.raises(UserError, match="does not run on mps: use int8, or --device cpu"):
+        check_kind(kind, "mps")
+    check_kind("int8", "mps")
+
+
+def test_int4_of_a_width_that_no_group_divides(tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=300, intermediate_size=200)
+    odd = save_folder(tmp_path / "odd", model, tiny_tokenizer())
+    assert "down_proj has 200 columns, not a multiple of 32; use int8 or nf4" in refusal(odd, "layers:1", quantize="int4")
+    assert load(odd, "layers:1", quantize="int8").quantize == "int8"
+    assert load(odd, "layers:1", quantize="nf4").quantize == "nf4"
+
+
+def test_a_model_without_linear_layers(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=None)
+    save_folder(tmp_path / "gpt2", GPT2LMHeadModel(config).eval(), tiny_tokenizer())
+    assert "no linear layers that int8 could be made of" in refusal(tmp_path / "gpt2", "layers:1", quantize="int8")
+
+
+def test_a_kernel_that_fails_is_one_sentence_at_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        raise NotImplementedError("no such kernel\nadvice")
+
+    monkeypatch.setattr(quantization, "_unpack", broken)
+    sentence = refusal(folder, "layers:1", quantize="int4")
+    assert sentence == "'wide' does not run in int4 on cpu, torch.float32 (no such kernel): use another --quantize."
+    monkeypatch.setattr(quantization, "_unpack", lambda packed, bits: (_ for _ in ()).throw(MemoryError()))
+    assert "does not fit into memory" in refusal(folder, "layers:1", quantize="int4")
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_notes_on_texts_and_time(folder: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "has_nf4_kernel", lambda: kernel)
+
+    def notes(**words: str) -> list[tuple[bool, bool]]:
+        found = load(folder, str(folder), **words).notes
+        return [("texts can part" in note, "slower than float32" in note) for note in found]
+
+    text, time = (True, False), (False, True)
+    assert notes() == []
+    assert notes(dtype="bfloat16") == [text]
+    assert notes(quantize="int8") == notes(quantize="int4") == notes(drafter_quantize="bnb-int8") == [time]
+    assert notes(quantize="int8", drafter_quantize="int4") == [time, time]
+    assert notes(quantize="bnb-int8") == notes(quantize="int4", dtype="bfloat16") == [text, time]
+    assert notes(quantize="int8", dtype="bfloat16") == [text]
+    assert notes(quantize="nf4") == [time]
+    assert notes(quantize="nf4", dtype="bfloat16") == ([text] if kernel else [text, time])
+
+
+def test_only_bnb_int8_depends_on_the_window(folder: Path) -> None:
+    """What the notes say of float32: a row's logits change with its company by its rounding, and under bnb-int8 by much more."""
+    moved = {}
+    for kind in QUANTIZED:
+        target = load(folder, "layers:1", quantize=kind).target
+        with torch.no_grad():
+            moved[kind] = (target(input_ids=IDS[:, :1]).logits[0, 0] - logits(target)[0, 0]).abs().max()
+    assert max(moved[kind] for kind in ("int8", "int4", "nf4")) < 1e-4 < 1e-2 < moved["bnb-int8"]
+
+
+def settled(device: str, *flags: str) -> tuple[str | None, str | None]:
+    request = loading._settled(infer.pair_request(parse_arguments([*flags])), device)
+    return request.quantize, request.drafter_quantize
+
+
+def test_the_classic_pair_is_int8_on_cuda() -> None:
+    assert {name for name, pair in PAIRS.items() if pair.cuda_quantize != "none"} == {"llama-3.2"}
+    assert settled("cuda", "--pair", "llama-3.2") == settled("cuda:1", "--pair", "llama-3.2") == ("int8", "int8")
+    assert settled("cpu", "--pair", "llama-3.2") == settled("mps", "--pair", "llama-3.2") == ("none", "none")
+    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "none") == ("none", "int8")
+    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "nf4", "--drafter-quantize", "none") == ("nf4", "none")
+    assert settled("cuda", "--pair", "qwen3") == settled("cuda") == settled("cuda", "--target", "x") == ("none", "none")
+    assert settled("cpu", "--quantize", "int4") == ("int4", "none")
+
+
+def test_sizes_for_people() -> None:
+    assert [weights.in_units(size) for size in (0, 999, 1000, 538_090_408, 999_700_000, 12_345_678_901)] == [
+        "0 bytes",
+        "999 bytes",
+        "1 kB",
+        "538 MB",
+        "1000 MB",
+        "12.3 GB",
+    ]

@@ -25,8 +25,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pair", choices=tuple(PAIRS), help="a known target and drafter (default: embedded)")
     parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, default="none", help="the target's weights (default: none)")
-    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="the drafter's weights (default: none)")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the target's weights (default: the pair's)")
+    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, help="the drafter's weights (default: the pair's)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the models are computed (default: auto)")
     parser.add_argument(
         "--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, on a CPU (default: float32)"

@@ -135,7 +135,7 @@ class Engine:
             if model.dtype != torch.float32:
                 return "the invariant engine is the faster one in float32 only"
             linears = any(type(part) in (nn.Linear, EngineLinear) for part in model.modules())
-            if getattr(model.config, "quantization_config", None) or not linears:
+            if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None) or not linears:
                 return "quantized layers keep their own kernels"
         return ""
 

@@ -6,8 +6,9 @@ and warming up, is left to the caller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ from utils.models.layer_cut import default_depth, first_layers
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
 from utils.models.sources import Source, locate
+from utils.models.weights import loaded_line, stored_bytes, weight_notes
 
 LAYERS = "layers:"
 HEAD = "head"  # the embedded target's own
@@ -30,14 +32,18 @@ EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """The words of the command line. No drafter means the target's own first layers, where it can be cut."""
+    """The words of the command line. No drafter means the target's own first layers, where it can be cut.
+
+    quantize, drafter_quantize: None is `cuda_quantize` on a CUDA device and "none" elsewhere.
+    """
 
     target: str
     drafter: str | None
     device: str = "auto"
     dtype: str = "auto"
-    quantize: str = "none"
-    drafter_quantize: str = "none"
+    quantize: str | None = None
+    drafter_quantize: str | None = None
+    cuda_quantize: str = "none"
     engine_weights: str = "float32"
 
 
@@ -45,7 +51,8 @@ class PairRequest:
 class Pair:
     """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K", "head" or None; `notes` are for the user.
 
-    quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
+    quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS. memory, drafter_memory: bytes of
+    weights as they were loaded; the drafter's without those that are the target's.
     """
 
     target: PreTrainedModel
@@ -59,6 +66,9 @@ class Pair:
     dtype: str
     quantize: str
     drafter_quantize: str | None
+    drafter_dtype: str | None
+    memory: int
+    drafter_memory: int | None
     engine: Engine
     notes: tuple[str, ...]
 
@@ -72,6 +82,7 @@ class _Drafter:
     kind: str | None = None
     notes: tuple[str, ...] = ()
     quantize: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None  # its own
 
 
 def load_pair(request: PairRequest, report: Report) -> Pair:
@@ -80,27 +91,24 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     Raises UserError for anything that cannot be had: a word that means nothing, a model that is missing, gated, damaged, too large or of
     the wrong kind, or a drafter that does not fit the target.
     """
-    device = choose_device(request.device)
-    where = Placement(device, choose_dtype(request.dtype, device), report)
+    request = _settled(request, choose_device(request.device))
+    where = Placement(request.device, choose_dtype(request.dtype, request.device), report)
     depth = _check_words(request)
-    source = _locate(request.target, request.quantize, report)
+    source = _locate(request.target, str(request.quantize), where)
     # Before the target is loaded: a wrong word should not cost a minute of waiting.
     head = _head_folder(request)
     cuts = request.drafter is None or depth is not None
-    separate = None if cuts or head else _locate(str(request.drafter), request.drafter_quantize, report)
-    target = load_model(source, request.quantize, where)
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+    separate = None if cuts or head else _locate(str(request.drafter), str(request.drafter_quantize), where)
+    target = load_model(source, str(request.quantize), where)
+    tokenizer = _own_tokenizer(source)
     if head:
         drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
     elif separate:
-        model = load_model(separate, request.drafter_quantize, where)
-        _check_fit(model, target, own=load_tokenizer(separate), tokenizer=tokenizer, name=separate.name)
-        drafter = _Drafter(model, separate.name, "model", code_notes(model, separate.name), request.drafter_quantize)
+        drafter = _separate_drafter(separate, str(request.drafter_quantize), where)
+        _check_fit(drafter.model, target, own=drafter.tokenizer, tokenizer=tokenizer, name=separate.name)
     else:
-        drafter = _cut_drafter(target, source.name, depth, request.quantize)
-    return Pair(
+        drafter = _cut_drafter(target, source.name, depth, str(request.quantize))
+    pair = Pair(
         target=target,
         drafter=drafter.model,
         tokenizer=tokenizer,
@@ -108,13 +116,32 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         target_name=source.name,
         drafter_name=drafter.name,
         drafter_kind=drafter.kind,
-        device=device,
+        device=request.device,
         dtype=str(target.dtype).removeprefix("torch."),
-        quantize=request.quantize,
+        quantize=str(request.quantize),
         drafter_quantize=drafter.quantize,
+        drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
+        memory=stored_bytes(target),
+        drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=target),
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
     )
+    report(loaded_line(pair))
+    return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
+
+
+def _settled(request: PairRequest, device: str) -> PairRequest:
+    """With the device that was chosen, and a word for each quantization."""
+    unsaid = request.cuda_quantize if device.startswith("cuda") else "none"
+    words = [unsaid if word is None else word for word in (request.quantize, request.drafter_quantize)]
+    return replace(request, device=device, quantize=words[0], drafter_quantize=words[1])
+
+
+def _own_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+    return tokenizer
 
 
 def _engine(target: PreTrainedModel, drafter: PreTrainedModel | Grafted | None, *, bytewise: bool) -> Engine:
@@ -156,9 +183,14 @@ def _check_words(request: PairRequest) -> int | None:
     return int(depth)
 
 
-def _locate(word: str, kind: str, report: Report) -> Source:
-    check_kind(kind, gguf=word.lower().endswith(".gguf"), name=word)
-    return locate(word, report)
+def _locate(word: str, kind: str, where: Placement) -> Source:
+    check_kind(kind, where.device)
+    return locate(word, where.report)
+
+
+def _separate_drafter(source: Source, quantize: str, where: Placement) -> _Drafter:
+    model = load_model(source, quantize, where)
+    return _Drafter(model, source.name, "model", code_notes(model, source.name), quantize, load_tokenizer(source))
 
 
 def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize: str) -> _Drafter:
@@ -179,7 +211,7 @@ def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize
 
 
 def _check_fit(
-    drafter: PreTrainedModel,
+    drafter: Any,
     target: PreTrainedModel,
     *,
     own: PreTrainedTokenizerBase | None,
