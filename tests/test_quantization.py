@@ -18,7 +18,7 @@ import infer
 from utils.arguments import parse_arguments
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
-from utils.models import loading, quantization, weights
+from utils.models import gguf_files, loading, quantization, weights
 from utils.models.layer_cut import first_layers
 from utils.models.loading import Pair, PairRequest, load_pair
 from utils.models.pairs import PAIRS
@@ -149,11 +149,15 @@ def test_an_encoder_decoder(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str) -> None:
+def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model from the file, whether it was converted first, or is quantized where it stands."""
     path = gguf(tmp_path / "tiny.gguf")
+    target = load(path, "layers:1", quantize=kind).target
+    assert type(target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(target.lm_head) is nn.Linear
+    monkeypatch.setattr(loading, "converted", lambda source, where: source)
     pair = load(path, "layers:1", quantize=kind)
     assert type(pair.target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(pair.target.lm_head) is nn.Linear
+    assert torch.equal(logits(pair.target), logits(target)) and pair.memory == weights.stored_bytes(target)
     assert not any(part.training for part in pair.target.modules())
 
 
@@ -261,3 +265,8 @@ def test_sizes_for_people() -> None:
         "1000 MB",
         "12.3 GB",
     ]
+
+
+def test_a_full_disk_still_quantizes_a_gguf_file(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_files, "ROOM", 1e12)
+    assert type(load(gguf(tmp_path / "tiny.gguf"), "layers:1", quantize="nf4").target.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"

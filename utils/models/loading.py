@@ -17,6 +17,7 @@ from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
 from utils.models.embedded import Report
+from utils.models.gguf_files import converted
 from utils.models.head_file import is_head, load_head
 from utils.models.heads import Grafted
 from utils.models.layer_cut import default_depth, first_layers
@@ -99,12 +100,13 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     head = _head_folder(request)
     cuts = request.drafter is None or depth is not None
     separate = None if cuts or head else _locate(str(request.drafter), str(request.drafter_quantize), where)
+    source = converted(source, where)
     target = load_model(source, str(request.quantize), where)
     tokenizer = _own_tokenizer(source)
     if head:
         drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
     elif separate:
-        drafter = _separate_drafter(separate, str(request.drafter_quantize), where)
+        drafter = _separate_drafter(converted(separate, where), str(request.drafter_quantize), where)
         _check_fit(drafter.model, target, own=drafter.tokenizer, tokenizer=tokenizer, name=separate.name)
     else:
         drafter = _cut_drafter(target, source.name, depth, str(request.quantize))
