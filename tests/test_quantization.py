@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,25 @@ def test_memory_is_that_of_the_kind(folder: Path, kind: str) -> None:
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in target.parameters() if type(part) is nn.Parameter
     }
     assert sum(held.values()) <= rest
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory behind every plain tensor that is alive, by address."""
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu"]
+    return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in alive}
+
+
+@pytest.mark.parametrize("kind", ["none", *QUANTIZED])
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_nothing_else_stays_alive(folder: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
+    path = folder if form == "folder" else gguf(tmp_path / "tiny.gguf")
+    load(path, "layers:1", quantize=kind)  # what libraries keep for good is there now
+    before = storages()
+    pair = load(path, "layers:1", quantize=kind)
+    logits(pair.target)
+    grown = sum(size for place, size in storages().items() if place not in before)
+    assert grown <= pair.memory * 1.05 + 10_000  # a file's header, what bitsandbytes notes of a product
 
 
 def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:

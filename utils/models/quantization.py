@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
+from utils.freed_memory import give_back_memory
 from utils.models.failures import is_out_of_memory
 
 QUANTO, BITSANDBYTES = ("int8", "int4"), ("bnb-int8", "nf4")
@@ -67,6 +68,7 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
     if kind == "nf4":
         _choose_kernels(model)
     _let_go_of_files(model)
+    give_back_memory()
     _check_runs(model, kind, name)
 
 
