@@ -105,6 +105,18 @@ def test_nothing_else_stays_alive(folder: Path, tmp_path: Path, own_cache: Path,
     assert grown <= pair.memory * 1.05 + 10_000  # a file's header, what bitsandbytes notes of a product
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells nowhere what is mapped")
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_the_file_of_the_full_weights_is_let_go(tmp_path: Path, kind: str) -> None:
+    path = save_folder(tmp_path / "mapped", tiny_llama(vocab_size=300, hidden_size=64), tiny_tokenizer())
+    plain = load(path, "layers:1")
+    assert str(path) in Path("/proc/self/maps").read_text()  # or this test finds nothing
+    del plain
+    pair = load(path, "layers:1", quantize=kind)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text() and pair.memory
+
+
 def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:
     tied = save_folder(tmp_path / "tied", tiny_llama(vocab_size=300, tie_word_embeddings=True), tiny_tokenizer())
     pair = load(tied, str(tied))
@@ -175,6 +187,13 @@ def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str, monkeypatch: py
     target = load(path, "layers:1", quantize=kind).target
     assert type(target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(target.lm_head) is nn.Linear
     monkeypatch.setattr(loading, "converted", lambda source, where: source)
+    check = quantization._check_runs
+
+    def checked(model: Any, *words: str) -> None:
+        assert not any(part.training for part in model.modules())  # kernels for training are others
+        check(model, *words)
+
+    monkeypatch.setattr(quantization, "_check_runs", checked)
     pair = load(path, "layers:1", quantize=kind)
     assert type(pair.target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(pair.target.lm_head) is nn.Linear
     assert torch.equal(logits(pair.target), logits(target)) and pair.memory == weights.stored_bytes(target)
