@@ -38,7 +38,8 @@ from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
 from utils.kinds import Limits
-from utils.models.loading import Pair, PairRequest, load_pair
+from utils.models.loading import Pair, load_pair
+from utils.models.requests import pair_request
 from utils.printing import Renderer, make_renderer
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
@@ -91,21 +92,6 @@ def make_storage(settings: Settings, vocabulary: int) -> NGramStorage:
 
 
 STORAGE = StorageTools(make_storage, save_storage, load_storage)
-
-
-def pair_request(arguments: argparse.Namespace) -> PairRequest:
-    """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
-    config = arguments.config
-    named = config.pairs[arguments.pair or config.pair or "embedded"]
-    return PairRequest(
-        target=named.target if arguments.target is None else arguments.target,
-        drafter=named.drafter if arguments.target is None and arguments.drafter is None else arguments.drafter,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        drafter_quantize=arguments.drafter_quantize,
-        engine_weights=arguments.engine_weights,
-    )
 
 
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:

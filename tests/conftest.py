@@ -21,9 +21,25 @@ def view() -> Any:
     return screen()
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "speculative-decoding"
+
+
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folders by name."""
     from shelf import fill_shelf  # torch comes with it
 
     return fill_shelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder whose layers have several groups of 32, 64 or 128 weights in a row."""
+    from tiny import save_folder, tiny_llama, tiny_tokenizer
+
+    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256, num_hidden_layers=3)
+    return save_folder(tmp_path_factory.mktemp("model") / "wide", model, tiny_tokenizer())

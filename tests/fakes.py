@@ -16,6 +16,7 @@ from utils.commands import default_registry
 from utils.engine import Engine
 from utils.models.fit import fit_of
 from utils.models.requests import PairRequest
+from utils.models.weights import stored_bytes
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Verdict
@@ -70,6 +71,9 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         dtype="float32",
         quantize="none",
         drafter_quantize="none" if drafter else None,
+        drafter_dtype="float32" if drafter else None,
+        memory=stored_bytes(models[0]),
+        drafter_memory=stored_bytes(models[1]) if drafter else None,
         notes=(),
         drafter_tokenizer=None,
         fit=fit_of(models[0], tokenizer, models[-1], None),

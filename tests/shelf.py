@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
+from tiny_gguf import write_gguf
 
 from utils.errors import UserError
 from utils.models.loading import Pair, PairRequest, load_pair
@@ -40,3 +41,8 @@ def fill_shelf(root: Path) -> Path:
     save_folder(root / "mamba", tiny_mamba(vocab_size=300), tokenizer)
     save_folder(root / "half", tiny_llama(vocab_size=300).to(torch.bfloat16), tokenizer)
     return root
+
+
+def write_wide_gguf(path: Path) -> Path:
+    """Write a GGUF file whose layers are wide enough for every quantization."""
+    return write_gguf(path, tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256), tiny_tokenizer())

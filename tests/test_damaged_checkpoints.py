@@ -102,7 +102,7 @@ def test_a_folder_with_only_a_gguf_names_it(tmp_path: Path) -> None:
     assert str(tmp_path / "model.gguf") in refusal(tmp_path)
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def test_a_gguf_file(tmp_path: Path, own_cache: Path) -> None:
     model, tokenizer = tiny_llama(vocab_size=300, num_hidden_layers=3), tiny_tokenizer()
     pair = load(write_gguf(tmp_path / "tiny.gguf", model, tokenizer), "layers:2")
     ids = torch.tensor([[1, 2, 3]])
@@ -112,7 +112,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert pair.end_ids == {tokenizer.eos_token_id} and pair.tokenizer.chat_template == tokenizer.chat_template
 
 
-def test_files_that_are_no_gguf(tmp_path: Path) -> None:
+def test_files_that_are_no_gguf(tmp_path: Path, own_cache: Path) -> None:
     (tmp_path / "model.bin").touch()
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     assert "no .gguf file" in refusal(tmp_path / "model.bin")

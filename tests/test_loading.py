@@ -12,12 +12,14 @@ from tiny import tiny_llama
 from utils.errors import UserError
 from utils.models.loading import PairRequest, load_pair
 from utils.models.pairs import PAIRS
+from utils.models.weights import in_units
 
 
 def test_a_pair_of_folders(shelf: Path) -> None:
     lines: list[str] = []
     pair = load_pair(PairRequest(str(shelf / "target"), str(shelf / "drafter"), device="cpu"), lines.append)
-    assert lines == ["loading target (cpu, float32) ...", "loading drafter (cpu, float32) ..."]
+    assert lines[:2] == ["loading target (cpu, float32) ...", "loading drafter (cpu, float32) ..."]
+    assert lines[2:] == [f"loaded target (float32, {in_units(pair.memory)}); drafter (float32, {in_units(pair.drafter_memory)})"]
     assert (pair.target_name, pair.drafter_name, pair.drafter_kind) == ("target", "drafter", "model")
     assert (pair.device, pair.dtype, pair.notes[0]) == ("cpu", "float32", "pair: fine")
     assert pair.end_ids == {pair.tokenizer.eos_token_id}
@@ -81,7 +83,7 @@ def test_drafters_that_do_not_fit(shelf: Path, drafter: str, words: str) -> None
         ({"drafter": "layers:two"}, "layers:K"),
         ({"device": "gpu"}, "auto, cpu, cuda, cuda:N or mps"),
         ({"dtype": "int3"}, "auto, float32, bfloat16, float16"),
-        ({"quantize": "int4"}, "none, int8, nf4"),
+        ({"quantize": "int3"}, "none, int8, int4, bnb-int8, nf4"),
         ({"drafter": "layers:2", "drafter_quantize": "int8"}, "shares the weights"),
         ({"drafter_quantize": "int8"}, "shares the weights"),
     ],

@@ -86,7 +86,10 @@ def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
             "dtype": "float32",
             "device": "cpu",
             "quantize": "none",
+            "memory": sum(weight.nbytes for weight in pair.target.parameters()) + pair.target.model.rotary_emb.inv_freq.nbytes * 2,
+            "drafter_dtype": "float32",
             "drafter_quantize": "none",
+            "drafter_memory": pair.drafter_memory,
         }
         assert row["versions"]["torch"]
     speculative, ngram, target = records_of(file)

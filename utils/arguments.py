@@ -16,30 +16,7 @@ from utils.version import VERSION
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, and what the config file says where they are silent; argparse leaves with status 2 where they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog="infer.py",
-        description="Does speculative decoding help, with which settings, and is the text really the target's own?",
-        epilog="Pairs: " + "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items()) + "; and those of the config file",
-    )
-    parser.add_argument("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
-    parser.add_argument("--drafter", metavar="ID|FOLDER|head|layers:K", help="drafter model or head, or the target's own first K layers")
-    parser.add_argument("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
-    parser.add_argument("--config", type=Path, metavar="FILE", help=f"pairs and settings in TOML (default: {config_file()}, if there)")
-    parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, default="none", help="the target's weights (default: none)")
-    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="the drafter's weights (default: none)")
-    parser.add_argument("--engine", choices=ENGINES, help="how the models are computed (default: auto)")
-    parser.add_argument(
-        "--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, on a CPU (default: float32)"
-    )
-    parser.add_argument("--threads", type=_threads, metavar="N|auto", help="CPU threads (default: auto, as many as help)")
-    parser.add_argument("--seed", type=_seed, metavar="N", help="seed of every run (default: 42)")
-    parser.add_argument("-c", dest="lines", action="append", default=[], metavar="LINE", help="run a line and leave; repeatable")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="run a file of prompts, a line each, or JSON lines with 'prompt'")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record per generation")
-    parser.add_argument("--no-color", action="store_true", help="plain text")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         arguments.config = config = read_config(arguments.config)
@@ -53,6 +30,34 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models; leave out --target and --drafter, or leave out --pair")
     return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infer.py",
+        description="Does speculative decoding help, with which settings, and is the text really the target's own?",
+        epilog="Pairs: " + "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items()) + "; and those of the config file",
+    )
+    parser.add_argument("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
+    parser.add_argument("--drafter", metavar="ID|FOLDER|head|layers:K", help="drafter model or head, or the target's own first K layers")
+    parser.add_argument("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"pairs and settings in TOML (default: {config_file()}, if there)")
+    parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the target's weights (default: the pair's)")
+    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, help="the drafter's weights (default: the pair's)")
+    parser.add_argument("--engine", choices=ENGINES, help="how the models are computed (default: auto)")
+    parser.add_argument(
+        "--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, on a CPU (default: float32)"
+    )
+    parser.add_argument("--threads", type=_threads, metavar="N|auto", help="CPU threads (default: auto, as many as help)")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="seed of every run (default: 42)")
+    parser.add_argument("-c", dest="lines", action="append", default=[], metavar="LINE", help="run a line and leave; repeatable")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="run a file of prompts, a line each, or JSON lines with 'prompt'")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record per generation")
+    parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    return parser
 
 
 def _device(text: str) -> str:

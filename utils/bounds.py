@@ -18,5 +18,5 @@ DRAFTER_KINDS = (LOADED, "model", "head", "layers:K", "lookup", "suffix", "chain
 RULES = ("rejection", "coupled", "block")  # of verification
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "nf4")
+QUANTIZATIONS = ("none", "int8", "int4", "bnb-int8", "nf4")
 DEVICE_PATTERN = r"cpu|mps|cuda(:\d+)?"

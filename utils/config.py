@@ -13,10 +13,10 @@ from typing import Any
 
 from utils.errors import UserError, one_of
 from utils.models.pairs import PAIRS, PairSpec
-from utils.models.requests import PairRequest, checked
+from utils.models.requests import PARTS, checked
 
-FLAGS = tuple(entry.name for entry in fields(PairRequest) if entry.name not in ("target", "drafter"))
-PARTS = ("pair", "pairs", "settings", *FLAGS)
+FLAGS = tuple(name for name in PARTS if name not in ("target", "drafter"))
+ENTRIES = ("pair", "pairs", "settings", *FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def read_config(given: Path | None) -> Config:
 
 def _understood(told: dict[str, Any]) -> Config:
     for name in told:
-        one_of(name, PARTS, "the entry")
+        one_of(name, ENTRIES, "the entry")
     pairs = PAIRS | {name: _pair(name, entries) for name, entries in _table(told.get("pairs", {}), "pairs").items()}
     pair = told.get("pair")
     if pair is not None:

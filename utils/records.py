@@ -100,14 +100,17 @@ def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
     }
 
 
-def _models(pair: Any) -> dict[str, str | None]:
+def _models(pair: Any) -> dict[str, str | int | None]:
     return {
         "target": pair.target_name,
         "drafter": pair.drafter_name,
         "dtype": pair.dtype,
         "device": pair.device,
         "quantize": pair.quantize,
+        "memory": pair.memory,
+        "drafter_dtype": pair.drafter_dtype,
         "drafter_quantize": pair.drafter_quantize,
+        "drafter_memory": pair.drafter_memory,
     }
 
 

@@ -21,6 +21,7 @@ from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
+from utils.models.weights import drafter_weights, target_weights
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.results import collect
@@ -236,6 +237,8 @@ class Workbench:
             ("target model", pair.target_name),
             ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
             ("device, dtype", f"{pair.device}, {pair.dtype}"),
+            ("target weights", target_weights(pair)),
+            ("drafter weights", drafter_weights(pair)),
             ("engine now", pair.engine.state.sentence()),
             ("context", f"{self._limits.context} tokens"),
             ("vocabulary", f"{self._limits.vocabulary} ids"),

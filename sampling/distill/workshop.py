@@ -29,6 +29,7 @@ from utils.caching import context_length
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, load_model, load_tokenizer
 from utils.models.devices import choose_device
+from utils.models.gguf_files import converted
 from utils.models.head_file import is_head
 from utils.models.prompting import end_ids
 from utils.models.sources import locate
@@ -65,8 +66,9 @@ class Workshop:
         self._order, self._report = order, report
         questions = _questions(order.plan.prompts)
         device = choose_device(order.plan.device)
-        source = locate(order.plan.target, report)
-        self.target = load_model(source, "none", Placement(device, number_format(device), report))
+        where = Placement(device, number_format(device), report)
+        source = converted(locate(order.plan.target, report), where)
+        self.target = load_model(source, "none", where)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")

@@ -5,10 +5,7 @@ that a verify window gives exactly the logits of single steps, and is held to it
 faster one: on a CPU, in float32.
 """
 
-import ctypes
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +17,7 @@ from utils.engine.kernels import Blocked, Bytes, Kernel, packing
 from utils.engine.pace import Pace, window_costs
 from utils.engine.swap import EngineLinear, restore, swap
 from utils.errors import UserError
+from utils.freed_memory import give_back_memory
 from utils.growing_cache import growing_cache
 
 
@@ -82,7 +80,7 @@ class Engine:
         elif self.state.kind != "invariant":
             self._to_invariant(word)
         self.set_threads(count)
-        _give_back_memory()
+        give_back_memory()
         return self.state
 
     def set_threads(self, count: int) -> EngineState:
@@ -135,7 +133,7 @@ class Engine:
             if model.dtype != torch.float32:
                 return "the invariant engine is the faster one in float32 only"
             linears = any(type(part) in (nn.Linear, EngineLinear) for part in model.modules())
-            if getattr(model.config, "quantization_config", None) or not linears:
+            if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None) or not linears:
                 return "quantized layers keep their own kernels"
         return ""
 
@@ -212,11 +210,4 @@ def _slides(model: Any) -> bool:
 
 
 def _dtype(model: Any) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-def _give_back_memory() -> None:
-    """Return what was freed to the system: on Linux it would otherwise stay with the process."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return "quantized" if getattr(model, "is_quantized", False) else str(next(model.parameters()).dtype).removeprefix("torch.")

@@ -54,7 +54,7 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
             **_format_arguments(source, kind, where.dtype),
         )
         _check_complete(outcome, source.name)
-        quantize_loaded(model, kind)
+        quantize_loaded(model, kind, source.name)
     model.name_or_path = source.name  # what sentences call it; the config keeps the place
     return model.eval().requires_grad_(False)
 

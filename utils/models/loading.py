@@ -6,8 +6,7 @@ and warming up, is left to the caller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,20 +15,17 @@ from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
 from utils.models.devices import choose_device, choose_dtype
 from utils.models.embedded import Report
-from utils.models.fit import Fit, check_fit, fit_of, own_fit
-from utils.models.head_file import is_head, load_head
+from utils.models.fit import Fit, own_fit
+from utils.models.gguf_files import converted
 from utils.models.heads import Grafted
-from utils.models.layer_cut import default_depth, first_layers
+from utils.models.pair_drafter import cut_drafter, head_folder, head_of, separate_drafter
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
-from utils.models.requests import PairRequest
+from utils.models.requests import LAYERS, PairRequest
 from utils.models.sources import Source, locate
+from utils.models.weights import loaded_line, stored_bytes, weight_notes
 
 __all__ = ["Pair", "PairRequest", "load_pair"]
-
-LAYERS = "layers:"
-HEAD = "head"  # the embedded target's own
-EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,8 @@ class Pair:
     """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K", "head" or None; `notes` are for the user.
 
     drafter_tokenizer: the drafter's, where it is not the target's, so that drafts must be translated.
-    quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS.
+    quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS. memory, drafter_memory: bytes of
+    weights as they were loaded; the drafter's without those that are the target's.
     """
 
     target: PreTrainedModel
@@ -51,24 +48,14 @@ class Pair:
     dtype: str
     quantize: str
     drafter_quantize: str | None
+    drafter_dtype: str | None
+    memory: int
+    drafter_memory: int | None
     engine: Engine
     notes: tuple[str, ...]
     request: PairRequest
     fit: Fit
     drafter_tokenizer: PreTrainedTokenizerBase | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafter:
-    """A drafter, or none, and what is said about it."""
-
-    model: PreTrainedModel | Grafted | None = None
-    name: str | None = None
-    kind: str | None = None
-    notes: tuple[str, ...] = ()
-    quantize: str | None = None
-    fit: Fit | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 def load_pair(request: PairRequest, report: Report) -> Pair:
@@ -77,30 +64,24 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     Raises UserError for anything that cannot be had: a word that means nothing, a model that is missing, gated, damaged, too large or of
     the wrong kind, or a drafter that does not fit the target.
     """
-    device = choose_device(request.device)
-    where = Placement(device, choose_dtype(request.dtype, device), report)
+    asked, request = request, _settled(request, choose_device(request.device))
+    where = Placement(request.device, choose_dtype(request.dtype, request.device), report)
     depth = _check_words(request)
-    source = _locate(request.target, request.quantize, report)
+    source = _locate(request.target, str(request.quantize), where)
     # Before the target is loaded: a wrong word should not cost a minute of waiting.
-    head = _head_folder(request)
+    head = head_folder(request)
     cuts = request.drafter is None or depth is not None
-    separate = None if cuts or head else _locate(str(request.drafter), request.drafter_quantize, report)
-    target = load_model(source, request.quantize, where)
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+    separate = None if cuts or head else _locate(str(request.drafter), str(request.drafter_quantize), where)
+    source = converted(source, where)
+    target = load_model(source, str(request.quantize), where)
+    tokenizer = _own_tokenizer(source)
     if head:
-        drafter = _Drafter(load_head(head, target), f"head of {source.name}", HEAD)
+        drafter = head_of(head, target, source.name)
     elif separate:
-        model = load_model(separate, request.drafter_quantize, where)
-        own = load_tokenizer(separate)
-        fit = fit_of(target, tokenizer, model, own)
-        check_fit(fit, separate.name, cuttable=not target.config.is_encoder_decoder)
-        notes = code_notes(model, separate.name) + fit.notes()
-        drafter = _Drafter(model, separate.name, "model", notes, request.drafter_quantize, fit, own if fit.translated else None)
+        drafter = separate_drafter(separate, str(request.drafter_quantize), where, target, tokenizer)
     else:
-        drafter = _cut_drafter(target, source.name, depth, request.quantize)
-    return Pair(
+        drafter = cut_drafter(target, source.name, depth, str(request.quantize))
+    pair = Pair(
         target=target,
         drafter=drafter.model,
         tokenizer=tokenizer,
@@ -108,39 +89,41 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         target_name=source.name,
         drafter_name=drafter.name,
         drafter_kind=drafter.kind,
-        device=device,
+        device=request.device,
         dtype=str(target.dtype).removeprefix("torch."),
-        quantize=request.quantize,
+        quantize=str(request.quantize),
         drafter_quantize=drafter.quantize,
+        drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
+        memory=stored_bytes(target),
+        drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=target),
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
         notes=code_notes(target, source.name) + drafter.notes,
-        request=request,
+        request=asked,
         drafter_tokenizer=drafter.tokenizer,
         fit=drafter.fit or own_fit(tokenizer, drafter.name),
     )
+    report(loaded_line(pair))
+    return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
+
+
+def _settled(request: PairRequest, device: str) -> PairRequest:
+    """With the device that was chosen, and a word for each quantization."""
+    unsaid = request.cuda_quantize if device.startswith("cuda") else "none"
+    words = [unsaid if word is None else word for word in (request.quantize, request.drafter_quantize)]
+    return replace(request, device=device, quantize=words[0], drafter_quantize=words[1])
+
+
+def _own_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UserError(f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights.")
+    return tokenizer
 
 
 def _engine(target: PreTrainedModel, drafter: PreTrainedModel | Grafted | None, *, bytewise: bool) -> Engine:
     if isinstance(drafter, Grafted):
         return Engine([target], helpers=[drafter], bytewise=bytewise)
     return Engine([target, *([drafter] if drafter else [])], bytewise=bytewise)
-
-
-def _head_folder(request: PairRequest) -> Path | None:
-    """Where the head is that the request asks for; None where it asks for something else."""
-    word = request.drafter
-    if word is None:
-        return None
-    folder = EMBEDDED_HEAD if word == HEAD else Path(word).expanduser()
-    if word == HEAD and request.target != "embedded":
-        raise UserError("'head' is the embedded target's own drafter: for another target make one with `python -m sampling.distill`.")
-    if not is_head(folder):
-        if word == HEAD:
-            raise UserError(f"The embedded target's head is missing from {folder}: fetch the program again, or use --drafter layers:10.")
-        return None
-    if request.drafter_quantize != "none":
-        raise UserError("A head is computed in the target's number format: leave --drafter-quantize out.")
-    return folder
 
 
 def _check_words(request: PairRequest) -> int | None:
@@ -159,23 +142,6 @@ def _check_words(request: PairRequest) -> int | None:
     return int(depth)
 
 
-def _locate(word: str, kind: str, report: Report) -> Source:
-    check_kind(kind, gguf=word.lower().endswith(".gguf"), name=word)
-    return locate(word, report)
-
-
-def _cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize: str) -> _Drafter:
-    """The first layers of the target, weights shared; without a depth a third of them, or no drafter where that cannot be."""
-    chosen = default_depth(target) if depth is None else depth
-    if chosen is None:
-        return _Drafter(notes=(f"no drafter: none was given, and {name} cannot be cut into layers",))
-    try:
-        model = first_layers(target, chosen)
-    except UserError as error:
-        # Nobody asked for this cut, so its failure is only worth a note.
-        if depth is not None:
-            raise
-        return _Drafter(notes=(f"no drafter: {error}",))
-    notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
-    model.name_or_path = f"{name}, first {chosen} layers"
-    return _Drafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes, quantize)
+def _locate(word: str, kind: str, where: Placement) -> Source:
+    check_kind(kind, where.device)
+    return locate(word, where.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS
 from utils.errors import UserError, one_of
 from utils.models.pairs import PairSpec
 
+LAYERS = "layers:"
+HEAD = "head"  # the embedded target's own
 CHOICES = {
     "dtype": ("auto", *DTYPES),
     "quantize": QUANTIZATIONS,
@@ -21,15 +24,38 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """The words of the command line. No drafter means the target's own first layers, where it can be cut."""
+    """The words of the command line. No drafter means the target's own first layers, where it can be cut.
+
+    quantize, drafter_quantize: None is `cuda_quantize` on a CUDA device and "none" elsewhere.
+    """
 
     target: str
     drafter: str | None
     device: str = "auto"
     dtype: str = "auto"
-    quantize: str = "none"
-    drafter_quantize: str = "none"
+    quantize: str | None = None
+    drafter_quantize: str | None = None
+    cuda_quantize: str = "none"
     engine_weights: str = "float32"
+
+
+def pair_request(arguments: argparse.Namespace) -> PairRequest:
+    """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
+    config = arguments.config
+    named = config.pairs[arguments.pair or config.pair or "embedded"]
+    return PairRequest(
+        target=named.target if arguments.target is None else arguments.target,
+        drafter=named.drafter if arguments.target is None and arguments.drafter is None else arguments.drafter,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        drafter_quantize=arguments.drafter_quantize,
+        cuda_quantize=named.cuda_quantize if arguments.target is None and arguments.drafter is None else "none",
+        engine_weights=arguments.engine_weights,
+    )
+
+
+PARTS = tuple(field.name for field in fields(PairRequest) if field.name != "cuda_quantize")  # that a user names
 
 
 def requested(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
@@ -46,16 +72,16 @@ def requested(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) ->
         name, equals, value = word.partition("=")
         if not equals:
             pair = pairs[one_of(word, tuple(pairs), "pair")]
-            given |= {"target": pair.target, "drafter": pair.drafter}
+            given |= {"target": pair.target, "drafter": pair.drafter, "cuda_quantize": pair.cuda_quantize}
             continue
-        name = one_of(name.replace("-", "_"), tuple(field.name for field in fields(PairRequest)), "part of a pair")
+        name = one_of(name.replace("-", "_"), PARTS, "part of a pair")
         given[name] = checked(name, value)
     if not given:
         raise UserError("say what to load, for example: /load target=FOLDER drafter=layers:4, or the name of a pair that /pairs lists.")
-    if "target" in given and "drafter" not in given:
-        given["drafter"] = None
+    if "target" in given:
+        given = {"drafter": None, "cuda_quantize": "none"} | given
     if given.get("drafter", current.drafter) is None and "drafter_quantize" not in given:
-        given["drafter_quantize"] = "none"
+        given["drafter_quantize"] = None
     return replace(current, **given)  # type: ignore[arg-type]
 
 
