@@ -22,6 +22,7 @@ from utils.models.layer_cut import default_depth, first_layers
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
 from utils.models.sources import Source, locate
+from utils.token_rules import ignored_settings
 
 LAYERS = "layers:"
 HEAD = "head"  # the embedded target's own
@@ -113,7 +114,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         quantize=request.quantize,
         drafter_quantize=drafter.quantize,
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
-        notes=code_notes(target, source.name) + drafter.notes,
+        notes=code_notes(target, source.name) + ignored_settings(target, source.name) + drafter.notes,
     )
 
 
@@ -196,4 +197,9 @@ def _check_fit(
     elif drafter.get_input_embeddings().num_embeddings < min(len(tokenizer), target.get_input_embeddings().num_embeddings):
         reason = "its vocabulary is smaller"
     if reason:
-        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a drafter of the same family, or layers:K.")
+        kind = (
+            "n encoder-decoder drafter of the same family"
+            if target.config.is_encoder_decoder
+            else " drafter of the same family, or layers:K"
+        )
+        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a{kind}.")
