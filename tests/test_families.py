@@ -7,7 +7,7 @@ not. The oracle is a whole forward per token, without cache or session, and tran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle, product
@@ -17,14 +17,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import DECODER, build, next_logits, tiny_bart, tiny_t5, unstick
+from fakes import tiny_pair, workbench
+from tiny import DECODER, build, next_logits, tiny_bart, tiny_marian, tiny_t5
 
 import infer
 from ngram_assisted import NGramStorage
 from sampling import RULES
+from utils.engine import Engine
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.results import acceptance_of, tokens_of
+from utils.runner import Verdict
 from utils.settings import Settings
 from utils.strategies import Job
 
@@ -33,8 +36,9 @@ LENGTH = 20
 KINDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-NOT_WINDOWS = r"computes several tokens behind its recurrent state .* cache off"
-NO_STATE = r"keeps its recurrent state in a form .* cache off"
+NOT_WINDOWS = r"computes several tokens behind its recurrent state .*cache off"
+NO_CACHE = r"hands out no cache; .*cache off"
+NO_STATE = r"keeps its recurrent state in a form .*cache off"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +61,6 @@ class Row:
             return ENCODERS[self.name]()
         config = getattr(transformers, f"{self.kind}Config")(**DECODER | self.fields)
         return build(transformers.AutoModelForCausalLM.from_config, config, 0)
-
-
-def tiny_marian(seed: int = 3, **overrides: Any) -> Any:
-    """A translation model: positions by sines, an answer that begins with the padding, which is forbidden everywhere else."""
-    fields = tiny_bart().config.to_dict() | {"pad_token_id": 63, "decoder_start_token_id": 63, "init_std": 0.1, "scale_embedding": True}
-    model = build(transformers.MarianMTModel, transformers.MarianConfig(**fields | overrides), seed)
-    model.generation_config.bad_words_ids = [[63]]
-    crosses = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
-    return unstick(model, model.model.decoder.embed_tokens.weight, seed=seed, crosses=crosses)
 
 
 ENCODERS: dict[str, Any] = {"t5": tiny_t5, "bart": tiny_bart, "marian": tiny_marian}
@@ -94,7 +89,8 @@ ROWS = [
     Row("qwen3_next", "Qwen3Next", LINEAR | EXPERTS | HYBRID | {"head_dim": 8}, uncut=RECURRENT),
     Row("mamba2", "Mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}, uncut=RECURRENT),
     Row("mamba", "Mamba", {"state_size": 8}, uncut=RECURRENT, refused=NOT_WINDOWS),
-    Row("rwkv", "Rwkv", {"attention_hidden_size": 32}, uncut=RECURRENT, refused=NO_STATE, alone=True),
+    Row("rwkv", "Rwkv", {"attention_hidden_size": 32}, uncut=RECURRENT, refused=NO_CACHE, alone=True),
+    Row("minimax", "MiniMax", HYBRID | EXPERTS | {"head_dim": 8, "block_size": 4}, refused=NO_STATE, alone=True),
     Row("t5", uncut=ENCODER, noise=0.3),
     Row("bart", uncut=ENCODER),
     Row("marian", uncut=ENCODER, noise=0.3),
@@ -123,10 +119,10 @@ def greedy_text(row: Row) -> list[int]:
     return made
 
 
-def run(row: Row, kind: str, **changes: Any) -> tuple[list[int], float | None]:
+def run(row: Row, kind: str, pair: Any = None, **changes: Any) -> tuple[list[int], float | None]:
     """Tokens and acceptance of a kind of drafter, of `ngram` or of the target alone, as the program runs them."""
     settings = replace(Settings(length=LENGTH, costs=None), **changes)
-    job = Job(PROMPT, pair_of(row), settings, NGramStorage(3, 64))
+    job = Job(PROMPT, pair or pair_of(row), settings, NGramStorage(3, 64))
     name, words = (kind, ("loaded",)) if kind in ("ngram", "target", "drafter", "beam") else ("speculative", (kind,))
     strategy = next(row for row in infer.STRATEGIES if row.name == name).variants(words, job.pair)[0]
     steps = list(strategy.steps(job))
@@ -207,3 +203,27 @@ def test_tokens_that_are_forbidden_or_forced_are_those_of_generate(name: str) ->
                 assert run(row, kind, gamma=3, cache=cached)[0] == expected
     finally:
         pair_of(row).target.generation_config = kept
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.refused][::3], ids=lambda row: row.name)
+def test_the_first_of_several_end_tokens_and_the_end_of_a_tiny_context_end_every_text(row: Row) -> None:
+    said, pair = greedy_text(row), pair_of(row)
+    ends = SimpleNamespace(**vars(pair) | {"end_ids": frozenset({said[7], said[12]})})
+    short = SimpleNamespace(**vars(pair) | {"target": copy(pair.target)})
+    short.target.config = deepcopy(pair.target.config)
+    short.target.config.max_position_embeddings = len(PROMPT) + 3
+    room = len(PROMPT) + 2 if pair.target.config.is_encoder_decoder else 3
+    for kind in kinds_of(row):
+        assert run(row, kind, ends, gamma=5)[0] == said[: 1 + min(said.index(said[7]), said.index(said[12]))]
+        assert run(row, kind, short, gamma=5)[0] == said[:room]
+
+
+def test_a_target_without_a_usable_cache_is_served_without_one(view: Any) -> None:
+    row = next(row for row in ROWS if row.name == "rwkv")
+    target = replace(row, fields=row.fields | {"vocab_size": 300}).model()
+    pair = tiny_pair(drafter=False, chat=False)
+    pair.target, pair.engine = target, Engine([target])
+    bench = workbench(view, pair)
+    assert pair.engine.state.kind == "plain" and pair.engine.step_seconds > 0
+    assert bench.handle("Hello") is Verdict.FAILED and "cache off" in view.take()[1]
+    assert bench.handle("/cache off") is bench.handle("Hello") is Verdict.DONE

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from utils.errors import UserError
 from utils.growing_cache import growing_cache
-from utils.recurrent import check_fitness, copy_of, gone_back, is_recurrent
+from utils.recurrent import Retreat, check_fitness, is_recurrent
 from utils.token_rules import TokenRules
 
 
@@ -86,18 +86,18 @@ class ModelSession:
         self._cached = 0  # positions of the context that the cache holds
         self._origin = 0  # context length at which the new tokens begin
         self._rules = TokenRules.of(model)
-        self._ahead = False  # whether something was fed since the last rewind
-        self._kept: tuple[Any, int] | None = None  # of a recurrent cache: a copy before the drafts, and its length
+        self._retreat: Retreat | None = None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        if use_cache and self._cache_name not in parameters:
+            raise self._no_cache()
         self._recurrent = use_cache and is_recurrent(model)
         # Some hybrid models would count the positions of every feed from 0.
         self._counts_positions = self._recurrent and "position_ids" in parameters
-        self._copies = False
         if self._recurrent:
             check_fitness(model, lambda: copy.copy(self), windows=rewinds)
-            self._copies = rewinds
+            self._retreat = Retreat() if rewinds else None
 
     def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
         """The decoder's first context for these prompt ids. others: what an encoder reads for further rows, each as long as the prompt.
@@ -137,9 +137,11 @@ class ModelSession:
     @torch.no_grad()
     def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
         """Logits (B, keep, V) for B contexts of one length, as many as the session's cache holds rows."""
-        if self._copies:
-            self._keep_copy(contexts, keep)
-        self._ahead = True
+        known = len(contexts[0]) - keep
+        if self._retreat is not None and self._retreat.is_due(keep):
+            if self._cached < known:  # text that went with the state that was left
+                self._computed([context[:known] for context in contexts], keep=1)
+            self._retreat.keep(self._cache, self._cached)
         return self._computed(contexts, keep)
 
     def _computed(self, contexts: list[list[int]], keep: int) -> Tensor:
@@ -154,17 +156,6 @@ class ModelSession:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
         return self._rules(output.logits[:, -keep:], length - keep + 1 - self._origin)
 
-    def _keep_copy(self, contexts: list[list[int]], keep: int) -> None:
-        """Before drafts are computed. What a feed brings before its last `keep` tokens, and the first feed after a rewind if it keeps
-        one row, is text."""
-        drafts = keep > 1 or self._ahead
-        if self._kept is not None or not drafts:
-            return
-        known = len(contexts[0]) - keep
-        if self._cached < known:  # accepted since, and gone with the state that was left
-            self._computed([context[:known] for context in contexts], keep=1)
-        self._kept = copy_of(self._cache), self._cached
-
     def take_features(self) -> Tensor | None:
         """The hidden states (rows, F) of what was fed since they were last taken; None where none are kept."""
         seen, self._seen = self._seen, ()
@@ -174,24 +165,17 @@ class ModelSession:
         """Forget what lies behind the first `length` positions. At most once between two feeds; fine where less than that is held."""
         if not self._use_cache or self._cache is None:
             return
+        if self._retreat is not None:
+            self._cache, self._cached = self._retreat.rewound(self._cache, self._cached, length)
+            return
         excess = max(self._cached - length, 0)
-        if self._copies:
-            self._go_back(length, excess)
-        else:
-            self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
-            self._cached -= excess
-
-    def _go_back(self, length: int, excess: int) -> None:
-        if excess:
-            cache, known = self._kept or (None, 0)
-            before = (gone_back(cache, self._cached - known), known) if known <= length else (None, 0)  # else all is computed anew
-            self._cache, self._cached = before
-        self._kept, self._ahead = None, False
+        self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
+        self._cached -= excess
 
     def fork(self) -> "ModelSession":
         """A second session that goes on from here; neither sees what the other feeds or rewinds afterwards."""
         twin = copy.copy(self)
-        twin._cache, twin._kept = copy.deepcopy((self._cache, self._kept))  # together: they share layers
+        twin._cache, twin._retreat = copy.deepcopy((self._cache, self._retreat))  # together: they share layers
         return twin
 
     def select(self, rows: list[int]) -> None:
@@ -227,10 +211,12 @@ class ModelSession:
         return cache
 
     def _cache_of(self, output: Any) -> Any:
-        try:
-            return output[self._cache_name]
-        except KeyError:
-            raise UserError(f"{self.name} hands out no cache: turn it off (/cache off, use_cache=False).") from None
+        if self._cache_name not in output:
+            raise self._no_cache()
+        return output[self._cache_name]
+
+    def _no_cache(self) -> UserError:
+        return UserError(f"{self.name} hands out no cache; turn it off (/cache off, use_cache=False).")
 
     def _check_room(self, length: int) -> None:
         if self.context_length is None:

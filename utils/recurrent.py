@@ -71,18 +71,35 @@ def _apart(logits: Tensor, others: Tensor) -> float:
     return Spread.of([logits, others]).difference
 
 
-def copy_of(cache: Any) -> Any:
-    """A cache to go back to. Layers that only grow are shared, and cropped on the way back; all others are copied."""
-    if cache is None:
-        return None
-    twin = copy.copy(cache)
-    twin.layers = [layer if type(layer) is GrowingLayer else copy.deepcopy(layer) for layer in cache.layers]
-    return twin
+class Retreat:
+    """The last state before drafts, for a rewind to go back to. Layers that only grow are shared with the cache, and cropped on the way
+    back; all others are copied."""
 
+    def __init__(self) -> None:
+        self._kept: tuple[Any, int] | None = None  # a cache and its length
+        self._fed = False  # since the last rewind
 
-def gone_back(kept: Any, excess: int) -> Any:
-    """The cache that `copy_of` kept, without the positions that were computed since."""
-    for layer in kept.layers if kept is not None else ():
-        if type(layer) is GrowingLayer:
-            layer.crop(-excess)
-    return kept
+    def is_due(self, keep: int) -> bool:
+        """Whether a feed that keeps so many rows brings the first drafts. A feed of one row behind a rewind brings text alone."""
+        due = self._kept is None and (keep > 1 or self._fed)
+        self._fed = True
+        return due
+
+    def keep(self, cache: Any, length: int) -> None:
+        twin = copy.copy(cache)
+        if twin is not None:
+            twin.layers = [layer if type(layer) is GrowingLayer else copy.deepcopy(layer) for layer in cache.layers]
+        self._kept = twin, length
+
+    def rewound(self, cache: Any, held: int, length: int) -> tuple[Any, int]:
+        """A cache of at most `length` positions, and of how many, where this one holds `held`: none of any where nothing was kept."""
+        kept, known = self._kept or (None, 0)
+        self._kept, self._fed = None, False
+        if held <= length:
+            return cache, held
+        if kept is None or known > length:
+            return None, 0
+        for layer in kept.layers:
+            if type(layer) is GrowingLayer:
+                layer.crop(known - held)
+        return kept, known

@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from utils.caching import vocabulary_size
 from utils.errors import UserError
 from utils.models.embedded import Report
 from utils.models.failures import explained, quiet
 from utils.models.quantization import loading_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
+from utils.rounding import Spread, most_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,20 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
         )
         _check_complete(outcome, source.name)
         quantize_loaded(model, kind)
+        _check_causal(model, source.name)
     model.name_or_path = source.name  # what sentences call it; the config keeps the place
     return model.eval().requires_grad_(False)
+
+
+def _check_causal(model: PreTrainedModel, name: str) -> None:
+    """Encoders such as BERT load as text models too, and look at what comes later."""
+    if model.config.is_encoder_decoder:
+        return
+    texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
+    with torch.no_grad():
+        logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]
+    if Spread.of([logits, others]).difference > most_rounding(logits):
+        raise UserError(f"'{name}' looks at what comes later, so it cannot write text: give a causal or an encoder-decoder model.")
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:

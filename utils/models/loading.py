@@ -197,9 +197,5 @@ def _check_fit(
     elif drafter.get_input_embeddings().num_embeddings < min(len(tokenizer), target.get_input_embeddings().num_embeddings):
         reason = "its vocabulary is smaller"
     if reason:
-        kind = (
-            "n encoder-decoder drafter of the same family"
-            if target.config.is_encoder_decoder
-            else " drafter of the same family, or layers:K"
-        )
-        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a{kind}.")
+        other = "" if target.config.is_encoder_decoder else ", or layers:K"
+        raise UserError(f"'{name}' cannot draft for this target: {reason}; take a drafter of the same family{other}.")
