@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import Screen, checked, records_of, tiny_pair, workbench
 from shelf import load, refusal
 from tiny import save_folder, tiny_bart, tiny_marian, tiny_t5, tiny_tokenizer
@@ -14,6 +15,7 @@ from sampling import autoregressive_generate, beam_search_generate, draft_second
 from utils.caching import ModelSession
 from utils.errors import UserError
 from utils.runner import Verdict
+from utils.token_rules import TokenRules
 
 KINDS = "/drafter_kind loaded lookup suffix chain"
 
@@ -83,6 +85,9 @@ def test_what_generation_settings_ask_for_and_is_not_applied_is_noted(folders: d
     pair = load(folders["bart"], folders["bart"])
     made = autoregressive_generate([5, 6, 7], pair.target, 9, eos_tokens_id=None)
     assert made[0] == 7 and 3 not in made
+    rules, logits = TokenRules.of(pair.target), torch.zeros(1, 2, 300)
+    assert (rules.never, rules.forced) == ((3,), 7)
+    assert rules(logits, 0)[0, 0].argmax() == 7 and not logits.any()
     assert beam_search_generate([5, 6, 7], pair.target, 9, eos_tokens_id=None)[0] == 7
 
 

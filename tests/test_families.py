@@ -184,6 +184,9 @@ def test_layers_of_what_cannot_be_cut_are_refused_with_the_reason() -> None:
         if row.uncut:
             with pytest.raises(UserError, match=f"cannot be cut into layers: {row.uncut}"):
                 run(row, "layers:1")
+    lfm2 = next(row for row in ROWS if row.name == "lfm2")
+    with pytest.raises(UserError, match="the cut model does not run"):  # no attention in it, which its class counts on
+        run(replace(lfm2, fields=lfm2.fields | {"layer_types": ["conv", "full_attention"]}), "layers:1")
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bart", "marian"])
