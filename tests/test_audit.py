@@ -125,7 +125,7 @@ def test_a_recurrent_target_is_audited_as_far_as_it_goes(view: Screen, tmp_path:
     assert [row["mode"] for row in record["findings"]] == ["repeat", "order", "batch"]
     assert all(row["unique_outputs"] == 1 for row in record["findings"])
     messages = view.take()[1]
-    assert "width: left out." in messages and "prefix: left out." in messages and "cannot be rewound" in messages
+    assert "width: left out." in messages and "prefix: left out." in messages and "behind its recurrent state" in messages
     record = checked(bench, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 60")
     assert [row["verdict"] for row in record["findings"]] == ["no difference seen"]
 

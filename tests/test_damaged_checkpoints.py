@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
-from tiny import tiny_llama, tiny_tokenizer
+from tiny import save_folder, tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, ViTConfig
 from transformers.utils import logging as transformers_logging
@@ -221,3 +221,14 @@ def test_loading_is_silent_and_restores_what_it_silenced(shelf: Path, capfd: pyt
         raise RuntimeError
     assert capfd.readouterr() == ("", "")
     assert (logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()) == (logging.NOTSET, bars)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """In one row of an embedding that few prompts would meet."""
+    model = tiny_llama(vocab_size=300).to(dtype)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[123, 4] = value
+    save_folder(tmp_path / "model", model, tiny_tokenizer())
+    assert "no numbers (NaN or infinite, in model.embed_tokens.weight)" in refusal(tmp_path / "model")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from shelf import load, refusal
-from tiny import tiny_llama
+from tiny import build, save_folder, tiny_llama, tiny_tokenizer
+from transformers import BertConfig, BertLMHeadModel
 
 from utils.errors import UserError
 from utils.models.loading import PairRequest, load_pair
@@ -114,6 +115,12 @@ def test_a_drafter_that_is_missing_is_noticed_before_the_target_is_loaded(shelf:
     with pytest.raises(UserError, match="does not exist"):
         load_pair(PairRequest(str(shelf / "target"), "./missing", device="cpu"), lines.append)
     assert lines == []
+
+
+def test_a_model_that_looks_ahead_is_no_target(tmp_path: Path) -> None:
+    fields = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = build(BertLMHeadModel, BertConfig(**fields, initializer_range=0.4), 0)
+    assert "looks at what comes later" in refusal(save_folder(tmp_path / "bert", model, tiny_tokenizer()))
 
 
 def test_the_table_of_pairs() -> None:

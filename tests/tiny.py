@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -122,6 +124,15 @@ def tiny_bart(seed: int = 0, **overrides: Any) -> BartForConditionalGeneration:
         "decoder_start_token_id": 0,
     }
     model = build(BartForConditionalGeneration, BartConfig(**fields | overrides), seed)
+    crosses = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
+    return unstick(model, model.model.decoder.embed_tokens.weight, seed=seed, crosses=crosses)
+
+
+def tiny_marian(seed: int = 3, **overrides: Any) -> MarianMTModel:
+    """A translation model: positions by sines, an answer that begins with the padding, which is forbidden everywhere else."""
+    fields = tiny_bart().config.to_dict() | {"pad_token_id": 63, "decoder_start_token_id": 63, "init_std": 0.1, "scale_embedding": True}
+    model = build(MarianMTModel, MarianConfig(**fields | overrides), seed)
+    model.generation_config.bad_words_ids = [[63]]
     crosses = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
     return unstick(model, model.model.decoder.embed_tokens.weight, seed=seed, crosses=crosses)
 

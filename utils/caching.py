@@ -17,6 +17,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from utils.errors import UserError
 from utils.growing_cache import growing_cache
+from utils.recurrent import Retreat, check_fitness, is_recurrent
+from utils.token_rules import TokenRules
 
 
 def model_name(model: Any) -> str:
@@ -62,7 +64,7 @@ class ModelSession:
 
     model: a transformers causal or encoder-decoder model.
     use_cache: keep keys and values between feeds; without it every feed recomputes the whole context.
-    rewinds: whether `rewind` will be called. A cache that cannot go back is refused with a UserError before the first token.
+    rewinds: whether `rewind` will be called. A cache that cannot serve that is refused with a UserError before the first token.
     start_token: the decoder's first id where an encoder-decoder config names none.
     features: the hidden states to keep of every row fed, by the number of blocks behind them; -1 is the last, normed.
     """
@@ -82,11 +84,20 @@ class ModelSession:
         self._encoded: BaseModelOutput | None = None
         self._cache: Any = None
         self._cached = 0  # positions of the context that the cache holds
+        self._origin = 0  # context length at which the new tokens begin
+        self._rules = TokenRules.of(model)
+        self._retreat: Retreat | None = None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        if use_cache and rewinds and getattr(model, "_is_stateful", False):
-            self._refuse_cache()
+        if use_cache and self._cache_name not in parameters:
+            raise self._no_cache()
+        self._recurrent = use_cache and is_recurrent(model)
+        # Some hybrid models would count the positions of every feed from 0.
+        self._counts_positions = self._recurrent and "position_ids" in parameters
+        if self._recurrent:
+            check_fitness(model, lambda: copy.copy(self), windows=rewinds)
+            self._retreat = Retreat() if rewinds else None
 
     def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
         """The decoder's first context for these prompt ids. others: what an encoder reads for further rows, each as long as the prompt.
@@ -98,11 +109,12 @@ class ModelSession:
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise UserError(f"The prompt holds token ids outside 0..{self.vocab_size - 1}, the vocabulary of {self.name}.")
         self._check_room(len(prompt))
+        self._origin = 1 if self.model.config.is_encoder_decoder else len(prompt)
         if not self.model.config.is_encoder_decoder:
             return list(prompt)
         self._encoder_ids = self._upload([prompt, *others])
         sources = (getattr(self.model, "generation_config", None), self.model.config)
-        named = (getattr(source, "decoder_start_token_id", None) for source in sources)
+        named = (getattr(source, field, None) for field in ("decoder_start_token_id", "bos_token_id") for source in sources)
         return [next((start for start in named if start is not None), self._start_token)]
 
     @torch.no_grad()
@@ -125,18 +137,24 @@ class ModelSession:
     @torch.no_grad()
     def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
         """Logits (B, keep, V) for B contexts of one length, as many as the session's cache holds rows."""
+        known = len(contexts[0]) - keep
+        if self._retreat is not None and self._retreat.is_due(keep):
+            if self._cached < known:  # text that went with the state that was left
+                self._computed([context[:known] for context in contexts], keep=1)
+            self._retreat.keep(self._cache, self._cached)
+        return self._computed(contexts, keep)
+
+    def _computed(self, contexts: list[list[int]], keep: int) -> Tensor:
         length = len(contexts[0])
         new = [context[self._cached :] for context in contexts]
         output = self.model(**self._arguments(self._upload(new), keep))
         if self._use_cache:
-            self._cache, self._cached = output[self._cache_name], length
-            self._check_rewindable()
+            self._cache, self._cached = self._cache_of(output), length
         if self._features:
             self._seen = (*(self._seen if self._use_cache else ()), hidden_features(output, self._features)[0])
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
-        logits: Tensor = output.logits[:, -keep:]
-        return logits
+        return self._rules(output.logits[:, -keep:], length - keep + 1 - self._origin)
 
     def take_features(self) -> Tensor | None:
         """The hidden states (rows, F) of what was fed since they were last taken; None where none are kept."""
@@ -147,6 +165,9 @@ class ModelSession:
         """Forget what lies behind the first `length` positions. At most once between two feeds; fine where less than that is held."""
         if not self._use_cache or self._cache is None:
             return
+        if self._retreat is not None:
+            self._cache, self._cached = self._retreat.rewound(self._cache, self._cached, length)
+            return
         excess = max(self._cached - length, 0)
         self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
         self._cached -= excess
@@ -154,7 +175,7 @@ class ModelSession:
     def fork(self) -> "ModelSession":
         """A second session that goes on from here; neither sees what the other feeds or rewinds afterwards."""
         twin = copy.copy(self)
-        twin._cache = copy.deepcopy(self._cache)
+        twin._cache, twin._retreat = copy.deepcopy((self._cache, self._retreat))  # together: they share layers
         return twin
 
     def select(self, rows: list[int]) -> None:
@@ -169,6 +190,8 @@ class ModelSession:
         arguments: dict[str, Any] = {"use_cache": self._use_cache, "return_dict": True}
         if self._use_cache:
             arguments[self._cache_name] = self._cache if self._cache is not None else self._fresh_cache()
+        if self._counts_positions:
+            arguments["position_ids"] = torch.arange(self._cached, self._cached + new.shape[1], device=self._device)[None]
         if self._keeps_logits:
             arguments["logits_to_keep"] = keep
         if self._features:
@@ -183,9 +206,17 @@ class ModelSession:
         cache: Any = growing_cache(self.model.config)
         if self._encoder_ids is not None:
             cache = EncoderDecoderCache(cache, growing_cache(self.model.config))
-        if self._rewinds:
+        if self._rewinds and not self._recurrent:
             cache.activate_past_recording()  # sliding windows keep what a rewind may need
         return cache
+
+    def _cache_of(self, output: Any) -> Any:
+        if self._cache_name not in output:
+            raise self._no_cache()
+        return output[self._cache_name]
+
+    def _no_cache(self) -> UserError:
+        return UserError(f"{self.name} hands out no cache; turn it off (/cache off, use_cache=False).")
 
     def _check_room(self, length: int) -> None:
         if self.context_length is None:
@@ -196,16 +227,6 @@ class ModelSession:
             raise UserError(
                 f"The prompt has {length} tokens; {self.name} has a context of {self.context_length}, so a prompt may have at most {most}."
             )
-
-    def _check_rewindable(self) -> None:
-        if self._rewinds and not self._cache.is_croppable:
-            self._refuse_cache()
-
-    def _refuse_cache(self) -> None:
-        raise UserError(
-            f"{self.name} keeps a recurrent state that cannot be rewound after a rejected draft; "
-            "turn the cache off (/cache off, use_cache=False) or run the target alone."
-        )
 
     def _upload(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self._device)

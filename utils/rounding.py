@@ -4,12 +4,16 @@ Matrix kernels add up in an order that depends on the number of rows, so verifyi
 round differently. Everything that explains or bounds that difference measures it here.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from utils.caching import ModelSession
+if TYPE_CHECKING:
+    from utils.caching import ModelSession
 
 STEPS, SHARE = 4096, 0.05  # of the highest logit: so many units in its last place, and never more than this share of it
 
@@ -40,12 +44,12 @@ class Spread:
     positions: int
 
     @classmethod
-    def of(cls, versions: list[Tensor]) -> "Spread":
+    def of(cls, versions: list[Tensor]) -> Spread:
         """versions: tensors (k, V)."""
         stacked = torch.stack([version.float() for version in versions])  # (ways, k, V)
         difference = float((stacked.amax(dim=0) - stacked.amin(dim=0)).nan_to_num().max())  # -inf less -inf: a masked token
         choices = stacked.argmax(dim=-1)
         return cls(difference, int((choices != choices[0]).any(dim=0).sum()), choices.shape[-1])
 
-    def __add__(self, other: "Spread") -> "Spread":
+    def __add__(self, other: Spread) -> Spread:
         return Spread(max(self.difference, other.difference), self.flips + other.flips, self.positions + other.positions)

@@ -209,7 +209,7 @@ class Workbench:
     def _prompt(self, text: str) -> Verdict:
         text = encodable(text)
         ids = self._bench.ids(text, self.settings)
-        ModelSession(self._pair.target, rewinds=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
+        ModelSession(self._pair.target, use_cache=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
         chosen = self._chosen(len(ids))
         if self.settings.reset_in_between:
             self._bench.memory.storage.reset()
@@ -232,7 +232,7 @@ class Workbench:
         return chosen
 
     def _facts(self) -> tuple[tuple[str, str], ...]:
-        pair = self._pair
+        pair, bound = self._pair, context_length(self._pair.target)
         return (
             ("target model", pair.target_name),
             ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
@@ -240,6 +240,6 @@ class Workbench:
             ("target weights", target_weights(pair)),
             ("drafter weights", drafter_weights(pair)),
             ("engine now", pair.engine.state.sentence()),
-            ("context", f"{self._limits.context} tokens"),
+            ("context", f"{bound} tokens" if bound is not None else "no bound of its own"),
             ("vocabulary", f"{self._limits.vocabulary} ids"),
         )

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from utils.caching import ModelSession, context_length, vocabulary_size
+from utils.errors import UserError
 
 START = 192  # tokens before the first forward
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -34,9 +35,15 @@ class Pace:
         float(self._session.feed(self._context, keep=width)[0, 0])  # a GPU is done when its result is here
 
     def _restart(self) -> None:
-        self._session = ModelSession(self._model, rewinds=False)
+        self._session = self._opened()
         self._context = self._session.begin(sample_ids(max(1, self._start - 1), self._vocabulary))
         self._session.feed(self._context, keep=1)
+
+    def _opened(self) -> ModelSession:
+        try:
+            return ModelSession(self._model, rewinds=False)
+        except UserError:  # a cache that does not serve: the strategies will say so, and run without one
+            return ModelSession(self._model, rewinds=False, use_cache=False)
 
 
 def window_costs(pace: Pace, clock: Callable[[], float] = time.perf_counter) -> tuple[float, tuple[float, ...]]:

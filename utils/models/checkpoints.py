@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from utils.caching import vocabulary_size
 from utils.errors import UserError
 from utils.models.embedded import Report
 from utils.models.failures import explained, quiet
 from utils.models.quantization import loading_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
+from utils.rounding import Spread, most_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,29 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
             **_format_arguments(source, kind, where.dtype),
         )
         _check_complete(outcome, source.name)
+        _check_numbers(model, source.name)
         quantize_loaded(model, kind, source.name)
+        _check_causal(model, source.name)
     model.name_or_path = source.name  # what sentences call it; the config keeps the place
     return model.eval().requires_grad_(False)
+
+
+def _check_numbers(model: PreTrainedModel, name: str) -> None:
+    """A weight that is no number makes every law one that is none, at the first token that meets it."""
+    for part, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not torch.isfinite(torch.stack(weight.detach().aminmax())).all():
+            raise UserError(f"'{name}' holds weights that are no numbers (NaN or infinite, in {part}): fetch or copy it again.")
+
+
+def _check_causal(model: PreTrainedModel, name: str) -> None:
+    """Encoders such as BERT load as text models too, and look at what comes later."""
+    if model.config.is_encoder_decoder:
+        return
+    texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
+    with torch.no_grad():
+        logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]
+    if Spread.of([logits, others]).difference > most_rounding(logits):
+        raise UserError(f"'{name}' looks at what comes later, so it cannot write text: give a causal or an encoder-decoder model.")
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:

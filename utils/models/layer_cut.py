@@ -95,10 +95,10 @@ def _blocks(model: PreTrainedModel, path: str) -> Any:
 
 
 def _check_runs(cut: PreTrainedModel) -> None:
-    """One token through the cut: some classes count their layers in places that no config field governs."""
+    """One token through the cut: some classes count their layers in places that no config field governs, or want one of each kind."""
     try:
         with torch.no_grad():
-            cut(input_ids=torch.zeros((1, 1), dtype=torch.long, device=cut.device), use_cache=False)
+            cut(input_ids=torch.zeros((1, 1), dtype=torch.long, device=cut.device), use_cache=True)
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{_name(cut)} cannot be cut into layers: the cut model does not run; give a model as --drafter.") from error
 

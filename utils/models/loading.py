@@ -7,6 +7,7 @@ and warming up, is left to the caller.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from utils.models.quantization import check_kind
 from utils.models.requests import LAYERS, PairRequest
 from utils.models.sources import Source, locate
 from utils.models.weights import loaded_line, stored_bytes, weight_notes
+from utils.token_rules import ignored_settings
 
 __all__ = ["Pair", "PairRequest", "load_pair"]
 
@@ -68,10 +70,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     where = Placement(request.device, choose_dtype(request.dtype, request.device), report)
     depth = _check_words(request)
     source = _locate(request.target, str(request.quantize), where)
-    # Before the target is loaded: a wrong word should not cost a minute of waiting.
-    head = head_folder(request)
-    cuts = request.drafter is None or depth is not None
-    separate = None if cuts or head else _locate(str(request.drafter), str(request.drafter_quantize), where)
+    head, separate = _drafter_source(request, depth, where)  # before the target: a wrong word should not cost a minute
     source = converted(source, where)
     target = load_model(source, str(request.quantize), where)
     tokenizer = _own_tokenizer(source)
@@ -97,7 +96,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         memory=stored_bytes(target),
         drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=target),
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
-        notes=code_notes(target, source.name) + drafter.notes,
+        notes=code_notes(target, source.name) + ignored_settings(target, source.name) + drafter.notes,
         request=asked,
         drafter_tokenizer=drafter.tokenizer,
         fit=drafter.fit or own_fit(tokenizer, drafter.name),
@@ -111,6 +110,13 @@ def _settled(request: PairRequest, device: str) -> PairRequest:
     unsaid = request.cuda_quantize if device.startswith("cuda") else "none"
     words = [unsaid if word is None else word for word in (request.quantize, request.drafter_quantize)]
     return replace(request, device=device, quantize=words[0], drafter_quantize=words[1])
+
+
+def _drafter_source(request: PairRequest, depth: int | None, where: Placement) -> tuple[Path | None, Source | None]:
+    """The folder of a head, or the source of a model; neither for a cut."""
+    head = head_folder(request)
+    cuts = request.drafter is None or depth is not None
+    return head, None if cuts or head else _locate(str(request.drafter), str(request.drafter_quantize), where)
 
 
 def _own_tokenizer(source: Source) -> PreTrainedTokenizerBase:
