@@ -41,6 +41,7 @@ from utils.kinds import Limits
 from utils.models.loading import Pair, load_pair
 from utils.models.requests import pair_request
 from utils.printing import Renderer, make_renderer
+from utils.processes import is_first, share
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
@@ -139,10 +140,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; the exit status: 0, 1 if a line failed or nothing could be loaded, 2 usage, 130 interrupted."""
     arguments = parse_arguments(argv)
     interactive = not arguments.lines and not arguments.prompts and all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    renderer = make_renderer(interactive=interactive, plain=arguments.no_color)
+    renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_first())
     registry = default_registry()
     try:
-        prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
+        prompts = share(list(read_prompts(arguments.prompts))) if arguments.prompts else []
         workbench = assemble(arguments, renderer, registry, interactive=interactive)
         lines: Iterable[str] = arguments.lines
         if interactive:

@@ -4,6 +4,7 @@ rich lays out; termcolor paints what is streamed. For each stream both follow on
 comes from a model or a user is shown as text: no markup, no control characters.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
@@ -199,11 +200,15 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
     ]
 
 
-def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
+def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = False) -> Renderer:
     """The screen: results on standard output; messages there too when interactive, otherwise on standard error.
 
-    Each is coloured where rich finds a terminal that has colours, NO_COLOR is not set and `plain` is not asked for.
+    Each is coloured where rich finds a terminal that has colours, NO_COLOR is not set and `plain` is not asked for. silent: for
+    a process beside the one that speaks.
     """
+    if silent:
+        nowhere = _console(open(os.devnull, "w", encoding="utf-8"), plain)  # noqa: SIM115 (for as long as the process lives)
+        return Renderer(nowhere, nowhere, colour=False)
     out = _console(sys.stdout, plain)
     return Renderer(out, out if interactive else _console(sys.stderr, plain), colour=not out.no_color)
 

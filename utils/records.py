@@ -4,9 +4,11 @@ Absent figures are null, never NaN. The file is only ever appended to.
 """
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from errno import ENOSPC
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -121,17 +123,19 @@ def versions() -> dict[str, str]:
 
 
 class RecordFile:
-    """An append-only file of records. Raises UserError at once where it cannot be written."""
+    """An append-only file of records, which several processes may share. Raises UserError at once where it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.append([])
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Add one line per record."""
+        """Add one line per record, all of them in one piece: no other process's come in between."""
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(lines)
+            with self._path.open("ab", buffering=0) as file:
+                data = lines.encode("utf-8", errors="backslashreplace")
+                if file.write(data) != len(data):
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
             raise UserError(f"The records file {self._path} cannot be written: {error.strerror}. Choose another with --json.") from error

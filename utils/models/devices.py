@@ -8,12 +8,13 @@ import torch
 
 from utils.bounds import DEVICE_PATTERN, DTYPES
 from utils.errors import UserError
+from utils.processes import own_device
 
 
 def choose_device(word: str) -> str:
     """`auto` is CUDA, else MPS, else the CPU. Raises UserError for a device that is not there."""
     if word == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return own_device() if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     # torch would raise on these only at the first transfer, after minutes of loading.
     if not re.fullmatch(DEVICE_PATTERN, word):
         raise UserError(f"'{word}' is no device: it must be auto, cpu, cuda, cuda:N or mps.")
