@@ -1,11 +1,13 @@
 """/load and /pairs: other models in the same session, or the old ones where that fails."""
 
+import weakref
+
 import pytest
 from fakes import Screen, records_of, screen, tiny_pair, workbench
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
-from utils.models.loading import load_pair
+from utils.models.loading import PairRequest, load_pair
 from utils.runner import Verdict
 from utils.workbench import Workbench
 
@@ -103,3 +105,14 @@ def test_known_pairs_are_listed_and_the_loaded_one_is_marked():
     assert bench.handle("/pairs") is Verdict.DONE
     shown = view.take()[0]
     assert "smollm2" in shown and "Qwen/Qwen3-4B + Qwen/Qwen3-0.6B" in shown and "loaded" not in shown
+
+
+def test_the_old_pair_is_let_go(shelf):
+    view = screen()
+    pair = load_pair(PairRequest(str(shelf / "target"), str(shelf / "drafter"), device="cpu"), lambda line: None)
+    old = [weakref.ref(part) for part in (pair.target, pair.drafter)]
+    bench = workbench(view, pair, load=load_pair)
+    del pair
+    for line in ("hello", "/debug on", "hello", f"/load target={shelf / 'single'}"):
+        assert bench.handle(line) is Verdict.DONE
+    assert [part() for part in old] == [None, None]

@@ -17,6 +17,7 @@ from utils.commands.registry import Action
 from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import FinishReason
+from utils.freed_memory import give_back_memory
 from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
@@ -101,6 +102,8 @@ class Workbench:
         except BaseException:
             self._pair, self._limits, self._bench, self._runner, self.settings = before
             raise
+        del before
+        give_back_memory()
 
     def _measured(self, settings: Settings) -> Settings:
         """With the costs of all kinds of drafters that they name; what the table lacks is measured now.
