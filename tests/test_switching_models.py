@@ -9,13 +9,14 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.models.loading import PairRequest, load_pair
 from utils.runner import Verdict
+from utils.settings import setting_fields, shown
 from utils.workbench import Workbench
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
     root = tmp_path_factory.mktemp("shelf")
-    save_folder(root / "short", tiny_llama(2, vocab_size=300, max_position_embeddings=20), tiny_tokenizer(chat=False))
+    save_folder(root / "short", tiny_llama(2, vocab_size=280, max_position_embeddings=20), tiny_tokenizer(280, chat=False))
     return fill_shelf(root)
 
 
@@ -47,12 +48,13 @@ def test_what_is_not_named_stays_and_a_new_target_brings_its_own_drafter(shelf):
 
 
 def test_settings_that_no_longer_fit_are_bent(shelf):
-    """A cut of the old target, a length beyond the new one's context, chat without a template."""
+    """A cut of the old target, more tokens than the new one has, a length beyond the new one's context, chat without a template."""
     view = screen()
     bench = opened(view)
-    for line in ("/drafter_kind lookup layers:1", "/length 60", f"/load target={shelf / 'short'}"):
+    for line in ("/drafter_kind lookup layers:1", "/length 60", "/processor topk 1 290", "/seed 5", f"/load target={shelf / 'short'}"):
         assert bench.handle(line) is Verdict.DONE
     assert (bench.settings.drafter_kind, bench.settings.length, bench.settings.chat) == (("lookup",), 20, False)
+    assert shown(bench.settings, setting_fields()["processor"]) == "greedy" and bench.settings.seed == 5
     assert "no chat template" in view.take()[1]
 
 

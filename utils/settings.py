@@ -108,6 +108,17 @@ def configured(settings: Settings, given: Mapping[str, str], limits: Limits) -> 
     return settings
 
 
+def fitted(settings: Settings, limits: Limits) -> Settings:
+    """The same settings, but for those that another target does not allow: they are what they are at first."""
+    for entry in setting_fields().values():
+        try:
+            changed(settings, entry, shown(settings, entry), limits)
+        except UserError:
+            usual: dict[str, Any] = {entry.name: entry.default}
+            settings = replace(settings, **usual)
+    return settings
+
+
 def as_json(settings: Settings) -> dict[str, Any]:
     """Plain values: numbers and booleans as they are, everything else as one would type it."""
     return {entry.name: _plain(settings, entry) for entry in fields(settings)}

@@ -27,7 +27,7 @@ from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.results import collect
 from utils.runner import Runner, Verdict, explain_error
-from utils.settings import Settings
+from utils.settings import Settings, fitted
 from utils.strategies import DrafterKind, Job, Strategy, drafter_label, kind_of
 from utils.text import encodable, unescaped
 
@@ -80,7 +80,7 @@ class Workbench:
         self._pair, self._limits = pair, limits_of(pair)
         self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary)
         self._runner = Runner(self._bench, self._renderer, self._tools.records)
-        self.settings = self._allowed(replace(settings, length=min(settings.length, self._limits.context), costs=None))
+        self.settings = self._allowed(fitted(replace(settings, length=min(settings.length, self._limits.context)), self._limits))
         self._bench.compute(settings)
         with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
             self.settings = self._measured(self.settings)
@@ -97,7 +97,8 @@ class Workbench:
             self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
         try:
             self._renderer.note(PREPARING.format(self.settings.engine))
-            self._take(pair, replace(self.settings, drafter_kind=drafters_left(self.settings.drafter_kind, pair)))
+            kinds = drafters_left(self.settings.drafter_kind, pair)
+            self._take(pair, replace(self.settings, drafter_kind=kinds, costs=None))
             self.introduce()
         except BaseException:
             self._pair, self._limits, self._bench, self._runner, self.settings = before
