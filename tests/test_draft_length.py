@@ -50,9 +50,9 @@ def test_a_draft_is_computed_where_some_longer_draft_has_more_value(step):
 
 
 def test_a_draft_that_was_computed_is_sent_where_it_pays_for_the_wider_window():
-    length = DraftLength(Costs((0.2, 0.5)))
+    length = DraftLength(Costs((0.3, 0.7)))
     assert length.sends([("sure", 7)]) and not length.sends([("sure", 0)])
-    assert length.sends([("sure", 7), ("sure", 4)]) and not length.sends([("sure", 7), ("sure", 2)])
+    assert length.sends([("sure", 7), ("sure", 4)]) and not length.sends([("sure", 7), ("sure", 1)])
 
 
 def test_it_stops_drafting_where_nothing_stands_and_tries_again_later():
