@@ -3,6 +3,7 @@
 import weakref
 
 import pytest
+import torch
 from fakes import Screen, records_of, screen, tiny_pair, workbench
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -90,15 +91,17 @@ def test_what_breaks_off_behind_the_loading_leaves_it_too(shelf, monkeypatch, er
     """While the engine is prepared, or the models are warmed up."""
     view = screen()
     bench = opened(view)
-    before, settings = bench._bench, bench.settings
+    before, settings, threads = bench._bench, bench.settings, torch.get_num_threads()
 
     def broken(self):
+        torch.set_num_threads(threads + 1)  # as an engine that is prepared may
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(Workbench, "warm_up", broken)
         assert bench.handle(f"/load target={shelf / 'target'}") in (Verdict.INTERRUPTED, Verdict.FAILED)
-    assert bench._bench is before and bench.settings == settings and bench.handle("hello") is Verdict.DONE
+    assert bench._bench is before and bench.settings == settings and torch.get_num_threads() == threads
+    assert bench.handle("hello") is Verdict.DONE
 
 
 def test_known_pairs_are_listed_and_the_loaded_one_is_marked():

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from utils.bench import Bench, StorageTools
 from utils.bounds import LOADED
 from utils.caching import ModelSession, context_length, vocabulary_size
@@ -91,7 +93,7 @@ class Workbench:
     def load(self, request: PairRequest) -> None:
         """Go on with other models. Raises what loading and preparing them raises; all is then as it was."""
         assert self._tools.load is not None
-        before = self._pair, self._limits, self._bench, self._runner, self.settings
+        before, threads = (self._pair, self._limits, self._bench, self._runner, self.settings), torch.get_num_threads()
         pair = self._tools.load(request, self._renderer.note)
         if self._bench.memory.storage and not self.settings.reset_in_between:
             self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
@@ -102,6 +104,7 @@ class Workbench:
             self.introduce()
         except BaseException:
             self._pair, self._limits, self._bench, self._runner, self.settings = before
+            torch.set_num_threads(threads)  # the old engine was tested with these
             raise
         del before
         give_back_memory()

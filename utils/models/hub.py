@@ -1,4 +1,4 @@
-"""Asking the hub about a model before it is fetched: one question with a short wait: its client would retry for half a minute."""
+"""Asking the hub about a model before it is fetched, once and with a short wait: its client would retry for half a minute."""
 
 from __future__ import annotations
 
