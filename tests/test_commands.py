@@ -174,7 +174,7 @@ def test_help_of_one_command_and_show(bench: Workbench, view: Screen) -> None:
     assert "target's top tokens" in view.take()[0]
     bench.handle("/show")
     text = view.take()[0]
-    assert all(part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu, float32", "greedy", "256 tokens"))
+    assert all(part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu", "float32, ", "greedy", "256 tokens"))
 
 
 def test_chat_stays_off_without_a_template_and_says_so(view: Screen) -> None:

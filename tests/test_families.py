@@ -135,8 +135,8 @@ def kinds_of(row: Row) -> list[str]:
 
 def plans(row: Row, cached: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Kinds of drafters with numbers of drafts, the rules in turn."""
-    gammas = cycle((1, None, 4) if cached else (3,))
-    for kind, rule in product(kinds_of(row) if cached else ("loaded", "chain", "ngram"), list(RULES)[: 2 if cached else 1]):
+    gammas = cycle((1, None, 4, 2) if cached else (3,))  # not as many as rules: each meets each
+    for kind, rule in product(kinds_of(row) if cached else ("loaded", "chain", "ngram"), list(RULES)[: 3 if cached else 1]):
         yield kind, {"gamma": next(gammas), "verify": rule, "cache": cached}
 
 

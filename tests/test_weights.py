@@ -104,7 +104,7 @@ def test_only_bnb_int8_depends_on_the_window(wide: Path) -> None:
 
 
 def settled(device: str, *flags: str) -> tuple[str | None, str | None]:
-    request = loading._settled(infer.pair_request(parse_arguments([*flags])), device)
+    request = loading._settled(infer.pair_request(parse_arguments([*flags])), device, device)
     return request.quantize, request.drafter_quantize
 
 

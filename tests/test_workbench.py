@@ -85,6 +85,7 @@ def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
             "drafter": "tiny-drafter",
             "dtype": "float32",
             "device": "cpu",
+            "drafter_device": "cpu",
             "quantize": "none",
             "memory": sum(weight.nbytes for weight in pair.target.parameters()) + pair.target.model.rotary_emb.inv_freq.nbytes * 2,
             "drafter_dtype": "float32",

@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"pairs and settings in TOML (default: {config_file()}, if there)")
     parser.add_argument("--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    parser.add_argument("--drafter-device", type=_device, metavar="DEVICE", help="of the drafter's weights (default: the target's)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the target's weights (default: the pair's)")
     parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, help="the drafter's weights (default: the pair's)")

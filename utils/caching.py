@@ -43,6 +43,15 @@ def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
     return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
 
 
+def way_back(model: Any) -> str:
+    """How the model's cache forgets drafts: "cropped", or "copied, and computed again"; nothing where it cannot."""
+    try:
+        session = ModelSession(model)
+    except UserError:
+        return ""
+    return "copied, and computed again" if session._recurrent else "cropped"
+
+
 class Session(Protocol):
     """What decoding by one token at a time asks of a model's session."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError, one_of
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.requests import PARTS, checked
@@ -70,6 +71,7 @@ def _pair(name: str, entries: Any) -> PairSpec:
         one_of(key, known, f"in pairs.{name} the entry")
     if not words.get("target"):
         raise UserError(f'pairs.{name} needs a target, for example target = "Qwen/Qwen3-4B".')
+    one_of(words.get("cuda_quantize", "none"), QUANTIZATIONS, f"in pairs.{name} the cuda_quantize")
     return PairSpec(**{"drafter": None, "summary": "from the config file"} | words)  # type: ignore[arg-type]
 
 

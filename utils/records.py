@@ -110,6 +110,7 @@ def _models(pair: Any) -> dict[str, str | int | None]:
         "device": pair.device,
         "quantize": pair.quantize,
         "memory": pair.memory,
+        "drafter_device": pair.drafter_device,
         "drafter_dtype": pair.drafter_dtype,
         "drafter_quantize": pair.drafter_quantize,
         "drafter_memory": pair.drafter_memory,

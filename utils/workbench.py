@@ -243,7 +243,7 @@ class Workbench:
         return (
             ("target model", pair.target_name),
             ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
-            ("device, dtype", f"{pair.device}, {pair.dtype}"),
+            ("device", pair.device if pair.drafter_device in (None, pair.device) else f"{pair.device}, drafter: {pair.drafter_device}"),
             ("target weights", target_weights(pair)),
             ("drafter weights", drafter_weights(pair)),
             ("engine now", pair.engine.state.sentence()),

@@ -19,7 +19,7 @@ def choose_device(word: str) -> str:
     if not re.fullmatch(DEVICE_PATTERN, word):
         raise UserError(f"'{word}' is no device: it must be auto, cpu, cuda, cuda:N or mps.")
     if word == "mps" and not torch.backends.mps.is_available():
-        raise UserError("This machine has no mps device: use --device auto or --device cpu.")
+        raise UserError("This machine has no mps device: leave the device out, or take cpu.")
     if word.startswith("cuda"):
         _check_cuda(word)
     return word
@@ -42,6 +42,6 @@ def choose_dtype(word: str, device: str) -> torch.dtype | str:
 def _check_cuda(word: str) -> None:
     count = torch.cuda.device_count()
     if count == 0:
-        raise UserError("This machine has no usable CUDA device: use --device auto or --device cpu.")
+        raise UserError("This machine has no usable CUDA device: leave the device out, or take cpu.")
     if int(word.partition(":")[2] or 0) >= count:
         raise UserError(f"{word} does not exist: this machine has cuda:0 to cuda:{count - 1}.")

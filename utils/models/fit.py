@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from utils.caching import context_length
+from utils.caching import context_length, way_back
 from utils.errors import UserError
 from utils.models.prompting import has_chat_template, prompt_ids
 
@@ -84,6 +84,7 @@ def fit_of(target: Any, tokenizer: Any, drafter: Any, own: Any) -> Fit:
         _first_token(tokenizer),
         _sizes(ours, theirs),
         _contexts(ours, theirs),
+        _caches(way_back(target), way_back(drafter)),
     )
     reason = _misfit(ours, theirs, same)
     if reason:
@@ -94,10 +95,10 @@ def fit_of(target: Any, tokenizer: Any, drafter: Any, own: Any) -> Fit:
     return Fit(f"fine with {extra:,} padding rows" if extra else "fine", "", rows)
 
 
-def own_fit(tokenizer: Any, drafter: str | None) -> Fit:
+def own_fit(target: Any, tokenizer: Any, drafter: str | None) -> Fit:
     """Of a drafter that was cut out of its target, or made for it; or of none."""
     told = Row("drafter", drafter, "the target's own: its tokens are the same") if drafter else Row("drafter", "none")
-    return Fit("fine" if drafter else "no drafter", "", (told, _first_token(tokenizer)))
+    return Fit("fine" if drafter else "no drafter", "", (told, _first_token(tokenizer), _caches(way_back(target))))
 
 
 def check_fit(fit: Fit, name: str, *, cuttable: bool) -> None:
@@ -174,6 +175,13 @@ def _contexts(ours: _Side, theirs: _Side) -> Row:
     shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in most)
     short = most[1] is not None and most[1] < (most[0] or most[1] + 1)
     return Row("context", shown, "beyond the drafter's nothing is drafted" if short else "", warns=short)
+
+
+def _caches(*ways: str) -> Row:
+    """How rejected drafts are forgotten."""
+    bad = not all(ways)
+    remark = "drafts need /cache off" if bad else "after rejected drafts"
+    return Row("caches", " and ".join(dict.fromkeys(way or "cannot be used" for way in ways)), remark, warns=bad)
 
 
 def _human(count: int) -> str:

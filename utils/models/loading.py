@@ -35,6 +35,7 @@ class Pair:
     """What was loaded, and the engine that computes it. `drafter_kind` is "model", "layers:K", "head" or None; `notes` are for the user.
 
     drafter_tokenizer: the drafter's, where it is not the target's, so that drafts must be translated.
+    device, drafter_device: where their weights are; None without a drafter.
     quantize, drafter_quantize: how the weights of each are stored, a word of utils.bounds.QUANTIZATIONS. memory, drafter_memory: bytes of
     weights as they were loaded; the drafter's without those that are the target's.
     """
@@ -47,6 +48,7 @@ class Pair:
     drafter_name: str | None
     drafter_kind: str | None
     device: str
+    drafter_device: str | None
     dtype: str
     quantize: str
     drafter_quantize: str | None
@@ -66,18 +68,19 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     Raises UserError for anything that cannot be had: a word that means nothing, a model that is missing, gated, damaged, too large or of
     the wrong kind, or a drafter that does not fit the target.
     """
-    asked, request = request, _settled(request, choose_device(request.device))
-    where = Placement(request.device, choose_dtype(request.dtype, request.device), report)
+    device = choose_device(request.device)
+    asked, request = request, _settled(request, device, choose_device(request.drafter_device or device))
+    where, drafters = (_placement(word, request.dtype, report) for word in (request.device, str(request.drafter_device)))
     depth = _check_words(request)
     source = _locate(request.target, str(request.quantize), where)
-    head, separate = _drafter_source(request, depth, where)  # before the target: a wrong word should not cost a minute
+    head, separate = _drafter_source(request, depth, drafters)  # before the target: a wrong word should not cost a minute
     source = converted(source, where)
     target = load_model(source, str(request.quantize), where)
     tokenizer = _own_tokenizer(source)
     if head:
         drafter = head_of(head, target, source.name)
     elif separate:
-        drafter = separate_drafter(separate, str(request.drafter_quantize), where, target, tokenizer)
+        drafter = separate_drafter(separate, str(request.drafter_quantize), drafters, target, tokenizer)
     else:
         drafter = cut_drafter(target, source.name, depth, str(request.quantize))
     pair = Pair(
@@ -89,6 +92,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter_name=drafter.name,
         drafter_kind=drafter.kind,
         device=request.device,
+        drafter_device=None if drafter.model is None else request.drafter_device,
         dtype=str(target.dtype).removeprefix("torch."),
         quantize=str(request.quantize),
         drafter_quantize=drafter.quantize,
@@ -99,17 +103,26 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         notes=code_notes(target, source.name) + ignored_settings(target, source.name) + drafter.notes,
         request=asked,
         drafter_tokenizer=drafter.tokenizer,
-        fit=drafter.fit or own_fit(tokenizer, drafter.name),
+        fit=drafter.fit or own_fit(target, tokenizer, drafter.name),
     )
     report(loaded_line(pair))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
-def _settled(request: PairRequest, device: str) -> PairRequest:
-    """With the device that was chosen, and a word for each quantization."""
-    unsaid = request.cuda_quantize if device.startswith("cuda") else "none"
-    words = [unsaid if word is None else word for word in (request.quantize, request.drafter_quantize)]
-    return replace(request, device=device, quantize=words[0], drafter_quantize=words[1])
+def _settled(request: PairRequest, device: str, other: str) -> PairRequest:
+    """With the devices that were chosen, and a word for each quantization."""
+    unsaid = [request.cuda_quantize if word.startswith("cuda") else "none" for word in (device, other)]
+    return replace(
+        request,
+        device=device,
+        drafter_device=other,
+        quantize=request.quantize or unsaid[0],
+        drafter_quantize=request.drafter_quantize or unsaid[1],
+    )
+
+
+def _placement(device: str, dtype: str, report: Report) -> Placement:
+    return Placement(device, choose_dtype(dtype, device), report)
 
 
 def _drafter_source(request: PairRequest, depth: int | None, where: Placement) -> tuple[Path | None, Source | None]:
@@ -139,6 +152,8 @@ def _check_words(request: PairRequest) -> int | None:
     cut = request.drafter is None or request.drafter.startswith(LAYERS)
     if cut and request.drafter_quantize != "none":
         raise UserError("A layers:K drafter shares the weights of the target: leave --drafter-quantize out and use --quantize.")
+    if cut and request.drafter_device != request.device:
+        raise UserError("A layers:K drafter shares the weights of the target: leave --drafter-device out.")
     if request.drafter is None or not cut:
         return None
     depth = request.drafter.removeprefix(LAYERS)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.errors import UserError
 from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
+from utils.models.failures import explained
 from utils.models.fit import Fit, check_fit, fit_of
 from utils.models.gguf_files import converted
 from utils.models.head_file import is_head, load_head
@@ -47,6 +48,8 @@ def head_folder(request: PairRequest) -> Path | None:
         return None
     if request.drafter_quantize != "none":
         raise UserError("A head is computed in the target's number format: leave --drafter-quantize out.")
+    if request.drafter_device != request.device:
+        raise UserError("A head reads the target's hidden states where they are: leave --drafter-device out.")
     return folder
 
 
@@ -61,7 +64,8 @@ def separate_drafter(
     """A model of its own. Raises UserError where it cannot be loaded, or can be of no use to the target."""
     source = converted(source, where)
     model, own = load_model(source, quantize, where), load_tokenizer(source)
-    fit = fit_of(target, tokenizer, model, own)
+    with explained(source.name):  # its cache is tried
+        fit = fit_of(target, tokenizer, model, own)
     check_fit(fit, source.name, cuttable=not target.config.is_encoder_decoder)
     notes = code_notes(model, source.name) + fit.notes()
     return LoadedDrafter(model, source.name, "model", notes, quantize, fit, own if fit.translated else None)

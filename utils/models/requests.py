@@ -26,7 +26,7 @@ CHOICES = {
 class PairRequest:
     """The words of the command line. No drafter means the target's own first layers, where it can be cut.
 
-    quantize, drafter_quantize: None is `cuda_quantize` on a CUDA device and "none" elsewhere.
+    quantize, drafter_quantize: None is `cuda_quantize` on a CUDA device and "none" elsewhere. drafter_device: None is the target's.
     """
 
     target: str
@@ -37,6 +37,7 @@ class PairRequest:
     drafter_quantize: str | None = None
     cuda_quantize: str = "none"
     engine_weights: str = "float32"
+    drafter_device: str | None = None
 
 
 def pair_request(arguments: argparse.Namespace) -> PairRequest:
@@ -52,6 +53,7 @@ def pair_request(arguments: argparse.Namespace) -> PairRequest:
         drafter_quantize=arguments.drafter_quantize,
         cuda_quantize=named.cuda_quantize if arguments.target is None and arguments.drafter is None else "none",
         engine_weights=arguments.engine_weights,
+        drafter_device=arguments.drafter_device,
     )
 
 
@@ -80,8 +82,8 @@ def requested(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) ->
         raise UserError("say what to load, for example: /load target=FOLDER drafter=layers:4, or the name of a pair that /pairs lists.")
     if "target" in given:
         given = {"drafter": None, "cuda_quantize": "none"} | given
-    if given.get("drafter", current.drafter) is None and "drafter_quantize" not in given:
-        given["drafter_quantize"] = None
+    if given.get("drafter", current.drafter) is None:  # what was said of the old drafter goes with it
+        given = dict.fromkeys(("drafter_quantize", "drafter_device")) | given
     return replace(current, **given)  # type: ignore[arg-type]
 
 
@@ -89,8 +91,8 @@ def checked(name: str, value: str) -> str:
     """A value that part of a request may have. Raises UserError for another."""
     if name in CHOICES:
         return one_of(value, CHOICES[name], name)
-    if name == "device" and not re.fullmatch(f"auto|{DEVICE_PATTERN}", value):
-        raise UserError(f"'{value}' is not a device; choose auto, cpu, cuda, cuda:N or mps.")
+    if name in ("device", "drafter_device") and not re.fullmatch(f"auto|{DEVICE_PATTERN}", value):
+        raise UserError(f"'{value}' is not a {name}; choose auto, cpu, cuda, cuda:N or mps.")
     if not value:
         raise UserError(f"{name}= needs a value.")
     return value

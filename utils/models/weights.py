@@ -50,17 +50,17 @@ def loaded_line(pair: Any) -> str:
 
 def weight_notes(pair: Any) -> tuple[str, ...]:
     """What the user should know: where the same text cannot be promised, and where a quantization costs time."""
-    slow = [(pair.quantize, pair.dtype, pair.target_name)]
+    slow = [(pair.quantize, pair.dtype, pair.device, pair.target_name)]
     if pair.drafter_kind == "model":
-        slow.append((pair.drafter_quantize, pair.drafter_dtype, pair.drafter_name))
+        slow.append((pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name))
     why = _moves(pair.quantize, pair.dtype, pair.target_name)
     texts = [f"{why}: texts can part where two tokens are near, unless the engine is verified (/audit measures it)"] if why else []
     return (
         *texts,
         *(
             f"{kind} saves memory, not time: on this CPU it makes {name} slower than float32"
-            for kind, dtype, name in slow
-            if _is_slow(kind, dtype, pair.device)
+            for kind, dtype, device, name in slow
+            if _is_slow(kind, dtype, device)
         ),
     )
 
