@@ -41,7 +41,7 @@ from utils.kinds import Limits
 from utils.models.loading import Pair, load_pair
 from utils.models.requests import pair_request
 from utils.printing import Renderer, make_renderer
-from utils.processes import is_first, share
+from utils.processes import heard, is_first, part, share, together
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
@@ -103,7 +103,7 @@ def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
 
 def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool) -> Workbench:
     """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
-    records = RecordFile(arguments.json) if arguments.json else None
+    records = RecordFile(arguments.json) if arguments.json and (is_first() or not together()) else None
     first_settings(arguments, Limits())  # what is wrong with them is said before anything slow
     pair = load_pair(pair_request(arguments), renderer.note)
     settings = first_settings(arguments, limits_of(pair))
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             lines = typed_lines(registry, colour=renderer.colour)
         elif not lines and not arguments.prompts:
             lines = piped_lines()
-        return serve(work_of(workbench, lines, prompts), interactive=interactive)
+        return serve(work_of(workbench, heard(lines), prompts), interactive=interactive)
     except UserError as error:
         renderer.error(str(error))
         return 1
@@ -164,4 +164,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    sys.exit(part(main()))

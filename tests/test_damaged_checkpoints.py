@@ -147,7 +147,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
     asked: list[tuple[str, str | None]] = []
     told: list[str] = []
 
-    def unreachable(self: Any, name: str, *, revision: str | None, timeout: float) -> None:
+    def unreachable(self: Any, name: str, *, revision: str | None, timeout: float, files_metadata: bool) -> None:
         asked.append((name, revision))
         raise ConnectError("no network")
 

@@ -17,7 +17,8 @@ from sampling import autoregressive_generate
 from utils.errors import UserError
 from utils.models import gguf_files
 from utils.models.cache_folders import MANIFEST
-from utils.models.checkpoints import Placement, load_model, load_tokenizer
+from utils.models.checkpoints import load_model, load_tokenizer
+from utils.models.devices import Placement
 from utils.models.gguf_files import converted
 from utils.models.loading import PairRequest, load_pair
 from utils.models.sources import Source, locate

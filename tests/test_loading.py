@@ -13,7 +13,7 @@ from transformers import BertConfig, BertLMHeadModel
 from utils.errors import UserError
 from utils.models.loading import PairRequest, load_pair
 from utils.models.pairs import PAIRS
-from utils.models.weights import in_units
+from utils.units import in_units
 
 
 def test_a_pair_of_folders(shelf: Path) -> None:

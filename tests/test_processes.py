@@ -1,6 +1,5 @@
 """Several processes of one run: prompts shared out, records in one file, one screen."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import records_of
+from fakes import records_of, screen, workbench
+from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.errors import UserError
 from utils.models.devices import choose_device
+from utils.processes import heard, part, share, together, told
 from utils.records import RecordFile
+from utils.runner import Verdict, explain_error
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,6 +45,70 @@ def test_processes_share_out_the_prompts_and_the_first_one_speaks(tmp_path: Path
     groups = [records[place : place + 3] for place in range(0, len(records), 3)]
     assert all(len({record["prompt"] for record in group}) == 1 for group in groups)
     assert said[0][0].count("> prompt") == 3 and said[1] == ("", "")
+
+
+LINES = ("/seed 3", "/gamma 3", "/length 12", "/drafter on", "Hello", "/processor multinomial 0.9", "/verify coupled", "Hello there")
+
+
+def test_processes_that_compute_a_target_together_write_what_one_writes(tmp_path: Path) -> None:
+    """Under torchrun, over gloo, with lines that only one of them can read."""
+    tokenizer, file = tiny_tokenizer(), tmp_path / "records.jsonl"
+    save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tokenizer)
+    save_folder(tmp_path / "drafter", tiny_llama(1, vocab_size=300), tokenizer)
+    flags = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--json", str(file)]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "infer.py"), *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        input="\n".join(LINES),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("> Hello") == 2 and "2 processes compute target together" in run.stderr
+    made = records_of(file)
+    bench = workbench(screen(), load(tmp_path / "target", tmp_path / "drafter"), tmp_path / "alone.jsonl")
+    for line in LINES:
+        assert bench.handle(line) is Verdict.DONE
+    alone = records_of(tmp_path / "alone.jsonl")
+    assert [(record["strategy"], record["token_ids"]) for record in made] == [(record["strategy"], record["token_ids"]) for record in alone]
+    assert len(made) == 8 and made[0]["drafted"] > 3 and made[0]["engine"]["kind"] == "plain"
+    assert made[0]["models"]["memory"] < 0.6 * alone[0]["models"]["memory"] and made[0]["models"]["drafter_memory"]
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "sentence"),
+    [
+        ("target", {"quantize": "int8"}, "int8 weights cannot be spread"),
+        ("embedded", {"drafter": "head"}, "give another --drafter"),
+        ("target", {"device": "mps"}, "leave --device out"),
+        ("odd", {}, "5 processes cannot share the 4 heads (2 of keys and values)"),
+        ("t5", {}, "cannot spread over processes"),
+    ],
+)
+def test_what_cannot_be_computed_together_is_refused(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, target: str, words: dict[str, str], sentence: str
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "5" if target == "odd" else "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    place = {"embedded": "embedded", "odd": shelf / "target"}.get(target, shelf / target)
+    assert sentence in refusal(place, **words)
+
+
+def test_a_launcher_that_shares_out_prompts_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert together() and share(["a", "b"]) == ["a", "b"] and part(1) == 0
+    with pytest.raises(SystemExit):
+        explain_error(screen().renderer, MemoryError())
+    explain_error(screen().renderer, UserError("of all"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert not together() and share(["a", "b"]) == ["b"] and part(1) == 1 and told(3) == 3 and list(heard(["x"])) == ["x"]
+    explain_error(screen().renderer, MemoryError())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +141,12 @@ def test_records_of_a_prompt_are_written_in_one_piece(tmp_path: Path, monkeypatc
             def __exit__(self, *error: object) -> None:
                 real.close()
 
+            def seek(self, *where: int) -> int:
+                return int(real.seek(*where))
+
+            def truncate(self, size: int) -> int:
+                return int(real.truncate(size))
+
             def write(self, data: bytes) -> int:
                 writes.append(len(data))
                 return int(real.write(data[:100_000]))
@@ -86,4 +158,4 @@ def test_records_of_a_prompt_are_written_in_one_piece(tmp_path: Path, monkeypatc
     assert len(writes) == 1 and len(records_of(tmp_path / "records.jsonl")) == 2
     with pytest.raises(UserError, match="No space left"):
         file.append([{"text": "x" * 200_000}])
-    assert json.loads((tmp_path / "records.jsonl").read_text().splitlines()[1]) == {"text": "b"}
+    assert len(records_of(tmp_path / "records.jsonl")) == 2, "half a record was left"

@@ -52,6 +52,11 @@ def way_back(model: Any) -> str:
     return "copied, and computed again" if session._recurrent else "cropped"
 
 
+def is_spread(model: Any) -> bool:
+    """Whether accelerate keeps the model's layers on several devices."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
 class Session(Protocol):
     """What decoding by one token at a time asks of a model's session."""
 

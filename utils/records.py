@@ -135,8 +135,9 @@ class RecordFile:
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
             with self._path.open("ab", buffering=0) as file:
-                data = lines.encode("utf-8", errors="backslashreplace")
+                data, end = lines.encode("utf-8", errors="backslashreplace"), file.seek(0, os.SEEK_END)
                 if file.write(data) != len(data):
+                    file.truncate(end)  # half a line would spoil the next one
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
             raise UserError(f"The records file {self._path} cannot be written: {error.strerror}. Choose another with --json.") from error

@@ -12,6 +12,7 @@ from utils.errors import UserError
 from utils.events import FinishReason
 from utils.models.failures import is_out_of_memory
 from utils.printing import Renderer, RunView
+from utils.processes import end_if_together
 from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, collect, compare
@@ -34,10 +35,12 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
     """A sentence for what a user can mend, a traceback for a bug."""
     if isinstance(error, UserError):
         renderer.error(str(error))
-    elif is_out_of_memory(error):
+        return
+    if is_out_of_memory(error):
         renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
     else:
         renderer.crash()
+    end_if_together()
 
 
 class Runner:

@@ -26,6 +26,7 @@ from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
 from utils.models.weights import drafter_weights, target_weights
 from utils.printing import Renderer
+from utils.processes import told
 from utils.records import RecordFile
 from utils.results import collect
 from utils.runner import Runner, Verdict, explain_error
@@ -123,7 +124,7 @@ class Workbench:
             label = drafter_label(word, self._pair)
             if label is not None and label not in steps:
                 job = replace(self._bench.job([0, 0, 0, 0], short), drafter=word)
-                seconds = self._tools.draft_seconds(job, kind_of(word, table))
+                seconds = told(self._tools.draft_seconds(job, kind_of(word, table)))
                 steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
         return replace(settings, costs=Costs.of(known.windows, steps))
 
@@ -157,8 +158,9 @@ class Workbench:
 
     def _guarded(self, work: Callable[[str], Verdict], text: str) -> Verdict:
         """Whatever happens in a line, the session lives on."""
+        verdict = Verdict.FAILED
         try:
-            return work(text)
+            verdict = work(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
@@ -166,7 +168,9 @@ class Workbench:
             raise
         except Exception as error:
             explain_error(self._renderer, error)
-        return Verdict.FAILED
+        if verdict is Verdict.FAILED:
+            give_back_memory()  # it may have been what was lacking
+        return verdict
 
     def _command(self, line: str) -> Verdict:
         situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, self._facts(), self._tools.pairs)

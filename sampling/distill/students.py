@@ -14,7 +14,8 @@ from sampling.distill.plan import Plan
 from sampling.distill.training import HeadStudent, ModelStudent, Student
 from utils.caching import context_length, vocabulary_size
 from utils.errors import UserError
-from utils.models.checkpoints import Placement, load_model
+from utils.models.checkpoints import load_model
+from utils.models.devices import Placement
 from utils.models.failures import quiet
 from utils.models.head_file import CONFIG, HeadFile, is_head, read_head, save_head
 from utils.models.heads import Head, feature_layers, shape_for

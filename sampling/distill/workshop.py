@@ -27,8 +27,8 @@ from sampling.distill.writing import Page, Writer
 from utils.arguments import read_prompts
 from utils.caching import context_length
 from utils.errors import UserError
-from utils.models.checkpoints import Placement, load_model, load_tokenizer
-from utils.models.devices import choose_device
+from utils.models.checkpoints import load_model, load_tokenizer
+from utils.models.devices import Placement, choose_device
 from utils.models.gguf_files import converted
 from utils.models.head_file import is_head
 from utils.models.prompting import end_ids

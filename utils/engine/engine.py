@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.caching import is_spread
 from utils.engine import attention, selftest, threads
 from utils.engine.kernels import Blocked, Bytes, Kernel, packing
 from utils.engine.pace import Pace, window_costs
@@ -19,6 +20,7 @@ from utils.engine.swap import EngineLinear, restore, swap
 from utils.errors import UserError
 from utils.freed_memory import give_back_memory
 from utils.growing_cache import growing_cache
+from utils.processes import told
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Engine:
                 torch.set_num_threads(chosen)
             elif self._device == "cpu":
                 threads.fastest(lambda: pace.forward(1), threads.thread_counts())
-            self.step_seconds, self.costs = window_costs(pace)
+            self.step_seconds, self.costs = told(window_costs(pace))
             self._check_threads(torch.get_num_threads())
         except BaseException:  # Ctrl-C among them: as it was
             torch.set_num_threads(before)
@@ -117,6 +119,10 @@ class Engine:
         for model in self._models:
             config = model.config.get_text_config(decoder=True)
             kinds = set(getattr(config, "layer_types", None) or ())
+            if getattr(model, "tp_size", None):
+                return "its layers are spread over several processes"
+            if is_spread(model):
+                return "its layers are spread over several devices"
             if model.config.is_encoder_decoder:
                 return "it is an encoder-decoder model"
             if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:

@@ -6,15 +6,18 @@ loading.py's question.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    DistributedConfig,
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,38 +25,33 @@ from transformers import (
 
 from utils.caching import vocabulary_size
 from utils.errors import UserError
-from utils.models.embedded import Report
+from utils.models.devices import Placement
 from utils.models.failures import explained, quiet
+from utils.models.hub import sound
 from utils.models.quantization import loading_arguments, quantize_loaded
+from utils.models.room import Room, find_room
 from utils.models.sources import Source, has_tokenizer
+from utils.models.spreading import check_spreading
 from utils.rounding import Spread, most_rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where models go, in which number format, and who hears of it."""
-
-    device: str
-    dtype: torch.dtype | str
-    report: Report
+from utils.units import in_units
 
 
 def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
     """The model, quantized as `kind` says. Raises UserError when it cannot be had, for whatever reason."""
-    quantized = "" if kind == "none" else f", {kind}"
-    where.report(f"loading {source.name} ({where.device}, {str(where.dtype).removeprefix('torch.')}{quantized}) ...")
-    with explained(source.name), quiet():
+    room = find_room(source, kind, where)
+    where.report(_told(source, kind, where, room))
+    with _reading(source):
         config = AutoConfig.from_pretrained(source.place, **source.arguments)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model, outcome = auto.from_pretrained(
             source.place,
             config=config,  # read already, which takes seconds for a GGUF file
             dtype=where.dtype,
-            device_map={"": where.device},  # straight to the device: no second copy in main memory
             use_safetensors=True,
             output_loading_info=True,
             **source.arguments,
             **_format_arguments(source, kind, where.dtype),
+            **_place_arguments(config, source.name, where, room),
         )
         _check_complete(outcome, source.name)
         _check_numbers(model, source.name)
@@ -63,10 +61,25 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+@contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    """Whatever goes wrong inside is a UserError; nothing else is heard of it."""
+    with explained(source.name), quiet(), sound(source.place) if source.hub is not None else nullcontext():
+        yield
+
+
+def _told(source: Source, kind: str, where: Placement, room: Room) -> str:
+    device = "all GPUs and the CPU, since one GPU has not enough memory" if room.spread else where.device
+    size = in_units(room.needed) if room.needed else ""
+    words = [device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size]
+    return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
+
+
 def _check_numbers(model: PreTrainedModel, name: str) -> None:
     """A weight that is no number makes every law one that is none, at the first token that meets it."""
     for part, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.numel() and not torch.isfinite(torch.stack(weight.detach().aminmax())).all():
+        own = weight.to_local() if isinstance(weight, DTensor) else weight  # of a spread one this process's part
+        if own.is_floating_point() and own.numel() and not own.is_meta and not torch.isfinite(torch.stack(own.detach().aminmax())).all():
             raise UserError(f"'{name}' holds weights that are no numbers (NaN or infinite, in {part}): fetch or copy it again.")
 
 
@@ -83,7 +96,7 @@ def _check_causal(model: PreTrainedModel, name: str) -> None:
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or None where the checkpoint brings none. Raises UserError when its files are damaged."""
-    with explained(source.name), quiet():
+    with _reading(source):
         return AutoTokenizer.from_pretrained(source.place, **source.arguments) if has_tokenizer(source) else None
 
 
@@ -97,6 +110,15 @@ def code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
 def _format_arguments(source: Source, kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
     # Without `dequantize` a GGUF model keeps its packed blocks, which no other step here can use.
     return {"quantization_config": GgufConfig(dequantize=True)} if source.gguf else loading_arguments(kind, dtype)
+
+
+def _place_arguments(config: Any, name: str, where: Placement, room: Room) -> dict[str, Any]:
+    if room.spread:
+        return {"device_map": "auto"}  # accelerate moves the text from layer to layer
+    if not where.parted:
+        return {"device_map": {"": where.device}}  # straight to the device: no second copy in main memory
+    check_spreading(config, name)
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def _check_complete(outcome: dict[str, Any], name: str) -> None:

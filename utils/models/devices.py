@@ -1,14 +1,30 @@
-"""Device and number format, from the words of the command line to what torch takes."""
+"""Where models go and in which number format, from the words of the command line to what torch takes."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 
 from utils.bounds import DEVICE_PATTERN, DTYPES
 from utils.errors import UserError
+from utils.models.embedded import Report
 from utils.processes import own_device
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where models go, in which number format, and who hears of it.
+
+    parted: over all processes, each taking a part of every layer. layered: over all GPUs and the CPU, layer by layer, should one not do.
+    """
+
+    device: str
+    dtype: torch.dtype | str
+    report: Report
+    parted: bool = False
+    layered: bool = False
 
 
 def choose_device(word: str) -> str:

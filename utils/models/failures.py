@@ -62,6 +62,7 @@ CAUSES = (
     Cause((), ("ignore_mismatched_sizes",), "has weights whose shapes differ from its config.json: fetch or copy it again"),
     Cause(("JSONDecodeError",), (), "holds a file that is not valid JSON: fetch or copy it again"),
     Cause((), ("backend tokenizer",), "has no usable tokenizer files: copy them next to the weights"),
+    Cause((), ("No space left on device",), "could not be kept, since the disk is full: make room, or set HF_HOME to another disk"),
     Cause(
         OUT_OF_MEMORY_CLASSES,
         OUT_OF_MEMORY_WORDS,

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 
 from utils.errors import UserError
 from utils.models.cache_folders import cache_root, is_whole, making
-from utils.models.checkpoints import Placement, load_model, load_tokenizer
+from utils.models.checkpoints import load_model, load_tokenizer
+from utils.models.devices import Placement
 from utils.models.failures import explained, quiet
 from utils.models.sources import Source
-from utils.models.weights import in_units
+from utils.units import in_units
 
 # Raised whenever `_convert` writes something else, so that older entries are made again.
 RECIPE = 1

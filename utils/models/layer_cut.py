@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from utils.caching import is_spread
 from utils.errors import UserError
 
 
@@ -79,6 +80,8 @@ def _stack_path(model: PreTrainedModel) -> str:
     outermost = [name for name in lists if name.count(".") == shallowest]
     if model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder model"
+    elif is_spread(model):
+        reason = "its layers are spread over several devices"
     elif getattr(model, "_is_stateful", False):
         reason = "it is a recurrent model"
     elif count < 2:

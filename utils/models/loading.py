@@ -11,20 +11,23 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.caching import is_spread
 from utils.engine import Engine
 from utils.errors import UserError
-from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
-from utils.models.devices import choose_device, choose_dtype
+from utils.models.checkpoints import code_notes, load_model, load_tokenizer
+from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import Report
 from utils.models.fit import Fit, own_fit
 from utils.models.gguf_files import converted
 from utils.models.heads import Grafted
-from utils.models.pair_drafter import cut_drafter, head_folder, head_of, separate_drafter
+from utils.models.pair_drafter import LoadedDrafter, cut_drafter, head_folder, head_of, separate_drafter
 from utils.models.prompting import end_ids
 from utils.models.quantization import check_kind
 from utils.models.requests import LAYERS, PairRequest
 from utils.models.sources import Source, locate
+from utils.models.spreading import check_pair
 from utils.models.weights import loaded_line, stored_bytes, weight_notes
+from utils.processes import number_of, together
 from utils.token_rules import ignored_settings
 
 __all__ = ["Pair", "PairRequest", "load_pair"]
@@ -69,13 +72,17 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     the wrong kind, or a drafter that does not fit the target.
     """
     device = choose_device(request.device)
-    asked, request = request, _settled(request, device, choose_device(request.drafter_device or device))
-    where, drafters = (_placement(word, request.dtype, report) for word in (request.device, str(request.drafter_device)))
+    other = choose_device(request.drafter_device or device)
+    asked, request = request, _settled(request, device, other)
+    words = (asked.device, asked.drafter_device or asked.device)
+    where, drafters = (_placement(word, device, request.dtype, report) for word, device in zip(words, (device, other), strict=True))
     depth = _check_words(request)
+    if together():
+        check_pair(request)
     source = _locate(request.target, str(request.quantize), where)
     head, separate = _drafter_source(request, depth, drafters)  # before the target: a wrong word should not cost a minute
     source = converted(source, where)
-    target = load_model(source, str(request.quantize), where)
+    target = load_model(source, str(request.quantize), replace(where, parted=together()))
     tokenizer = _own_tokenizer(source)
     if head:
         drafter = head_of(head, target, source.name)
@@ -83,16 +90,26 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         drafter = separate_drafter(separate, str(request.drafter_quantize), drafters, target, tokenizer)
     else:
         drafter = cut_drafter(target, source.name, depth, str(request.quantize))
-    pair = Pair(
+    pair = _told(request, asked, (source.name, target, tokenizer), drafter)
+    report(loaded_line(pair))
+    return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
+
+
+def _told(
+    request: PairRequest, asked: PairRequest, loaded: tuple[str, PreTrainedModel, PreTrainedTokenizerBase], drafter: LoadedDrafter
+) -> Pair:
+    """What is to be known about a target and its drafter."""
+    name, target, tokenizer = loaded
+    return Pair(
         target=target,
         drafter=drafter.model,
         tokenizer=tokenizer,
         end_ids=end_ids(target, tokenizer),
-        target_name=source.name,
+        target_name=name,
         drafter_name=drafter.name,
         drafter_kind=drafter.kind,
-        device=request.device,
-        drafter_device=None if drafter.model is None else request.drafter_device,
+        device=_place_of(target, request.device),
+        drafter_device=None if drafter.model is None else _place_of(drafter.model, str(request.drafter_device)),
         dtype=str(target.dtype).removeprefix("torch."),
         quantize=str(request.quantize),
         drafter_quantize=drafter.quantize,
@@ -100,18 +117,16 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
         memory=stored_bytes(target),
         drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=target),
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
-        notes=code_notes(target, source.name) + ignored_settings(target, source.name) + drafter.notes,
+        notes=code_notes(target, name) + ignored_settings(target, name) + drafter.notes,
         request=asked,
         drafter_tokenizer=drafter.tokenizer,
         fit=drafter.fit or own_fit(target, tokenizer, drafter.name),
     )
-    report(loaded_line(pair))
-    return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
 def _settled(request: PairRequest, device: str, other: str) -> PairRequest:
     """With the devices that were chosen, and a word for each quantization."""
-    unsaid = [request.cuda_quantize if word.startswith("cuda") else "none" for word in (device, other)]
+    unsaid = [request.cuda_quantize if word.startswith("cuda") and not together() else "none" for word in (device, other)]
     return replace(
         request,
         device=device,
@@ -121,8 +136,15 @@ def _settled(request: PairRequest, device: str, other: str) -> PairRequest:
     )
 
 
-def _placement(device: str, dtype: str, report: Report) -> Placement:
-    return Placement(device, choose_dtype(dtype, device), report)
+def _placement(word: str, device: str, dtype: str, report: Report) -> Placement:
+    return Placement(device, choose_dtype(dtype, device), report, layered=word == "auto" and number_of() == 1)
+
+
+def _place_of(model: PreTrainedModel, device: str) -> str:
+    """The device, or all on which accelerate keeps layers."""
+    if not is_spread(model):
+        return device
+    return " + ".join(dict.fromkeys(f"cuda:{part}" if isinstance(part, int) else str(part) for part in model.hf_device_map.values()))
 
 
 def _drafter_source(request: PairRequest, depth: int | None, where: Placement) -> tuple[Path | None, Source | None]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.caching import is_spread
 from utils.errors import UserError
-from utils.models.checkpoints import Placement, code_notes, load_model, load_tokenizer
+from utils.models.checkpoints import code_notes, load_model, load_tokenizer
+from utils.models.devices import Placement
 from utils.models.failures import explained
 from utils.models.fit import Fit, check_fit, fit_of
 from utils.models.gguf_files import converted
@@ -54,7 +56,9 @@ def head_folder(request: PairRequest) -> Path | None:
 
 
 def head_of(folder: Path, target: PreTrainedModel, name: str) -> LoadedDrafter:
-    """The head in a folder. Raises UserError for that of another target."""
+    """The head in a folder. Raises UserError for that of another target, or one that is not in one place."""
+    if is_spread(target):
+        raise UserError(f"A head reads {name}'s hidden states, which are on several devices: give another --drafter.")
     return LoadedDrafter(load_head(folder, target), f"head of {name}", HEAD)
 
 

@@ -13,24 +13,28 @@ from transformers.utils import cached_file
 
 from utils.errors import UserError
 from utils.models.embedded import MODEL_NAME, Report, embedded_folder
-from utils.models.hub import hub_arguments
+from utils.models.hub import ask_hub
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint as `from_pretrained` wants it: a folder or a hub id, the GGUF file in it, and what the hub is to be told."""
+    """A checkpoint as `from_pretrained` wants it: a folder or a hub id, the GGUF file in it, and what the hub is to be told about an id.
+
+    counts: how many weights of each format the hub says there are.
+    """
 
     place: str
     name: str
     gguf: str | None = None
-    hub: dict[str, Any] = field(default_factory=dict)
+    hub: dict[str, Any] | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The keywords that every `from_pretrained` of this checkpoint takes; remote code is never run."""
-        return {"trust_remote_code": False} | ({"gguf_file": self.gguf} if self.gguf else {}) | self.hub
+        return {"trust_remote_code": False} | ({"gguf_file": self.gguf} if self.gguf else {}) | (self.hub or {})
 
 
 def locate(word: str, report: Report) -> Source:
@@ -55,13 +59,14 @@ def locate(word: str, report: Report) -> Source:
             f"'{word}' does not exist: give a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B or ID@REVISION, or embedded."
         )
     name, _, revision = word.partition("@")
-    return Source(name, word, hub=hub_arguments(name, revision or None, word, report))
+    found = ask_hub(name, revision or None, word, report)
+    return Source(name, word, hub=found.arguments, counts=found.counts)
 
 
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint brings a tokenizer of its own; a GGUF file always does."""
     return source.gguf is not None or any(
-        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub) for name in TOKENIZER_FILES
+        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub or {}) for name in TOKENIZER_FILES
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from utils.models.quantization import has_nf4_kernel
+from utils.processes import number_of, together
+from utils.units import in_units
 
 SCALES = ("absmax", "code", "SCB")
 
@@ -19,14 +21,6 @@ def stored_bytes(model: nn.Module, *, besides: nn.Module | None = None) -> int:
     """Bytes of all parameters and buffers, scales included, those that share memory counted once; not those of `besides`."""
     others = set() if besides is None else set(_sizes(besides))
     return sum(size for place, size in _sizes(model).items() if place not in others)
-
-
-def in_units(size: int) -> str:
-    """A number of bytes for people."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
-    return f"{size} bytes"
 
 
 def target_weights(pair: Any) -> str:
@@ -55,7 +49,9 @@ def weight_notes(pair: Any) -> tuple[str, ...]:
         slow.append((pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name))
     why = _moves(pair.quantize, pair.dtype, pair.target_name)
     texts = [f"{why}: texts can part where two tokens are near, unless the engine is verified (/audit measures it)"] if why else []
+    spread = (f"{number_of()} processes compute {pair.target_name} together: what is said of its memory is of each",)
     return (
+        *(spread if together() else ()),
         *texts,
         *(
             f"{kind} saves memory, not time: on this CPU it makes {name} slower than float32"
@@ -90,7 +86,7 @@ def _sizes(model: nn.Module) -> dict[tuple[str, int], int]:
     tensors = [plain for module in model.modules() for tensor in _held(module) for plain in _plain(tensor)]
     sizes: dict[tuple[str, int], int] = {}
     for tensor in tensors:
-        place = (str(tensor.device), tensor.data_ptr())
+        place = (str(tensor.device), tensor.data_ptr() or id(tensor))  # none where accelerate keeps it elsewhere until it is used
         sizes[place] = max(tensor.nbytes, sizes.get(place, 0))
     return sizes
 
@@ -104,9 +100,10 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """A tensor, or those that a quantized one consists of."""
+    """A tensor, or those that one consists of: bytes and scales, or this process's part of one that several hold."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), Tensor):
+            yield from _plain(part)
