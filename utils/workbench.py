@@ -11,31 +11,28 @@ from typing import Any
 
 import torch
 
+from utils import preparing
 from utils.bench import Bench, StorageTools
 from utils.bounds import LOADED
 from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
-from utils.costs import Costs
 from utils.errors import UserError
-from utils.events import FinishReason
+from utils.facts import facts_of
 from utils.freed_memory import give_back_memory
 from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
-from utils.models.weights import drafter_weights, target_weights
+from utils.preparing import DraftSeconds, measured
 from utils.printing import Renderer
-from utils.processes import told
 from utils.records import RecordFile
-from utils.results import collect
 from utils.runner import Runner, Verdict, explain_error
 from utils.settings import Settings, fitted
-from utils.strategies import DrafterKind, Job, Strategy, drafter_label, kind_of
+from utils.strategies import Job, Strategy
 from utils.text import encodable, unescaped
 
 FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
-MEASURED = 64  # tokens over which a drafter is timed
 PREPARING = "preparing and testing the engine ({}) ..."
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
@@ -55,7 +52,7 @@ class Tools:
     storages: StorageTools
     records: RecordFile | None = None
     interactive: bool = True
-    draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
+    draft_seconds: DraftSeconds = lambda job, kind: 0.0
     load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
@@ -86,7 +83,7 @@ class Workbench:
         self.settings = self._allowed(fitted(replace(settings, length=min(settings.length, self._limits.context)), self._limits))
         self._bench.compute(settings)
         with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-            self.settings = self._measured(self.settings)
+            self.settings = measured(self._bench, self.settings, self._tools.draft_seconds)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
         self._bench.memory.storage = self._bench.new_storage(self.settings)
@@ -110,24 +107,6 @@ class Workbench:
         del before
         give_back_memory()
 
-    def _measured(self, settings: Settings) -> Settings:
-        """With the costs of all kinds of drafters that they name; what the table lacks is measured now.
-
-        Raises UserError for a kind that is not there or cannot draft, leaving all as it was.
-        """
-        engine = self._pair.engine
-        known = settings.costs or Costs.of(engine.costs, {})
-        steps = dict(known.steps)
-        short = replace(settings, length=min(MEASURED, self._limits.context), gamma=MEASURED)
-        kinds = [(word, strategy.kinds) for strategy in self._bench.runnable(short) if strategy.kinds for word in strategy.words]
-        for word, table in kinds:
-            label = drafter_label(word, self._pair)
-            if label is not None and label not in steps:
-                job = replace(self._bench.job([0, 0, 0, 0], short), drafter=word)
-                seconds = told(self._tools.draft_seconds(job, kind_of(word, table)))
-                steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
-        return replace(settings, costs=Costs.of(known.windows, steps))
-
     def introduce(self) -> None:
         """Say what is loaded and how it is computed, and warm it up."""
         for note in (f"engine: {self._pair.engine.state.sentence()}", *self._pair.notes):
@@ -136,13 +115,8 @@ class Workbench:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
-        settings = replace(self.settings, length=min(4, self._limits.context), beams=2)
-        job = self._bench.job([0, 0, 0, 0], settings)
-        for strategy in self._bench.runnable(settings):
-            with suppress(UserError):  # it will be said when it is asked for
-                if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
-                    raise KeyboardInterrupt
+        """Have every strategy run once, so that no measured run pays for a first use."""
+        preparing.warm_up(self._bench, self.settings)
 
     def handle(self, line: str) -> Verdict:
         """Carry out one typed line: a command, a prompt (in which \\n and \\t stand for newline and tab), or nothing."""
@@ -173,7 +147,7 @@ class Workbench:
         return verdict
 
     def _command(self, line: str) -> Verdict:
-        situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, self._facts(), self._tools.pairs)
+        situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, facts_of(self._pair), self._tools.pairs)
         return self._apply(self._tools.registry.run(line, situation))
 
     def _apply(self, outcome: Outcome) -> Verdict:
@@ -201,7 +175,7 @@ class Workbench:
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:
-            settings = self._measured(settings)  # refused before anything is changed
+            settings = measured(self._bench, settings, self._tools.draft_seconds)  # refused before anything is changed
         if settings.ngram_storage != self.settings.ngram_storage:
             self._bench.memory.storage = self._bench.new_storage(settings)
         self._bench.memory.storage.limit = settings.ngram_limit
@@ -211,7 +185,7 @@ class Workbench:
             settings = replace(settings, costs=None)
         if settings.costs is None:
             with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-                settings = self._measured(settings)
+                settings = measured(self._bench, settings, self._tools.draft_seconds)
         self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:
@@ -241,16 +215,3 @@ class Workbench:
         if bound is not None and prompt_tokens >= bound:
             self._renderer.note(f"The prompt has {prompt_tokens} tokens and the drafter a context of {bound}: it will draft nothing.")
         return chosen
-
-    def _facts(self) -> tuple[tuple[str, str], ...]:
-        pair, bound = self._pair, context_length(self._pair.target)
-        return (
-            ("target model", pair.target_name),
-            ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
-            ("device", pair.device if pair.drafter_device in (None, pair.device) else f"{pair.device}, drafter: {pair.drafter_device}"),
-            ("target weights", target_weights(pair)),
-            ("drafter weights", drafter_weights(pair)),
-            ("engine now", pair.engine.state.sentence()),
-            ("context", f"{bound} tokens" if bound is not None else "no bound of its own"),
-            ("vocabulary", f"{self._limits.vocabulary} ids"),
-        )

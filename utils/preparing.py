@@ -1,0 +1,54 @@
+"""What a pair needs before it serves: every strategy run once, and what its drafters cost measured."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from utils.bench import Bench
+from utils.caching import context_length
+from utils.costs import Costs
+from utils.errors import UserError
+from utils.events import FinishReason
+from utils.kinds import Limits
+from utils.processes import told
+from utils.results import collect
+from utils.settings import Settings
+from utils.strategies import DrafterKind, Job, drafter_label, kind_of
+
+MEASURED = 64  # tokens over which a drafter is timed
+BRIEF = 4  # tokens of a run that warms up
+PROMPT = [0, 0, 0, 0]
+DraftSeconds = Callable[[Job, DrafterKind], float]
+
+
+def measured(bench: Bench, settings: Settings, draft_seconds: DraftSeconds) -> Settings:
+    """The settings with the costs of all kinds of drafters that they name; what the table lacks is measured now.
+
+    Raises UserError for a kind that is not there or cannot draft.
+    """
+    engine = bench.pair.engine
+    known = settings.costs or Costs.of(engine.costs, {})
+    steps = dict(known.steps)
+    short = replace(settings, length=_at_most(MEASURED, bench), gamma=MEASURED)
+    kinds = [(word, strategy.kinds) for strategy in bench.runnable(short) if strategy.kinds for word in strategy.words]
+    for word, table in kinds:
+        label = drafter_label(word, bench.pair)
+        if label is not None and label not in steps:
+            job = replace(bench.job(PROMPT, short), drafter=word)
+            seconds = told(draft_seconds(job, kind_of(word, table)))
+            steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
+    return replace(settings, costs=Costs.of(known.windows, steps))
+
+
+def warm_up(bench: Bench, settings: Settings) -> None:
+    """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
+    settings = replace(settings, length=_at_most(BRIEF, bench), beams=2)
+    job = bench.job(PROMPT, settings)
+    for strategy in bench.runnable(settings):
+        with suppress(UserError):  # it will be said when it is asked for
+            if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
+                raise KeyboardInterrupt
+
+
+def _at_most(tokens: int, bench: Bench) -> int:
+    return min(tokens, context_length(bench.pair.target) or Limits().context)
