@@ -30,6 +30,7 @@ from sampling import (
     autoregressive_steps,
     beam_search_steps,
     draft_seconds,
+    foresee,
     free_drafter,
     speculative_steps,
 )
@@ -54,13 +55,13 @@ DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
 def _speculative(job: Job) -> Iterator[Step]:
     rule = RULES[job.settings.verify]
-    drafter, target = kind_of(job.drafter, DRAFTERS).make(job, rule)
+    drafter, target = job.timed(*kind_of(job.drafter, DRAFTERS).make(job, rule))
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 
 def _ngram(job: Job) -> Iterator[Step]:
     rule = RULES[job.settings.verify]
-    drafter, target = storage_drafter(job, rule)
+    drafter, target = job.timed(*storage_drafter(job, rule))
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 
@@ -80,7 +81,7 @@ LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
 
 STRATEGIES = (
     Strategy("speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, kinds=DRAFTERS),
-    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True),
+    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True, make=storage_drafter),
     Strategy("target", "Target only", "cyan", "target", _target),
     Strategy("drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True),
     Strategy("beam", "Beam search", "blue", "beams", _beam, draws=False),
@@ -107,7 +108,7 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     first_settings(arguments, Limits())  # what is wrong with them is said before anything slow
     pair = load_pair(pair_request(arguments), renderer.note)
     settings = first_settings(arguments, limits_of(pair))
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, load_pair, arguments.config.pairs)
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, foresee, load_pair, arguments.config.pairs)
     renderer.note(PREPARING.format(settings.engine))
     workbench = Workbench(pair, tools, settings)
     workbench.introduce()

@@ -10,6 +10,7 @@ from sampling.chain import ChainDrafter
 from sampling.draft_length import DraftLength
 from sampling.drafters import MODEL_KINDS, draft_length, draft_seconds, free_drafter, loaded_drafter
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
+from sampling.foresight import foresee
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
@@ -36,6 +37,7 @@ __all__ = [
     "choose_rule",
     "draft_length",
     "draft_seconds",
+    "foresee",
     "free_drafter",
     "loaded_drafter",
     "speculative_generate",

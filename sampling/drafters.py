@@ -1,13 +1,11 @@
 """The drafters that are models, by the words of /drafter_kind: what each needs, and how long it takes."""
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from sampling.draft_length import DraftLength, Tempo
-from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
+from sampling.drafting import Drafter, ModelDrafter
 from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
 from sampling.speculative import speculative_steps
 from sampling.translated import TranslatedDrafter, Translation
@@ -16,6 +14,7 @@ from utils.bounds import LOADED
 from utils.caching import ModelSession, Session
 from utils.costs import Costs
 from utils.errors import UserError
+from utils.laps import Stopwatch
 from utils.models.heads import Grafted
 from utils.models.layer_cut import first_layers
 from utils.strategies import DrafterKind, Job
@@ -76,33 +75,12 @@ def free_drafter(job: Job) -> Session:
     return job.session("drafter", rewinds=False)
 
 
-class Timed:
-    """A drafter, and how long it drafts: (drafts, seconds) of each round."""
-
-    def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._drafter, self._clock = drafter, clock
-        self.rounds: list[tuple[int, float]] = []
-
-    def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._drafter.begin(prompt, context)
-
-    def propose(self, context: list[int], count: int) -> Draft:
-        began = self._clock()
-        draft = self._drafter.propose(context, count)
-        self.rounds.append((len(draft.tokens), self._clock() - began))
-        return draft
-
-    def commit(self, context: list[int], verified: Verified) -> None:
-        self._drafter.commit(context, verified)
-
-
 def draft_seconds(job: Job, kind: DrafterKind) -> float:
     """Seconds of one draft by this kind of drafter, in the quickest of a few rounds; 0 where it drafts nothing."""
     rule = RULES[job.settings.verify]
-    drafter, target = kind.make(job, rule)
-    timed = Timed(drafter)
+    watch = Stopwatch()
+    drafter, target = replace(job, stopwatch=watch).timed(*kind.make(job, rule))
     endless = replace(job.decoding, end_ids=frozenset())
-    rounds = speculative_steps(job.prompt, timed, target, endless, gamma=TIMED_DRAFTS, rule=rule)
-    for _ in islice(rounds, TIMED_ROUNDS):
-        pass
-    return min((seconds / drafts for drafts, seconds in timed.rounds if drafts), default=0.0)
+    rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
+    laps = [(len(step.drafted), watch.read(0).drafting) for step in islice(rounds, TIMED_ROUNDS)]
+    return min((seconds / drafts for drafts, seconds in laps if drafts), default=0.0)

@@ -27,10 +27,26 @@ class Verify(Protocol):
     def __call__(self, law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
 
 
+class Verifier(Protocol):
+    """What the loop asks of the target's session."""
+
+    name: str
+
+    def begin(self, prompt: list[int]) -> list[int]: ...
+
+    def room(self, context: list[int]) -> int | None: ...
+
+    def feed(self, context: list[int], keep: int) -> Tensor: ...
+
+    def rewind(self, length: int) -> None: ...
+
+    def take_features(self) -> Tensor | None: ...
+
+
 def speculative_steps(
     prompt: list[int],
     drafter: Drafter,
-    target: ModelSession,
+    target: Verifier,
     decoding: Decoding,
     *,
     gamma: int,

@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
+from sampling import foresee
 from utils.commands import default_registry
 from utils.engine import Engine
 from utils.models.fit import fit_of
@@ -92,7 +93,8 @@ def workbench(
 ) -> Workbench:
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
-    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, draft_seconds=draft_seconds, load=load)
+    hooks = {"draft_seconds": draft_seconds, "foresee": foresee, "load": load}
+    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, **hooks)
     return Workbench(pair, tools, Settings(engine="plain", gamma=4))
 
 

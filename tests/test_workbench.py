@@ -219,6 +219,7 @@ def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
     for line in rounds:
         signs = "".join(re.findall(r' ([+=*-])(?:"|#)', line))
         assert re.fullmatch(r"\+*(-*=|\*)|\++", signs), line
+        assert re.search(r"   draft \d+\.\d | verify \d+\.\d | other \d+\.\d ms | \+\d$", line)
 
 
 def test_colours_in_debug_are_green_red_and_blue() -> None:

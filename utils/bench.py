@@ -4,7 +4,7 @@ The workbench runs prompts on it; commands that run models (utils.commands) are 
 settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
+from utils.events import Step
 from utils.models.prompting import prompt_ids
 from utils.results import Comparison, Generation
 from utils.settings import Settings
@@ -60,14 +61,22 @@ class Memory:
     kept: Kept = field(default_factory=Kept)
 
 
+Foreseen = Iterator[tuple[Strategy, int | None, list[Step]]]
+
+
+def foresee_nothing(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Foreseen:
+    return iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """pair: utils.models.loading.Pair."""
+    """pair: utils.models.loading.Pair. foresee: sampling.foresight's, the rounds of every gamma along a finished text."""
 
     pair: Any
     strategies: Sequence[Strategy]
     storages: StorageTools
     vocabulary: int
+    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = foresee_nothing
     memory: Memory = field(default_factory=Memory)
 
     def last(self) -> Last:

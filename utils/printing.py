@@ -18,6 +18,7 @@ from termcolor import colored
 
 from utils.divergence import Candidate, Cause, Divergence
 from utils.events import Step
+from utils.laps import Lap
 from utils.results import Comparison, Generation
 from utils.strategies import Strategy
 from utils.text import TextStream, token_piece, visible
@@ -32,6 +33,11 @@ class Renderer:
     def __init__(self, out: Console, messages: Console, *, colour: bool) -> None:
         self._out, self._messages, self.colour = out, messages, colour
 
+    @property
+    def width(self) -> int:
+        """Columns of the screen that results go to."""
+        return self._out.width
+
     def title(self, title: str, colour: str) -> None:
         self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._out.encoding == "ascii" else "─"))
 
@@ -43,14 +49,17 @@ class Renderer:
         """A piece of growing text, written at once."""
         self._write(self._paint(visible(text), colour))
 
-    def round(self, number: int, step: Step, tokenizer: Any) -> None:
-        """One line: accepted drafts green, rejected red, the corrected or bonus token blue; signs say the same without colour."""
+    def round(self, number: int, step: Step, tokenizer: Any, lap: Lap | None = None) -> None:
+        """One line: accepted drafts green, rejected red, the corrected or bonus token blue; signs say the same without colour.
+
+        Behind them where the time went, in milliseconds, and how many tokens it brought.
+        """
         pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
         pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
         if step.token is not None:
             pieces.append(("*" if step.is_bonus else "=", "blue", step.token))
         painted = (self._paint(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces)
-        self._write(f"{number:4d}  {' '.join(painted)}\n")
+        self._write(f"{number:4d}  {' '.join(painted)}{self._paint(_spent(step, lap), 'dark_grey')}\n")
 
     def figures(self, run: Generation, *, forwards: bool = True) -> None:
         """The line of figures under a strategy's text."""
@@ -105,7 +114,7 @@ class Renderer:
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
-        """A line that is to be copied: never broken."""
+        """Lines that are to be copied, or drawn: never broken."""
         self._write(visible(text) + "\n")
 
     def reply(self, text: str) -> None:
@@ -164,12 +173,12 @@ class RunView:
         self._count = 0
         self._held = ""
 
-    def show(self, step: Step) -> None:
+    def show(self, step: Step, lap: Lap) -> None:
         """Show one more step."""
         self._count += 1
         text = self._text.add(step.tokens)
         if self._traces:
-            self._renderer.round(self._count, step, self._tokenizer)
+            self._renderer.round(self._count, step, self._tokenizer, lap)
             self._held += text
         else:
             self._renderer.stream(text, self._colour)
@@ -178,6 +187,13 @@ class RunView:
         """The run is over: show what was held back."""
         self._renderer.stream(self._held + self._text.end(), self._colour)
         self._renderer.newline()
+
+
+def _spent(step: Step, lap: Lap | None) -> str:
+    if lap is None:
+        return ""
+    parts = (f"{name} {1000 * seconds:.1f}" for name, seconds in (("draft", lap.drafting), ("verify", lap.verifying), ("other", lap.other)))
+    return f"   {' | '.join(parts)} ms | +{len(step.tokens)}"
 
 
 def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[str]:

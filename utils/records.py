@@ -99,6 +99,8 @@ def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
         "tokens_per_target_forward": run.tokens_per_target_forward if target else None,
         "accepted_by_position": [list(pair) for pair in run.accepted_by_position] if drafts else None,
         "declined_rounds": run.declined_rounds if drafts else None,
+        "draft_seconds": sum(lap.drafting for lap in run.laps) if drafts else None,
+        "verify_seconds": sum(lap.verifying for lap in run.laps) if drafts else None,
     }
 
 

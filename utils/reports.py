@@ -29,7 +29,9 @@ class Finding:
 class Report:
     """name: as in the records. prompt, settings: what it is about. headings: of the findings' cells. conclude: sentences from the findings.
 
-    attachment: a line of data to copy, "" for none. upright: findings stand side by side, a column each; for few of them with many cells.
+    attachment: a line of data to copy, "" for none. plot: a drawing of the findings for a screen so many columns wide.
+
+    upright: findings stand side by side, a column each; for few of them with many cells.
     """
 
     name: str
@@ -39,4 +41,5 @@ class Report:
     events: Iterator[Progress | Finding]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
+    plot: Callable[[Sequence[Finding], int], str] = lambda findings, width: ""
     upright: bool = False

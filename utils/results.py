@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from utils.events import FinishReason, Step
+from utils.laps import Lap, Stopwatch
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:
@@ -28,12 +29,16 @@ def _ratio(part: float, whole: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One finished or interrupted run. Times are in seconds, spent inside the decoder, prefill and storage fill included."""
+    """One finished or interrupted run. Times are in seconds, spent inside the decoder, prefill and storage fill included.
+
+    laps: where the time of each step went, where a stopwatch was at hand.
+    """
 
     steps: tuple[Step, ...]
     seconds: float
     first_seconds: float | None
     finish: FinishReason
+    laps: tuple[Lap, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -94,13 +99,23 @@ class Comparison:
     first_difference: int | None = None
 
 
-def _ignore(step: Step) -> None:
+def _ignore(step: Step, lap: Lap) -> None:
     """The watcher that watches nothing."""
 
 
-def collect(steps: Iterator[Step], watch: Callable[[Step], None] = _ignore, clock: Callable[[], float] = time.perf_counter) -> Generation:
-    """Drain a decoder. Ctrl-C ends it there; what was made until then is returned with FinishReason.INTERRUPTED."""
+def collect(
+    steps: Iterator[Step],
+    watch: Callable[[Step, Lap], None] = _ignore,
+    clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Stopwatch | None = None,
+) -> Generation:
+    """Drain a decoder. Ctrl-C ends it there; what was made until then is returned with FinishReason.INTERRUPTED.
+
+    stopwatch: one that the decoder runs under.
+    """
     made: list[Step] = []
+    laps: list[Lap] = []
+    stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
     began: float | None = None
@@ -109,17 +124,19 @@ def collect(steps: Iterator[Step], watch: Callable[[Step], None] = _ignore, cloc
         while True:
             began = clock()
             step = next(steps, None)
-            seconds, began = seconds + clock() - began, None
+            spent, began = clock() - began, None
+            seconds += spent
             if step is None:
                 break
             first = seconds if first is None else first
             made.append(step)
+            laps.append(stopwatch.read(spent))
             finish = step.finish or finish
-            watch(step)
+            watch(step, laps[-1])
     except KeyboardInterrupt:
         finish = FinishReason.INTERRUPTED
         seconds += 0.0 if began is None else clock() - began
-    return Generation(tuple(made), seconds, first, finish)
+    return Generation(tuple(made), seconds, first, finish, tuple(laps))
 
 
 def compare(run: Generation, target: Generation | None) -> Comparison:

@@ -4,12 +4,14 @@ What is run, and with which settings, is decided by its caller; decoders are rea
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 from utils.bench import Bench, Last, divergence_of, unlike_target
 from utils.divergence import Divergence
 from utils.errors import UserError
 from utils.events import FinishReason
+from utils.laps import Stopwatch
 from utils.models.failures import is_out_of_memory
 from utils.printing import Renderer, RunView
 from utils.processes import end_if_together
@@ -69,7 +71,8 @@ class Runner:
                 fix_seeds(job.settings.seed)
                 view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
                 try:
-                    run = collect(strategy.steps(job), view.show)
+                    watch = Stopwatch()
+                    run = collect(strategy.steps(replace(job, stopwatch=watch)), view.show, stopwatch=watch)
                 except Exception as error:
                     explain_error(self._renderer, error)
                     continue
@@ -124,6 +127,8 @@ class Runner:
             self._renderer.rows(zip(report.headings, *cells, strict=True))
         else:
             self._renderer.table(report.headings, cells)
+        if plot := report.plot(findings, self._renderer.width):
+            self._renderer.data(plot)
         for line in report.conclude(findings):
             self._renderer.result(line)
         if attachment := report.attachment(findings):

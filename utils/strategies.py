@@ -15,6 +15,7 @@ from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
+from utils.laps import Stopwatch, TimedDrafter, TimedSession
 from utils.seeding import Noise
 from utils.settings import Settings
 
@@ -32,7 +33,7 @@ class Job:
     """One prompt for one strategy: its ids, the models (utils.models.loading.Pair), the settings of the moment, the n-gram storage.
 
     drafter: the kind of drafter, a word of /drafter_kind. kept: what drafters keep between prompts. read: where many runs of one prompt
-    share what its prefill computed: the sessions that have read it, filled as they are asked for.
+    share what its prefill computed: the sessions that have read it, filled as they are asked for. stopwatch: what the run is timed by.
     """
 
     prompt: list[int]
@@ -42,6 +43,7 @@ class Job:
     drafter: str = LOADED
     kept: Kept = field(default_factory=Kept)
     read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
+    stopwatch: Stopwatch | None = None
 
     @property
     def decoding(self) -> Decoding:
@@ -63,6 +65,12 @@ class Job:
             session.read(self.prompt)
         self.read[key] = session
         return session.fork()
+
+    def timed(self, drafter: Any, target: Any) -> tuple[Any, Any]:
+        """Both under the stopwatch, where there is one."""
+        if self.stopwatch is None:
+            return drafter, target
+        return TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class Strategy:
     drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. drafts: whether it
     drafts; draft_law: whether its drafts have a law of their own, so that p/q rules judge them. uses_target and needs_drafter: which
     models it runs. draws: whether it draws its tokens, one by one, from a law. kinds: the drafters that can draft
-    for it; words: the one that does, or what that is made of.
+    for it; words: the one that does, or what that is made of. make: where it drafts, its drafter and the target's session, for a rule.
     """
 
     name: str
@@ -113,6 +121,7 @@ class Strategy:
     draws: bool = True
     kinds: "Sequence[DrafterKind]" = ()
     words: tuple[str, ...] = (LOADED,)
+    make: Callable[[Job, Any], tuple[Any, ModelSession]] | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -144,6 +153,7 @@ class Strategy:
             title=self.title if word == LOADED and alone else f"{self.title}, {label}",
             steps=lambda job: self.steps(replace(job, drafter=word)),
             words=kind.parts or (word,),
+            make=lambda job, rule: kind.make(replace(job, drafter=word), rule),
             drafter_kind=lambda pair: label,
             draft_law=kind.own_law,
             needs_drafter=kind.loads,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from utils import preparing
-from utils.bench import Bench, StorageTools
+from utils.bench import Bench, Foreseen, StorageTools, foresee_nothing
 from utils.bounds import LOADED
 from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
@@ -42,7 +42,7 @@ class Tools:
     """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
 
     load: other models, as a request asks for them; pairs: those known by name.
-    draft_seconds: how long the loaded drafter takes for a draft.
+    draft_seconds: how long the loaded drafter takes for a draft. foresee: as a bench is handed it.
     interactive: whether the prompts are typed on the screen that shows the answers.
     """
 
@@ -53,6 +53,7 @@ class Tools:
     records: RecordFile | None = None
     interactive: bool = True
     draft_seconds: DraftSeconds = lambda job, kind: 0.0
+    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = foresee_nothing
     load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
@@ -78,7 +79,7 @@ class Workbench:
     def _take(self, pair: Any, settings: Settings) -> None:
         """Go on with a pair, and with such settings as it allows."""
         self._pair, self._limits = pair, limits_of(pair)
-        self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary)
+        self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary, self._tools.foresee)
         self._runner = Runner(self._bench, self._renderer, self._tools.records)
         self.settings = self._allowed(fitted(replace(settings, length=min(settings.length, self._limits.context)), self._limits))
         self._bench.compute(settings)

@@ -1,0 +1,130 @@
+"""/whatif: what every draft length would have come to on the last prompt, told from its finished text.
+
+Rounds and acceptance come from the loop itself, run over what the drafters propose along that text (sampling.foresight, handed in with
+the bench); times are those rounds at the costs that were measured when the pair was loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.bench import Bench, Last
+from utils.commands.registry import Command, Outcome, Situation
+from utils.costs import Costs
+from utils.errors import UserError
+from utils.events import Step
+from utils.logits_processor import GreedyProcessor
+from utils.plots import line_plot
+from utils.reports import Finding, Progress, Report
+from utils.results import Generation, acceptance_of
+from utils.settings import Settings
+from utils.strategies import Job, Kept, Strategy
+
+HEADINGS = ("drafter", "gamma", "rounds", "accepted", "rate", "per forward", "tokens/s", "speed-up")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Of plain decoding: seconds before its second token but for a step, and of a step."""
+
+    start: float
+    step: float
+
+    @classmethod
+    def of(cls, run: Generation) -> "Rate":
+        """As a run of the target alone has shown it. Raises UserError where it made too few tokens."""
+        if len(run.steps) < 2 or run.first_seconds is None:
+            raise UserError("two tokens of the target's own are needed: send a prompt with a longer answer.")
+        step = (run.seconds - run.first_seconds) / (len(run.steps) - 1)
+        return cls(max(0.0, run.first_seconds - step), step)
+
+    def seconds(self, steps: Sequence[Step], costs: Costs, draft: float) -> float:
+        """Of rounds that cost what the table says, a draft `draft` plain steps."""
+        return self.start + self.step * sum(1 + costs.window(len(step.drafted)) + draft * len(step.drafted) for step in steps)
+
+
+def _whatif(argument: str, situation: Situation) -> Outcome:
+    last, bench = situation.bench.last(), situation.bench
+    if last.target is None:
+        raise UserError("the target's own text is needed: turn it on with /target on, and send a prompt.")
+    rate = Rate.of(last.target)
+    settings = replace(last.job.settings, drafter_kind=situation.settings.drafter_kind, costs=situation.settings.costs)
+    chosen = [strategy for strategy in bench.runnable(settings) if strategy.drafts]
+    findings = _findings(bench, _again(last, bench, settings), chosen, last.target, rate)
+    report = Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, plot=_plot)
+    return Outcome(report=report)
+
+
+def _again(last: Last, bench: Bench, settings: Settings) -> Job:
+    """The last prompt as it would be run now."""
+    if settings.reset_in_between:
+        return replace(last.job, settings=settings, storage=bench.new_storage(settings), kept=Kept(models=last.job.kept.models))
+    return replace(last.job, settings=settings, storage=bench.memory.storage, kept=bench.memory.kept)
+
+
+def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:
+    yield Progress(f"reading {len(target.tokens)} tokens of the target's, and having {len(chosen)} drafters read along ...")
+    costs, plain = job.settings.costs or Costs(), len(target.tokens) / (rate.start + rate.step * len(target.tokens))
+    for strategy, gamma, steps in bench.foresee(job, chosen, target.tokens):
+        label = str(strategy.drafter_kind(job.pair))
+        seconds = rate.seconds(steps, costs, costs.step(label))
+        yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=_is_exact(strategy, job))
+
+
+def _is_exact(strategy: Strategy, job: Job) -> bool:
+    """Whether real rounds are these very ones: the text does not depend on the drafts, nor the drafts on noise of their own."""
+    settings = job.settings
+    greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
+    return settings.verify == "coupled" or not strategy.draft_law or greedy
+
+
+def _finding(label: str, gamma: int | None, steps: Sequence[Step], speed: float, plain: float, *, exact: bool) -> Finding:
+    drafted, accepted = (sum(counts) for counts in zip(*((len(step.drafted), step.accepted) for step in steps), strict=True))
+    rate, made = acceptance_of(steps), sum(len(step.tokens) for step in steps)
+    name = "auto" if gamma is None else str(gamma)
+    figures: dict[str, Any] = {
+        "drafter": label,
+        "gamma": gamma,
+        "rounds": len(steps),
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_target_forward": made / len(steps),
+        "tokens_per_second": speed,
+        "speedup": speed / plain,
+        "exact": exact,
+    }
+    cells = (label, name, str(len(steps)), f"{accepted}/{drafted}", "-" if rate is None else f"{rate:.3f}", f"{made / len(steps):.2f}")
+    return Finding((*cells, f"{speed:.1f}", f"{speed / plain:.2f}x"), figures)
+
+
+def _by_drafter(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
+    told: dict[str, list[dict[str, Any]]] = {}
+    for finding in findings:
+        told.setdefault(finding.figures["drafter"], []).append(finding.figures)
+    return told
+
+
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    for label, rows in _by_drafter(findings).items():
+        fixed = [row for row in rows if row["gamma"] is not None]
+        best = max(fixed, key=lambda row: float(row["speedup"]))
+        auto = next((f"; auto {row['speedup']:.2f}x" for row in rows if row["gamma"] is None), "")
+        lines.append(f"{label}: best at gamma {best['gamma']}, {best['speedup']:.2f}x{auto}")
+    exact = all(finding.figures["exact"] for finding in findings)
+    lines.append(
+        "Rounds and acceptance are what real runs come to here; speeds are predicted from measured costs (/costs)."
+        if exact
+        else "An estimate, as if under /verify coupled: other rules draw other numbers, and accept a little more."
+    )
+    return lines
+
+
+def _plot(findings: Sequence[Finding], width: int) -> str:
+    series = {
+        label: [row["tokens_per_second"] for row in rows if row["gamma"] is not None] for label, rows in _by_drafter(findings).items()
+    }
+    return line_plot(series, title="predicted tokens/s", below="gamma", width=width)
+
+
+WHATIF = Command("whatif", "", "every gamma from 0 to 16, and auto, on the last prompt: rounds, acceptance, predicted speed", _whatif)
