@@ -34,7 +34,7 @@ from sampling import (
     free_drafter,
     speculative_steps,
 )
-from utils.bench import StorageTools
+from utils.bench import Probes, StorageTools
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
@@ -108,7 +108,8 @@ def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Regist
     first_settings(arguments, Limits())  # what is wrong with them is said before anything slow
     pair = load_pair(pair_request(arguments), renderer.note)
     settings = first_settings(arguments, limits_of(pair))
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, draft_seconds, foresee, load_pair, arguments.config.pairs)
+    probes, pairs = Probes(draft_seconds, foresee), arguments.config.pairs
+    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, probes, load_pair, pairs)
     renderer.note(PREPARING.format(settings.engine))
     workbench = Workbench(pair, tools, settings)
     workbench.introduce()

@@ -13,6 +13,7 @@ from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
 from sampling import foresee
+from utils.bench import Probes
 from utils.commands import default_registry
 from utils.engine import Engine
 from utils.models.fit import fit_of
@@ -93,8 +94,8 @@ def workbench(
 ) -> Workbench:
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
-    hooks = {"draft_seconds": draft_seconds, "foresee": foresee, "load": load}
-    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, **hooks)
+    probes = Probes(draft_seconds, foresee)
+    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, probes=probes, load=load)
     return Workbench(pair, tools, Settings(engine="plain", gamma=4))
 
 

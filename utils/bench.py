@@ -16,7 +16,7 @@ from utils.events import Step
 from utils.models.prompting import prompt_ids
 from utils.results import Comparison, Generation
 from utils.settings import Settings
-from utils.strategies import Job, Kept, Strategy
+from utils.strategies import DrafterKind, Job, Kept, Strategy
 
 Compared = tuple[Strategy, Generation, Comparison]
 
@@ -64,19 +64,26 @@ class Memory:
 Foreseen = Iterator[tuple[Strategy, int | None, list[Step]]]
 
 
-def foresee_nothing(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Foreseen:
-    return iter(())
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """What can be learnt from drafters without a run.
+
+    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text.
+    """
+
+    draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
+    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = lambda job, strategies, tokens: iter(())
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """pair: utils.models.loading.Pair. foresee: sampling.foresight's, the rounds of every gamma along a finished text."""
+    """pair: utils.models.loading.Pair."""
 
     pair: Any
     strategies: Sequence[Strategy]
     storages: StorageTools
     vocabulary: int
-    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = foresee_nothing
+    probes: Probes = field(default_factory=Probes)
     memory: Memory = field(default_factory=Memory)
 
     def last(self) -> Last:

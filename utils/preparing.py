@@ -1,6 +1,5 @@
 """What a pair needs before it serves: every strategy run once, and what its drafters cost measured."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,15 +12,14 @@ from utils.kinds import Limits
 from utils.processes import told
 from utils.results import collect
 from utils.settings import Settings
-from utils.strategies import DrafterKind, Job, drafter_label, kind_of
+from utils.strategies import drafter_label, kind_of
 
 MEASURED = 64  # tokens over which a drafter is timed
 BRIEF = 4  # tokens of a run that warms up
 PROMPT = [0, 0, 0, 0]
-DraftSeconds = Callable[[Job, DrafterKind], float]
 
 
-def measured(bench: Bench, settings: Settings, draft_seconds: DraftSeconds) -> Settings:
+def measured(bench: Bench, settings: Settings) -> Settings:
     """The settings with the costs of all kinds of drafters that they name; what the table lacks is measured now.
 
     Raises UserError for a kind that is not there or cannot draft.
@@ -35,7 +33,7 @@ def measured(bench: Bench, settings: Settings, draft_seconds: DraftSeconds) -> S
         label = drafter_label(word, bench.pair)
         if label is not None and label not in steps:
             job = replace(bench.job(PROMPT, short), drafter=word)
-            seconds = told(draft_seconds(job, kind_of(word, table)))
+            seconds = told(bench.probes.draft_seconds(job, kind_of(word, table)))
             steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
     return replace(settings, costs=Costs.of(known.windows, steps))
 

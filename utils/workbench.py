@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from utils import preparing
-from utils.bench import Bench, Foreseen, StorageTools, foresee_nothing
+from utils.bench import Bench, Probes, StorageTools
 from utils.bounds import LOADED
 from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
@@ -24,7 +24,7 @@ from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
-from utils.preparing import DraftSeconds, measured
+from utils.preparing import measured
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Runner, Verdict, explain_error
@@ -42,7 +42,6 @@ class Tools:
     """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
 
     load: other models, as a request asks for them; pairs: those known by name.
-    draft_seconds: how long the loaded drafter takes for a draft. foresee: as a bench is handed it.
     interactive: whether the prompts are typed on the screen that shows the answers.
     """
 
@@ -52,8 +51,7 @@ class Tools:
     storages: StorageTools
     records: RecordFile | None = None
     interactive: bool = True
-    draft_seconds: DraftSeconds = lambda job, kind: 0.0
-    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = foresee_nothing
+    probes: Probes = field(default_factory=Probes)
     load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
@@ -79,12 +77,12 @@ class Workbench:
     def _take(self, pair: Any, settings: Settings) -> None:
         """Go on with a pair, and with such settings as it allows."""
         self._pair, self._limits = pair, limits_of(pair)
-        self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary, self._tools.foresee)
+        self._bench = Bench(pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary, self._tools.probes)
         self._runner = Runner(self._bench, self._renderer, self._tools.records)
         self.settings = self._allowed(fitted(replace(settings, length=min(settings.length, self._limits.context)), self._limits))
         self._bench.compute(settings)
         with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-            self.settings = measured(self._bench, self.settings, self._tools.draft_seconds)
+            self.settings = measured(self._bench, self.settings)
         if settings.chat and not self.settings.chat:
             self._renderer.note(NO_TEMPLATE)
         self._bench.memory.storage = self._bench.new_storage(self.settings)
@@ -176,7 +174,7 @@ class Workbench:
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:
-            settings = measured(self._bench, settings, self._tools.draft_seconds)  # refused before anything is changed
+            settings = measured(self._bench, settings)  # refused before anything is changed
         if settings.ngram_storage != self.settings.ngram_storage:
             self._bench.memory.storage = self._bench.new_storage(settings)
         self._bench.memory.storage.limit = settings.ngram_limit
@@ -186,7 +184,7 @@ class Workbench:
             settings = replace(settings, costs=None)
         if settings.costs is None:
             with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-                settings = measured(self._bench, settings, self._tools.draft_seconds)
+                settings = measured(self._bench, settings)
         self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:

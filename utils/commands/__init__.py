@@ -9,10 +9,11 @@ from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
 from utils.commands.tuning import tuning_commands
 from utils.commands.whatif import WHATIF
+from utils.commands.why import WHY
 
 __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, DIVERGENCE, AUDIT, LOSSLESS, WHATIF, *SESSION_COMMANDS])
+    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, *SESSION_COMMANDS])

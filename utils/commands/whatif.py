@@ -65,7 +65,7 @@ def _again(last: Last, bench: Bench, settings: Settings) -> Job:
 def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:
     yield Progress(f"reading {len(target.tokens)} tokens of the target's, and having {len(chosen)} drafters read along ...")
     costs, plain = job.settings.costs or Costs(), len(target.tokens) / (rate.start + rate.step * len(target.tokens))
-    for strategy, gamma, steps in bench.foresee(job, chosen, target.tokens):
+    for strategy, gamma, steps in bench.probes.foresee(job, chosen, target.tokens):
         label = str(strategy.drafter_kind(job.pair))
         seconds = rate.seconds(steps, costs, costs.step(label))
         yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=_is_exact(strategy, job))

@@ -94,12 +94,16 @@ class Engine:
                 torch.set_num_threads(chosen)
             elif self._device == "cpu":
                 threads.fastest(lambda: pace.forward(1), threads.thread_counts())
-            self.step_seconds, self.costs = told(window_costs(pace))
+            self.measure(pace)
             self._check_threads(torch.get_num_threads())
         except BaseException:  # Ctrl-C among them: as it was
             torch.set_num_threads(before)
             raise
         return self.state
+
+    def measure(self, pace: Pace | None = None) -> None:
+        """Take the time of steps and windows, by a pace that was set up or a new one."""
+        self.step_seconds, self.costs = told(window_costs(pace or Pace(self._models[0])))
 
     def _check_threads(self, count: int) -> None:
         """Take note of the number of threads, and test one that has not been tested; the promise holds for those that passed."""

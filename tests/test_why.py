@@ -1,0 +1,79 @@
+"""/why: the account of a run adds up, the term that binds is named, and the screen shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import Screen, records_of, tiny_pair, workbench
+
+from utils.commands.why import Account, _best, binding
+from utils.costs import Costs
+from utils.events import FinishReason, Step
+from utils.laps import Lap
+from utils.results import Generation
+from utils.runner import Verdict
+
+COSTS = Costs((0.1, 0.2, 0.3))
+
+
+def generation(rounds: list[tuple[int, int]], lap: Lap) -> Generation:
+    """By (drafted, accepted) of each round."""
+    steps = tuple(Step(tuple(range(drafted)), accepted, 9) for drafted, accepted in rounds)
+    return Generation(steps, 10.0, 1.0, FinishReason.LENGTH, (lap,) * len(steps))
+
+
+def test_the_account_of_a_run() -> None:
+    run = generation([(2, 1), (0, 0), (3, 3)], Lap(1.0, 2.0, 4.0))
+    account = Account.of(run, COSTS, 0.25)
+    assert (account.tokens, account.forwards, account.drafting) == (7, 3, 5 * 0.25)
+    assert account.windows == pytest.approx(0.2 + 0.0 + 0.3) and account.other == 0.25
+    assert account.steps == pytest.approx(3 + 0.5 + 1.25)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "lap", "costs", "draft", "words"),
+    [
+        ([(0, 0), (0, 0), (1, 1)], Lap(1, 2, 3), COSTS, 0.1, "declined 67% of the rounds"),
+        ([(2, 2)] * 4, Lap(1, 1, 4), COSTS, 0.01, "outside the models: 50%"),
+        ([(4, 1)] * 4, Lap(1, 2, 3), Costs((0.5, 0.9, 1.3, 1.7)), 0.1, "a window of 5 tokens costs 2.7 steps"),
+        ([(2, 1)] * 4, Lap(1, 2, 3), COSTS, 0.4, "a draft costs 0.40 of a step, and a round has 2.0"),
+        ([(2, 0)] * 3 + [(2, 1)], Lap(1, 2, 3), Costs((0.0, 0.0)), 0.01, "few drafts stand: 1 of 8"),
+        ([(2, 2)] * 4, Lap(1, 2, 3), Costs((0.0, 0.0)), 0.01, "nothing in particular: 3.0 tokens a round"),
+    ],
+)
+def test_what_binds(rounds: list[tuple[int, int]], lap: Lap, costs: Costs, draft: float, words: str) -> None:
+    run = generation(rounds, lap)
+    assert words in binding(Account.of(run, costs, draft), run, costs, draft)
+
+
+def test_the_gamma_that_promises_most() -> None:
+    free = Costs((0.0,))
+    assert _best([0.5], free, 0.6) == (0, 1.0)
+    assert _best([0.9, 0.1], free, 0.2)[0] == 1 and _best([0.9, 0.1], free, 0.2)[1] == pytest.approx(1.9 / 1.2)
+    assert _best([0.9], free, 0.0)[0] == 16 and _best([], free, 0.0) == (0, 1.0)
+
+
+def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 16", "/gamma 2", "Hello", "/why"):
+        assert bench.handle(line) is Verdict.DONE, view.take()
+    shown = view.take()[0]
+    for words in ("speed-up, predicted", "time drafting", "stood, by place", "speculative: ", "ngram: ", "/whatif tells every gamma"):
+        assert words in shown
+    report = records_of(tmp_path / "records.jsonl")[-1]
+    rows = report["findings"]
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram"] and all(row["predicted"] > 0 for row in rows)
+    for row in rows:
+        assert min(row["seconds"].values()) >= 0 and row["binds"]
+
+
+def test_what_it_needs(view: Screen) -> None:
+    bench = workbench(view, tiny_pair())
+    assert bench.handle("/why") is Verdict.FAILED and "a prompt is needed" in view.take()[1]
+    for line in ("/speculative off", "/ngram off", "/length 4", "Hello"):
+        bench.handle(line)
+    assert bench.handle("/why") is Verdict.FAILED and "/speculative on" in view.take()[1]
+    for line in ("/ngram on", "/target off", "Hello"):
+        bench.handle(line)
+    assert bench.handle("/why") is Verdict.FAILED and "/target on" in view.take()[1]
