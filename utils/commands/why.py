@@ -1,8 +1,8 @@
 """/why: where the last prompt's time went, and what binds.
 
 Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + k c plain steps, v(k) what a window of k
-drafts takes more than a single token, c what a draft takes. The costs are measured anew on the loaded models; how many drafts stood, and how
-long drafting and verifying really took, is the last run's.
+drafts takes more than a single token, c what a draft takes. The costs are measured anew on the loaded models; how many drafts stood, and
+how long drafting and verifying really took, is the last run's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ MOST = 16
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a run's rounds took in plain steps, by what took it. wasted: verifying drafts that did not stand is in `windows`."""
+    """What a run's rounds took in plain steps, by what took it."""
 
     tokens: int
     forwards: float
@@ -129,7 +129,7 @@ def binding(account: Account, run: Generation, costs: Costs, draft: float) -> st
     return (
         f"few drafts stand: {run.accepted} of {run.drafted}"
         if stood < MANY
-        else f"nothing much: {account.tokens / rounds:.1f} tokens a round"
+        else f"nothing in particular: {account.tokens / rounds:.1f} tokens a round"
     )
 
 
