@@ -116,7 +116,7 @@ def test_files_that_are_no_gguf(tmp_path: Path, own_cache: Path) -> None:
     (tmp_path / "model.bin").touch()
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     assert "no .gguf file" in refusal(tmp_path / "model.bin")
-    assert "could not be loaded" in refusal(tmp_path / "bad.gguf")
+    assert "is no whole GGUF file" in refusal(tmp_path / "bad.gguf")
 
 
 @pytest.mark.parametrize("word", ["./missing", "/missing/folder", "~/missing", "missing.gguf", "a/b/c", "", " "])
@@ -191,8 +191,8 @@ class RepositoryNotFoundError(OSError):
         (torch.OutOfMemoryError("CUDA out of memory"), "does not fit into memory"),
         (MemoryError(), "does not fit into memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
-        (RuntimeError("something else\nwith details"), "could not be loaded: something else."),
-        (RuntimeError(), "could not be loaded: RuntimeError."),
+        (RuntimeError("something else\nwith details"), "could not be loaded (something else): "),
+        (RuntimeError(), "could not be loaded (RuntimeError): "),
     ],
 )
 def test_other_failures_are_one_sentence(shelf: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:

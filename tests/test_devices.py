@@ -21,12 +21,13 @@ from utils.engine import Engine
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import checkpoints, loading, pair_drafter, room
-from utils.models.checkpoints import _check_numbers, load_model
+from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
 from utils.models.head_file import HeadFile, save_head
 from utils.models.layer_cut import first_layers
 from utils.models.room import find_room, needed_bytes, weight_counts
 from utils.models.sources import Source
+from utils.models.trials import check_numbers
 from utils.models.weights import stored_bytes
 from utils.results import tokens_of
 from utils.settings import Settings
@@ -94,7 +95,7 @@ def test_a_target_on_several_devices_writes_the_same_text(shelf: Path, tmp_path:
         first_layers(spread, 2)
     with pytest.raises(UserError, match="on several devices"):
         pair_drafter.head_of(shelf / "head", spread, "spread")
-    assert stored_bytes(spread) > 0 and _check_numbers(spread, "spread") is None
+    assert stored_bytes(spread) > 0 and check_numbers(spread, "spread") is None
 
 
 def run_all(pair: Any) -> dict[str, list[int]]:

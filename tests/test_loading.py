@@ -19,7 +19,7 @@ from utils.units import in_units
 def test_a_pair_of_folders(shelf: Path) -> None:
     lines: list[str] = []
     pair = load_pair(PairRequest(str(shelf / "target"), str(shelf / "drafter"), device="cpu"), lines.append)
-    assert lines[:2] == ["loading target (cpu, float32) ...", "loading drafter (cpu, float32) ..."]
+    assert lines[:2] == ["loading target (cpu, float32, 300 kB) ...", "loading drafter (cpu, float32, 151 kB) ..."]
     assert lines[2:] == [f"loaded target (float32, {in_units(pair.memory)}); drafter (float32, {in_units(pair.drafter_memory)})"]
     assert (pair.target_name, pair.drafter_name, pair.drafter_kind) == ("target", "drafter", "model")
     assert (pair.device, pair.dtype, pair.notes[0]) == ("cpu", "float32", "pair: fine")

@@ -121,7 +121,10 @@ class ModelSession:
         if not prompt:
             raise UserError("The prompt is empty: at least one token id is needed.")
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise UserError(f"The prompt holds token ids outside 0..{self.vocab_size - 1}, the vocabulary of {self.name}.")
+            raise UserError(
+                f"The prompt holds token ids outside 0..{self.vocab_size - 1}, the vocabulary of {self.name}: "
+                "its tokenizer is another model's, or the prompt needs other words."
+            )
         self._check_room(len(prompt))
         self._origin = 1 if self.model.config.is_encoder_decoder else len(prompt)
         if not self.model.config.is_encoder_decoder:

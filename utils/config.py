@@ -44,7 +44,7 @@ def read_config(given: Path | None) -> Config:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The config file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"The config file {path} is no valid TOML: {error}.") from error
     try:
         return _understood(told)

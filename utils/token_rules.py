@@ -6,6 +6,7 @@ not applied; `ignored_settings` names it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,13 @@ class TokenRules:
     @classmethod
     def of(cls, model: Any) -> TokenRules:
         """The rules of a model's generation settings."""
-        settings = getattr(model, "generation_config", None)
+        settings, known = getattr(model, "generation_config", None), model.config.get_text_config(decoder=True).vocab_size
         alone = [words[0] for words in getattr(settings, "bad_words_ids", None) or () if len(words) == 1]
         never = {*(getattr(settings, "suppress_tokens", None) or ()), *(set(alone) - _ends(settings))}
+        begins = getattr(settings, "begin_suppress_tokens", None) or ()
         forced = getattr(settings, "forced_bos_token_id", None) if model.config.is_encoder_decoder else None
-        return cls(tuple(sorted(never)), tuple(getattr(settings, "begin_suppress_tokens", None) or ()), forced)
+        # Of another vocabulary's tokens there is nothing to forbid.
+        return cls(_within(sorted(never), known), _within(begins, known), next(iter(_within([forced], known)), None))
 
     def __call__(self, logits: Tensor, place: int) -> Tensor:
         """Logits (B, k, V), the first of the k rows being that of the run's new token number `place`, counted from 0."""
@@ -58,6 +61,10 @@ class TokenRules:
             logits[:, 0] = -torch.inf
             logits[:, 0, self.forced] = 0
         return logits
+
+
+def _within(ids: Iterable[Any], known: int) -> tuple[int, ...]:
+    return tuple(token for token in ids if isinstance(token, int) and 0 <= token < known)
 
 
 def ignored_settings(model: Any, name: str) -> tuple[str, ...]:

@@ -92,8 +92,7 @@ class Workbench:
         assert self._tools.load is not None
         before, threads = (self._pair, self._limits, self._bench, self._runner, self.settings), torch.get_num_threads()
         pair = self._tools.load(request, self._renderer.note)
-        if self._bench.memory.storage and not self.settings.reset_in_between:
-            self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
+        kept = bool(self._bench.memory.storage) and not self.settings.reset_in_between
         try:
             self._renderer.note(PREPARING.format(self.settings.engine))
             kinds = drafters_left(self.settings.drafter_kind, pair)
@@ -103,6 +102,8 @@ class Workbench:
             self._pair, self._limits, self._bench, self._runner, self.settings = before
             torch.set_num_threads(threads)  # the old engine was tested with these
             raise
+        if kept:
+            self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
         del before
         give_back_memory()
 

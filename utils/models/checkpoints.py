@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,16 +22,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from utils.caching import vocabulary_size
-from utils.errors import UserError
 from utils.models.devices import Placement
 from utils.models.failures import explained, quiet
 from utils.models.hub import sound
-from utils.models.quantization import loading_arguments, quantize_loaded
+from utils.models.quantization import check_stored, loading_arguments, quantize_loaded
 from utils.models.room import Room, find_room
 from utils.models.sources import Source, has_tokenizer
 from utils.models.spreading import check_spreading
-from utils.rounding import Spread, most_rounding
+from utils.models.trials import check_causal, check_complete, check_numbers, check_runs
 from utils.units import in_units
 
 
@@ -42,6 +39,7 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
     where.report(_told(source, kind, where, room))
     with _reading(source):
         config = AutoConfig.from_pretrained(source.place, **source.arguments)
+        check_stored(config, kind, source.name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model, outcome = auto.from_pretrained(
             source.place,
@@ -53,10 +51,13 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
             **_format_arguments(source, kind, where.dtype),
             **_place_arguments(config, source.name, where, room),
         )
-        _check_complete(outcome, source.name)
-        _check_numbers(model, source.name)
+        check_complete(model, outcome, source.name)
+        check_numbers(model, source.name)
         quantize_loaded(model, kind, source.name)
-        _check_causal(model, source.name)
+        check_runs(model, source.name)
+        check_causal(model, source.name)
+    if unused := sorted(outcome["unexpected_keys"]):
+        where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
     model.name_or_path = source.name  # what sentences call it; the config keeps the place
     return model.eval().requires_grad_(False)
 
@@ -75,29 +76,14 @@ def _told(source: Source, kind: str, where: Placement, room: Room) -> str:
     return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
 
 
-def _check_numbers(model: PreTrainedModel, name: str) -> None:
-    """A weight that is no number makes every law one that is none, at the first token that meets it."""
-    for part, weight in model.named_parameters():
-        own = weight.to_local() if isinstance(weight, DTensor) else weight  # of a spread one this process's part
-        if own.is_floating_point() and own.numel() and not own.is_meta and not torch.isfinite(torch.stack(own.detach().aminmax())).all():
-            raise UserError(f"'{name}' holds weights that are no numbers (NaN or infinite, in {part}): fetch or copy it again.")
-
-
-def _check_causal(model: PreTrainedModel, name: str) -> None:
-    """Encoders such as BERT load as text models too, and look at what comes later."""
-    if model.config.is_encoder_decoder:
-        return
-    texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
-    with torch.no_grad():
-        logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]
-    if Spread.of([logits, others]).difference > most_rounding(logits):
-        raise UserError(f"'{name}' looks at what comes later, so it cannot write text: give a causal or an encoder-decoder model.")
-
-
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or None where the checkpoint brings none. Raises UserError when its files are damaged."""
     with _reading(source):
-        return AutoTokenizer.from_pretrained(source.place, **source.arguments) if has_tokenizer(source) else None
+        if not has_tokenizer(source):
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(source.place, **source.arguments)
+        tokenizer("Hello")  # some fail only here
+        return tokenizer
 
 
 def code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
@@ -119,9 +105,3 @@ def _place_arguments(config: Any, name: str, where: Placement, room: Room) -> di
         return {"device_map": {"": where.device}}  # straight to the device: no second copy in main memory
     check_spreading(config, name)
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
-
-
-def _check_complete(outcome: dict[str, Any], name: str) -> None:
-    """transformers fills what a checkpoint lacks with random numbers and goes on."""
-    if missing := sorted(outcome["missing_keys"]):
-        raise UserError(f"'{name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch or copy it again.")

@@ -60,6 +60,15 @@ CAUSES = (
     Cause(("SafetensorError",), (), "has truncated or corrupt weights: fetch or copy them again"),
     Cause((), ("named model.safetensors",), "has no safetensors weights, and pickled ones are never loaded: convert it to safetensors"),
     Cause((), ("ignore_mismatched_sizes",), "has weights whose shapes differ from its config.json: fetch or copy it again"),
+    Cause(
+        ("ModuleNotFoundError",),
+        ("pip install", "No module named"),
+        "needs a package that is not installed, for its quantization most likely: take the unquantized model, or a GGUF file",
+    ),
+    Cause(
+        (), ("weight_map", "is not in the index", ".index.json"), "has an index of its weights that cannot be used: fetch or copy it again"
+    ),
+    Cause((), (".safetensors'", '.safetensors"'), "lacks a file of its weights, or has one that cannot be read: fetch or copy it again"),
     Cause(("JSONDecodeError",), (), "holds a file that is not valid JSON: fetch or copy it again"),
     Cause((), ("backend tokenizer",), "has no usable tokenizer files: copy them next to the weights"),
     Cause((), ("No space left on device",), "could not be kept, since the disk is full: make room, or set HF_HOME to another disk"),
@@ -90,9 +99,16 @@ def explanation(error: BaseException, name: str) -> str:
     for cause in CAUSES:
         if classes & set(cause.classes) or any(words in text for words in cause.words):
             return f"'{name}' {cause.sentence}."
-    # What follows the first line is advice for programmers.
-    first = next(iter(text.strip().splitlines()), "")
-    return f"'{name}' could not be loaded: {first[:300].rstrip('.') or type(error).__name__}."
+    if name.endswith(".gguf"):
+        return f"'{name}' is no whole GGUF file ({first_line(error)}): fetch or copy it again."
+    return f"'{name}' could not be loaded ({first_line(error)}): look at its config.json, or fetch or copy it again."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the advice for programmers that follows; two lines where the first only announces the second."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    return said[:300].rstrip(".") or type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -145,7 +145,7 @@ def _brief(value: Any) -> str:
 def _ends(side: _Side) -> list[str]:
     """Of the model's configuration, as tokens."""
     found = side.model.generation_config.eos_token_id
-    ids = [number for number in (found if isinstance(found, list) else [found]) if number is not None]
+    ids = [number for number in (found if isinstance(found, list) else [found]) if type(number) is int and 0 <= number < side.rows]
     return [str(token) for token in side.tokenizer.convert_ids_to_tokens(ids)]
 
 

@@ -17,12 +17,13 @@ from utils.errors import UserError
 from utils.models.checkpoints import code_notes, load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import Report
+from utils.models.failures import explained, quiet
 from utils.models.fit import Fit, own_fit
 from utils.models.gguf_files import converted
 from utils.models.heads import Grafted
 from utils.models.pair_drafter import LoadedDrafter, cut_drafter, head_folder, head_of, separate_drafter
-from utils.models.prompting import end_ids
-from utils.models.quantization import check_kind
+from utils.models.prompting import end_ids, unknown_ids
+from utils.models.quantization import check_kind, stored_kind
 from utils.models.requests import LAYERS, PairRequest
 from utils.models.sources import Source, locate
 from utils.models.spreading import check_pair
@@ -84,13 +85,16 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     source = converted(source, where)
     target = load_model(source, str(request.quantize), replace(where, parted=together()))
     tokenizer = _own_tokenizer(source)
+    with explained(source.name):
+        end_ids(target, tokenizer)  # a drafter is not to blame for what is wrong with them
     if head:
         drafter = head_of(head, target, source.name)
     elif separate:
         drafter = separate_drafter(separate, str(request.drafter_quantize), drafters, target, tokenizer)
     else:
         drafter = cut_drafter(target, source.name, depth, str(request.quantize))
-    pair = _told(request, asked, (source.name, target, tokenizer), drafter)
+    with explained(source.name), quiet():
+        pair = _told(request, asked, (source.name, target, tokenizer), drafter)
     report(loaded_line(pair))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
@@ -111,13 +115,13 @@ def _told(
         device=_place_of(target, request.device),
         drafter_device=None if drafter.model is None else _place_of(drafter.model, str(request.drafter_device)),
         dtype=str(target.dtype).removeprefix("torch."),
-        quantize=str(request.quantize),
+        quantize=stored_kind(target.config) or str(request.quantize),
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
         memory=stored_bytes(target),
         drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=target),
         engine=_engine(target, drafter.model, bytewise=request.engine_weights == "int8"),
-        notes=code_notes(target, name) + ignored_settings(target, name) + drafter.notes,
+        notes=code_notes(target, name) + ignored_settings(target, name) + unknown_ids(target, tokenizer, name) + drafter.notes,
         request=asked,
         drafter_tokenizer=drafter.tokenizer,
         fit=drafter.fit or own_fit(target, tokenizer, drafter.name),

@@ -11,14 +11,15 @@ from utils.caching import is_spread
 from utils.errors import UserError
 from utils.models.checkpoints import code_notes, load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.failures import explained
+from utils.models.failures import explained, quiet
 from utils.models.fit import Fit, check_fit, fit_of
 from utils.models.gguf_files import converted
 from utils.models.head_file import is_head, load_head
 from utils.models.heads import Grafted
 from utils.models.layer_cut import default_depth, first_layers
+from utils.models.quantization import stored_kind
 from utils.models.requests import HEAD, LAYERS, PairRequest
-from utils.models.sources import Source
+from utils.models.sources import Source, path_of
 
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 
@@ -41,7 +42,7 @@ def head_folder(request: PairRequest) -> Path | None:
     word = request.drafter
     if word is None:
         return None
-    folder = EMBEDDED_HEAD if word == HEAD else Path(word).expanduser()
+    folder = EMBEDDED_HEAD if word == HEAD else path_of(word)
     if word == HEAD and request.target != "embedded":
         raise UserError("'head' is the embedded target's own drafter: for another target make one with `python -m sampling.distill`.")
     if not is_head(folder):
@@ -68,11 +69,11 @@ def separate_drafter(
     """A model of its own. Raises UserError where it cannot be loaded, or can be of no use to the target."""
     source = converted(source, where)
     model, own = load_model(source, quantize, where), load_tokenizer(source)
-    with explained(source.name):  # its cache is tried
+    with explained(source.name), quiet():
         fit = fit_of(target, tokenizer, model, own)
     check_fit(fit, source.name, cuttable=not target.config.is_encoder_decoder)
     notes = code_notes(model, source.name) + fit.notes()
-    return LoadedDrafter(model, source.name, "model", notes, quantize, fit, own if fit.translated else None)
+    return LoadedDrafter(model, source.name, "model", notes, stored_kind(model.config) or quantize, fit, own if fit.translated else None)
 
 
 def cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize: str) -> LoadedDrafter:

@@ -12,7 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.caching import vocabulary_size
 from utils.errors import UserError
+from utils.models.failures import first_line
 from utils.text import encodable
 
 # Templates are code in a sandbox: whatever they do wrong, the pair is still good for plain text.
@@ -25,7 +27,19 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
     """Every id after which an answer is over: the model's, the tokenizer's and the chat template's."""
     configured = model.generation_config.eos_token_id
     found = configured if isinstance(configured, list) else [configured]
+    if wrong := [token for token in found if token is not None and type(token) is not int]:
+        raise UserError(
+            f"'{model.name_or_path}' names {str(wrong[0])[:40]!r} as its end token, which is no token id: mend its generation_config.json."
+        )
     return frozenset(token for token in [*found, tokenizer.eos_token_id, _turn_end(tokenizer)] if token is not None)
+
+
+def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[str, ...]:
+    """A note where the tokenizer has tokens that the model has no embedding for."""
+    beyond = sum(token >= vocabulary_size(model) for token in tokenizer.get_vocab().values())
+    if not beyond:
+        return ()
+    return (f"{name}: its tokenizer has {beyond:,} tokens that the model does not know; prompts that hold one are refused",)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -93,8 +107,10 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None,
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     except FAILURES as error:
         if system is None:
-            raise UserError(f"The chat template of this model cannot render the prompt ({error}): switch it off with /chat off.") from error
-        raise UserError(f"The chat template of this model takes no system prompt ({error}): use /system default.") from error
+            raise UserError(
+                f"The chat template of this model cannot render the prompt ({first_line(error)}): switch it off with /chat off."
+            ) from error
+        raise UserError(f"The chat template of this model takes no system prompt ({first_line(error)}): use /system default.") from error
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

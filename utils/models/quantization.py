@@ -32,6 +32,32 @@ def check_kind(kind: str, device: str) -> None:
         raise UserError(f"{kind} (bitsandbytes) does not run on mps: use int8, or --device cpu.")
 
 
+def stored_kind(config: Any) -> str | None:
+    """How a checkpoint's own weights are quantized; None where they are not."""
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return None
+    told = told if isinstance(told, dict) else told.to_dict()
+    method = str(getattr(told.get("quant_method"), "value", told.get("quant_method")))
+    if method != "bitsandbytes":
+        return method
+    return "bnb-int8" if told.get("load_in_8bit") else "nf4"
+
+
+def check_stored(config: Any, kind: str, name: str) -> None:
+    """Raise UserError for a quantization of what is quantized already."""
+    found = stored_kind(config)
+    if found in BITSANDBYTES:
+        _hush()
+    if found is not None and kind != "none":
+        raise UserError(f"'{name}' is quantized already ({found}): leave {kind} out.")
+
+
+def _hush() -> None:
+    """Else every product of a float32 model logs that it is cast."""
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+
 def loading_arguments(kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
     """What `from_pretrained` has to be told, beyond where the model is."""
     if kind not in BITSANDBYTES:
@@ -51,8 +77,7 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
     if kind == "none":
         return
     if kind in BITSANDBYTES:
-        # Else every product of a float32 model logs that it is cast.
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        _hush()
     if not getattr(model, "is_quantized", False):
         layers = _layers(model)
         if not layers:

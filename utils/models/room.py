@@ -39,7 +39,7 @@ def weight_counts(source: Source) -> dict[str, int]:
     kept = kept_folder(source.place, source.hub.get("revision")) if source.hub is not None else Path(source.place)
     counts: dict[str, int] = {}
     try:
-        for path in _files(kept) if kept else ():
+        for path in filter(Path.is_file, _files(kept) if kept else ()):
             with safe_open(path, framework="pt") as file:
                 for part in map(file.get_slice, file.keys()):
                     counts[part.get_dtype()] = counts.get(part.get_dtype(), 0) + _product(part.get_shape())

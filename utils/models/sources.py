@@ -45,7 +45,7 @@ def locate(word: str, report: Report) -> Source:
     if word == "embedded":
         return Source(str(embedded_folder(report)), MODEL_NAME)
     # An empty word would be the current folder.
-    path = Path(word.strip() or "no model").expanduser()
+    path = path_of(word.strip() or "no model")
     if path.is_dir():
         _check_folder(path)
         return Source(str(path), path.resolve().name)
@@ -63,6 +63,16 @@ def locate(word: str, report: Report) -> Source:
     return Source(name, word, hub=found.arguments, counts=found.counts)
 
 
+def path_of(word: str) -> Path:
+    """A word as a path. Raises UserError for one that can be none."""
+    try:
+        path = Path(word).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
+        raise UserError(f"'{word[:80]}' cannot be a path ({getattr(error, 'strerror', None) or error}): check the spelling.") from error
+    return path
+
+
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint brings a tokenizer of its own; a GGUF file always does."""
     return source.gguf is not None or any(
@@ -74,8 +84,12 @@ def _check_folder(path: Path) -> None:
     # Several quantizations of one model may lie side by side: the user chooses.
     ggufs = sorted(path.glob("*.gguf"))
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").exists():
+            raise UserError(f"The folder '{path}' holds an adapter: merge it into its base model, and give the folder of that.")
         remedy = f"give the file itself, {ggufs[0]}" if ggufs else "give the folder that holds config.json and the weights"
         raise UserError(f"The folder '{path}' holds no config.json: {remedy}.")
+    if odd := next((file for file in path.glob("*.safetensors") if not file.is_file()), None):
+        raise UserError(f"'{odd}' is no file: copy the weights again.")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
         found = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
