@@ -38,6 +38,7 @@ from utils.bench import Probes, StorageTools
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
+from utils.history import LineHistory, history_path
 from utils.kinds import Limits
 from utils.models.loading import Pair, load_pair
 from utils.models.requests import pair_request
@@ -150,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         lines: Iterable[str] = arguments.lines
         if interactive:
             renderer.note("Type a prompt, or /help for the commands; /quit or Ctrl-D leaves.")
-            lines = typed_lines(registry, colour=renderer.colour)
+            history = LineHistory(history_path(), renderer.note)
+            lines = typed_lines(registry, colour=renderer.colour, history=history, status=workbench.status)
         elif not lines and not arguments.prompts:
             lines = piped_lines()
         return serve(work_of(workbench, heard(lines), prompts), interactive=interactive)

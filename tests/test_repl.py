@@ -2,22 +2,25 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from utils.commands import default_registry
-from utils.repl import SlashCompleter, piped_lines, typed_lines
+from utils.history import LineHistory, history_path, recent
+from utils.repl import SlashCompleter, is_open, lines_of, piped_lines, typed_lines
 
 
 def typed(keys: str) -> list[str]:
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         pipe.send_text(keys)
-        return list(typed_lines(default_registry(), colour=False))
+        return list(typed_lines(default_registry(), colour=False, history=InMemoryHistory(), status=lambda: "all is well"))
 
 
 def test_lines_are_yielded_until_ctrl_d() -> None:
@@ -26,6 +29,38 @@ def test_lines_are_yielded_until_ctrl_d() -> None:
 
 def test_ctrl_c_drops_the_line_being_typed() -> None:
     assert typed("half a li\x03whole\r\x04") == ["whole"]
+
+
+def test_several_lines_are_one_prompt_and_several_commands_themselves() -> None:
+    assert typed('"""\rdef f():\r    return "\\n"\r"""\r\x04') == ['/say def f():\n    return "\\n"']
+    assert typed("one\x1b\rtwo\r\x04") == ["/say one\ntwo"], "Alt-Enter begins a line"
+    assert typed("\x1b[200~/length 5\n/gamma 3\x1b[201~\r\x04") == ["/length 5", "/gamma 3"], "pasted"
+    assert typed("\x1b[200~some\n/text\n\nof three\x1b[201~\r\x04") == ["/say some\n/text\n\nof three"]
+    assert lines_of('"""one line"""') == ["/say one line"] and lines_of('""""""') == [] and lines_of("/x\n") == ["/x\n"]
+    assert is_open('"""') and is_open('"""a\n""') and not is_open('"""a"""') and not is_open("a")
+
+
+def test_lines_are_kept_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    warnings: list[str] = []
+    history = LineHistory(history_path(), warnings.append)
+    for line in ("first", "two\nlines", "third"):
+        history.append_string(line)
+    assert history_path().stat().st_mode & 0o777 == 0o600 and history_path().parent.stat().st_mode & 0o777 == 0o700
+    assert list(LineHistory(history_path(), warnings.append).load_history_strings()) == ["third", "two\nlines", "first"]
+    assert recent(history_path(), 2) == ["two\nlines", "third"] and not warnings
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert history_path().is_relative_to(Path.home() / ".local")
+
+
+def test_a_history_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    (tmp_path / "file").write_text("")
+    history = LineHistory(tmp_path / "file" / "history", warnings.append)
+    for line in ("a", "b"):
+        history.append_string(line)
+    assert history.get_strings() == ["a", "b"] and list(history.load_history_strings()) == []
+    assert len(warnings) == 1 and "cannot be kept in" in warnings[0]
 
 
 def completions(text: str) -> list[str]:
@@ -37,7 +72,7 @@ def completions(text: str) -> list[str]:
     ("text", "offered"),
     [
         ("/ga", ["gamma"]),
-        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "say", "show"]),
+        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "set", "save", "say", "show"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
         ("/set_ngramstorage ", ["basic", "onelevel"]),

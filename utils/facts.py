@@ -1,9 +1,11 @@
-"""What is loaded and how it is computed, for /show."""
+"""What is loaded and how it is computed, for /show and the toolbar."""
 
 from typing import Any
 
+from utils.bench import Last
 from utils.caching import context_length, vocabulary_size
 from utils.models.weights import drafter_weights, target_weights
+from utils.settings import Settings, setting_fields, shown
 
 
 def facts_of(pair: Any) -> tuple[tuple[str, str], ...]:
@@ -19,3 +21,12 @@ def facts_of(pair: Any) -> tuple[tuple[str, str], ...]:
         ("context", f"{bound} tokens" if bound is not None else "no bound of its own"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
     )
+
+
+def status_of(pair: Any, settings: Settings, last: Last | None) -> str:
+    """The pair, what matters most of the settings, the engine and the last speeds, in one line."""
+    told = [f"{name} {shown(settings, entry)}" for name, entry in setting_fields().items() if name in ("gamma", "processor", "verify")]
+    runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in last.compared] if last else []
+    speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
+    parts = [f"{pair.target_name} + {pair.drafter_name or 'no drafter'}", *told, pair.engine.state.kind, speeds and f"tokens/s: {speeds}"]
+    return " | ".join(filter(None, parts))

@@ -18,7 +18,7 @@ from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
 from utils.errors import UserError
-from utils.facts import facts_of
+from utils.facts import facts_of, status_of
 from utils.freed_memory import give_back_memory
 from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
@@ -28,11 +28,12 @@ from utils.preparing import measured
 from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Runner, Verdict, explain_error
-from utils.settings import Settings, fitted
+from utils.settings import Settings, fitted, setting_fields, shown
 from utils.strategies import Job, Strategy
 from utils.text import encodable, unescaped
 
 FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
+MOST_NESTED = 8
 PREPARING = "preparing and testing the engine ({}) ..."
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
@@ -72,6 +73,8 @@ class Workbench:
 
     def __init__(self, pair: Any, tools: Tools, settings: Settings) -> None:
         self._tools, self._renderer = tools, tools.renderer
+        self._past: list[Settings] = []
+        self._nested = 0  # files of lines that are being run
         self._take(pair, settings)
 
     def _take(self, pair: Any, settings: Settings) -> None:
@@ -156,7 +159,9 @@ class Workbench:
             allowed = self._allowed(outcome.settings)
             if allowed != outcome.settings:
                 reply = NO_TEMPLATE
+            before = self.settings
             self._change(allowed)
+            self._past += [before] if before != self.settings else []
         if outcome.storage is not None:
             self._bench.memory.storage = outcome.storage
         if reply:
@@ -165,6 +170,10 @@ class Workbench:
             self._renderer.rows(outcome.rows)
         if outcome.action is Action.CLEAR:
             self._renderer.clear()
+        if outcome.action is Action.UNDO:
+            self._undo()
+        if outcome.lines:
+            return self._run(outcome.lines)
         if outcome.prompt is not None:
             return self._prompt(outcome.prompt)
         if outcome.load is not None:
@@ -172,6 +181,36 @@ class Workbench:
         if outcome.report is not None:
             return self._runner.report(outcome.report)
         return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE
+
+    def _undo(self) -> None:
+        if not self._past:
+            raise UserError("Nothing was changed yet that could be taken back.")
+        now, before = self.settings, fitted(self._past.pop(), self._limits)
+        self._change(before)
+        names = [name for name, entry in setting_fields().items() if shown(now, entry) != shown(self.settings, entry)]
+        told = [f"{name}: {shown(self.settings, entry)}" for name, entry in setting_fields().items() if name in names]
+        self._renderer.reply("; ".join(told) or "nothing is different")
+
+    def _run(self, lines: Sequence[str]) -> Verdict:
+        """Lines as if they were typed; the first that ends anything ends this too."""
+        if self._nested >= MOST_NESTED:
+            raise UserError("Files that run one another go no deeper: does one of them run itself?")
+        self._nested += 1
+        failed = False
+        try:
+            for line in lines:
+                self._renderer.note(f"> {line}")
+                verdict = self.handle(line)
+                if verdict in (Verdict.QUIT, Verdict.INTERRUPTED):
+                    return verdict
+                failed = failed or verdict is Verdict.FAILED
+        finally:
+            self._nested -= 1
+        return Verdict.FAILED if failed else Verdict.DONE
+
+    def status(self) -> str:
+        """The state of things in one line."""
+        return status_of(self._pair, self.settings, self._bench.memory.last)
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:

@@ -2,6 +2,7 @@
 
 from utils.commands.audit import AUDIT
 from utils.commands.divergence import DIVERGENCE
+from utils.commands.files import FILE_COMMANDS
 from utils.commands.lossless import LOSSLESS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.registry import Command, Outcome, Registry, Situation
@@ -16,4 +17,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, *SESSION_COMMANDS])
+    checks = (DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF)
+    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, *FILE_COMMANDS, *SESSION_COMMANDS])

@@ -24,19 +24,22 @@ class Action(Enum):
 
     CLEAR = auto()
     QUIT = auto()
+    UNDO = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional.
 
-    storage: an n-gram storage to go on with. load: models to go on with, a utils.models.requests.PairRequest.
+    lines: to be carried out one after the other, as if typed. storage: an n-gram storage to go on with. load: models to go on with, a
+    utils.models.requests.PairRequest.
     """
 
     settings: Settings | None = None
     reply: str = ""
     rows: tuple[tuple[str, str, str], ...] = ()
     prompt: str | None = None
+    lines: tuple[str, ...] = ()
     report: Report | None = None
     storage: Any = None
     load: Any = None

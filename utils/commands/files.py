@@ -1,0 +1,85 @@
+"""/save and /run: settings as a file of commands, and files of commands and prompts; /set, /undo and /history."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from utils.commands.registry import Action, Command, Outcome, Situation
+from utils.errors import UserError
+from utils.history import history_path, recent
+from utils.kinds import Whole
+from utils.settings import setting_fields, shown
+
+FIRST = "# settings, for /run"
+SHOWN, MOST_SHOWN = 20, 10_000
+
+
+def _save(argument: str, situation: Situation) -> Outcome:
+    path = _path(argument, "/save evening.txt")
+    lines = [f"/{name} {shown(situation.settings, entry)}" for name, entry in setting_fields().items()]
+    try:
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(FIRST):
+            raise UserError(f"{path} is there already and holds something else: choose another name.")
+        _write(path, "\n".join([FIRST, *(line for line in lines if "\n" not in line)]) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
+    return Outcome(reply=f"saved to {path}: /run {argument} sets it all again")
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole or not at all; for its owner alone."""
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as writing:
+            writing.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _run(argument: str, situation: Situation) -> Outcome:
+    path = _path(argument, "/run evening.txt")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}.") from error
+    return Outcome(lines=tuple(line for line in lines if line.strip() and not line.startswith("#")))
+
+
+def _path(argument: str, example: str) -> Path:
+    if not argument:
+        raise UserError(f"give a file, for example: {example}")
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"'{argument}' cannot be a path ({error}).") from error
+
+
+def _set(argument: str, situation: Situation) -> Outcome:
+    name, _, value = argument.partition(" ")
+    if name.removeprefix("/") not in setting_fields():
+        situation.registry.find(name.removeprefix("/"))
+        raise UserError(f"'{name}' is a command and no setting; /show lists the settings.")
+    return situation.registry.run(f"/{name.removeprefix('/')} {value}", situation)
+
+
+def _undo(argument: str, situation: Situation) -> Outcome:
+    return Outcome(action=Action.UNDO)
+
+
+def _history(argument: str, situation: Situation) -> Outcome:
+    count: int = Whole(1, MOST_SHOWN).parse(argument or str(SHOWN), SHOWN, situation.limits)
+    lines = recent(history_path(), count)
+    if not lines:
+        return Outcome(reply=f"nothing was typed yet that {history_path()} would hold")
+    return Outcome(rows=tuple((str(place - len(lines)), line, "") for place, line in enumerate(lines)))
+
+
+FILE_COMMANDS = (
+    Command("set", "NAME VALUE", "the same as /NAME VALUE", _set, words=tuple(setting_fields())),
+    Command("undo", "", "take the last change of a setting back; repeatable", _undo),
+    Command("save", "FILE", "write all settings to a file of commands", _save),
+    Command("run", "FILE", "carry out a file of commands and prompts, a line each; # begins a remark", _run),
+    Command("history", "[N]", f"the last N lines that were typed (N: {SHOWN})", _history),
+)
