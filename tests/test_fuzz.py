@@ -10,7 +10,8 @@ from utils.models.loading import load_pair
 from utils.runner import Verdict
 from utils.settings import changed, setting_fields, shown
 
-SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams", "save", "run", "why", "whatif"}
+SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams"}
+SLOW |= {"save", "run", "why", "whatif", "race", "sweep"}
 WORDS = (
     *("on", "off", "auto", "none", "default", "greedy", "topk", "nucleus", "topknucleus", "multinomial", "rejection", "block", "coupled"),
     *("basic", "onelevel", "0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e999", "0x10", "٣", "²", "1_0", "99999999999999999999", "0.9"),

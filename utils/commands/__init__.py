@@ -5,6 +5,7 @@ from utils.commands.divergence import DIVERGENCE
 from utils.commands.files import FILE_COMMANDS
 from utils.commands.lossless import LOSSLESS
 from utils.commands.pairs import PAIR_COMMANDS
+from utils.commands.race import RACE, SWEEP
 from utils.commands.registry import Command, Outcome, Registry, Situation
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
@@ -17,5 +18,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    checks = (DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF)
+    checks = (DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP)
     return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, *FILE_COMMANDS, *SESSION_COMMANDS])

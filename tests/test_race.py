@@ -1,0 +1,108 @@
+"""/race and /sweep: turns, verdicts, what Ctrl-C leaves, and the figures on screen and in the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Screen, records_of, tiny_pair, workbench
+
+from utils.commands import race
+from utils.commands.race import Heat, verdict
+from utils.events import FinishReason, Step
+from utils.results import Generation
+from utils.runner import Verdict
+
+
+def generation(tokens: int, seconds: float, first: float = 0.5) -> Generation:
+    return Generation(tuple(Step((), 0, token) for token in range(tokens)), seconds, first, FinishReason.LENGTH)
+
+
+def test_speeds_of_a_heat() -> None:
+    heat = Heat(generation(9, 2.5), generation(9, 5.0))
+    assert (heat.speed, heat.speedup, heat.decode) == (3.6, 2.0, 4.0)
+    assert Heat(generation(9, 2.5), None).speedup is None and Heat(generation(1, 0.5), None).decode is None
+
+
+@pytest.mark.parametrize(
+    ("ups", "words"),
+    [
+        ([], "-"),
+        ([1, 1, 1], "the baseline"),
+        ([1.2, 1.3], "5 repeats tell more"),
+        ([1.2, 1.3, 1.1, 1.01, 2], "faster"),
+        ([0.2, 0.3, 0.1, 0.99, 0.5], "slower"),
+        ([1.2, 1.3, 0.99, 1.2, 1.2], "within noise"),
+    ],
+)
+def test_a_verdict_needs_repeats_that_agree(ups: list[float], words: str) -> None:
+    assert verdict(ups) == words
+
+
+def test_every_repeat_begins_with_another_strategy(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    real = race._run
+
+    def watched(bench: Any, last: Any, strategy: Any, settings: Any) -> Generation:
+        order.append(strategy.name)
+        return real(bench, last, strategy, settings)
+
+    monkeypatch.setattr(race, "_run", watched)
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 6", "Hello", "/race 5"):
+        assert bench.handle(line) is Verdict.DONE
+    names = ["speculative", "ngram", "target"]
+    assert order[:3] == names and [order[place] for place in range(3, 18, 3)] == ["speculative", "ngram", "target", "speculative", "ngram"]
+    found = {row["strategy"]: row for row in records_of(tmp_path / "records.jsonl")[-1]["findings"]}
+    assert set(found) == set(names) and all(len(row["tokens_per_second"]) == 5 for row in found.values())
+    assert found["target"]["verdict"] == "the baseline" and found["speculative"]["verdict"] in ("faster", "slower", "within noise")
+    assert "Medians" in view.take()[0]
+
+
+def test_ctrl_c_keeps_the_repeats_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = race._run, iter(range(100))
+
+    def interrupted(*arguments: Any) -> Generation:
+        if next(count) >= 11:  # three to warm up, two repeats, and within the third
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(race, "_run", interrupted)
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    bench.handle("/length 4")
+    bench.handle("Hello")
+    assert bench.handle("/race 9") is Verdict.INTERRUPTED
+    report = records_of(tmp_path / "records.jsonl")[-1]
+    assert not report["finished"] and [len(row["tokens_per_second"]) for row in report["findings"]] == [2, 2, 2]
+
+
+def test_a_sweep_runs_every_value_and_leaves_the_setting(view: Screen, tmp_path: Path) -> None:
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 8", "Hello", "/sweep gamma 0 2 auto"):
+        assert bench.handle(line) is Verdict.DONE, view.take()
+    assert bench.settings.gamma == 4
+    rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
+    assert [row["setting"] for row in rows[::3]] == ["gamma 0", "gamma 2", "gamma auto"] and len(rows) == 9
+    assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_as_target"] for row in rows)
+    shown = view.take()[0]
+    assert "best: " in shown and "in the order given" in shown
+    assert bench.handle("/sweep processor greedy, nucleus 0.8 0.9") is Verdict.DONE
+    rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
+    assert {row["setting"] for row in rows} == {"processor greedy", "processor nucleus 0.8 0.9"}
+    assert bench.handle("/sweep drafter_kind lookup suffix") is Verdict.DONE and bench.settings.drafter_kind == ("loaded",)
+
+
+def test_what_they_need(view: Screen) -> None:
+    bench = workbench(view, tiny_pair())
+    assert bench.handle("/race") is Verdict.FAILED and "a prompt is needed" in view.take()[1]
+    bench.handle("/length 3")
+    bench.handle("Hello")
+    for line, words in (
+        ("/race 0", "1 to 1000"),
+        ("/sweep", "give a setting and values"),
+        ("/sweep target on off", "choose one of gamma, drafter_kind"),
+        ("/sweep gamma", "give a setting and values"),
+        ("/sweep gamma 3 99", "0 to 63"),
+    ):
+        assert bench.handle(line) is Verdict.FAILED and words in view.take()[1], line
