@@ -19,10 +19,10 @@ from utils.engine import threads
 from utils.engine.pace import Pace
 from utils.kinds import StorageSpec
 from utils.models.failures import quiet
+from utils.preparing import MEASURED
 from utils.results import collect
 from utils.settings import Settings
 from utils.strategies import Job, kind_of
-from utils.workbench import MEASURED
 
 DRAFT = 10  # most n-gram drafts per round, ours and prompt lookup's
 STORAGE = StorageSpec("basic", 4)
