@@ -6,11 +6,13 @@ What is run, and with which settings, is decided by its caller; decoders are rea
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from traceback import clear_frames
 
 from utils.bench import Bench, Last, divergence_of, unlike_target
 from utils.divergence import Divergence
 from utils.errors import UserError
 from utils.events import FinishReason
+from utils.freed_memory import give_back_memory
 from utils.laps import Stopwatch
 from utils.models.failures import is_out_of_memory
 from utils.printing import Renderer, RunView
@@ -40,6 +42,8 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         return
     if is_out_of_memory(error):
         renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
+        clear_frames(error.__traceback__)  # what they hold is what is lacking
+        give_back_memory()
     else:
         renderer.crash()
     end_if_together()

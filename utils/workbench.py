@@ -145,8 +145,6 @@ class Workbench:
             raise
         except Exception as error:
             explain_error(self._renderer, error)
-        if verdict is Verdict.FAILED:
-            give_back_memory()  # it may have been what was lacking
         return verdict
 
     def _command(self, line: str) -> Verdict:
