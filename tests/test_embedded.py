@@ -212,7 +212,7 @@ def test_the_real_model_in_a_fresh_cache(real: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(real.parent.parent))
     lines: list[str] = []
     pair = load_pair(PairRequest("embedded", "head", device="cpu"), lines.append)
-    assert lines[0] == f"loading {embedded.MODEL_NAME} (cpu, float32) ..."
+    assert lines[0] == f"loading {embedded.MODEL_NAME} (cpu, float32, 538 MB) ..."
     assert (pair.target_name, pair.drafter_kind, pair.dtype, pair.notes) == (embedded.MODEL_NAME, "head", "float32", ())
     assert {pair.tokenizer.decode([token]) for token in pair.end_ids} == {"<|im_end|>"}
     ids = prompt_ids(pair.tokenizer, "What is the capital of France?", chat=True, system=None)
