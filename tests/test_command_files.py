@@ -38,7 +38,12 @@ def test_files_of_commands_and_prompts_run_as_if_typed(view: Screen, tmp_path: P
     (tmp_path / "self.txt").write_text(f"/run {tmp_path / 'self.txt'}\n")
     assert bench.handle(f"/run {tmp_path / 'self.txt'}") is Verdict.FAILED and "does one of them run itself" in view.take()[1]
     assert bench.handle(f"/run {tmp_path / 'lines.txt'}") is Verdict.FAILED
-    for line, words in (("/run", "give a file"), ("/run /nowhere", "cannot be read"), ("/run ~nosuchuser/x", "cannot be a path")):
+    for line, words in (
+        ("/run", "give a file"),
+        ("/run /nowhere", "cannot be read"),
+        ("/run ~nosuchuser/x", "cannot be a path"),
+        ("/save a\0b", "cannot be a path"),
+    ):
         assert bench.handle(line) is Verdict.FAILED and words in view.take()[1]
 
 

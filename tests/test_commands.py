@@ -213,9 +213,9 @@ def test_blank_lines_do_nothing(line: str, bench: Workbench, view: Screen) -> No
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text(max_size=25), name=st.sampled_from([command.name for command in default_registry()] + [""]))
+@given(text=st.text(max_size=25), name=st.sampled_from([command.name for command in default_registry() if command.name != "save"] + [""]))
 def test_no_argument_is_a_crash_or_leaves_a_bad_value(text: str, name: str) -> None:
-    """Random arguments to every command: an outcome or one sentence, never another exception."""
+    """Random arguments to every command but the one that would write files of these names: an outcome or one sentence."""
     from utils.commands import Situation
     from utils.errors import UserError
 

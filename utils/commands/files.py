@@ -51,8 +51,10 @@ def _path(argument: str, example: str) -> Path:
     if not argument:
         raise UserError(f"give a file, for example: {example}")
     try:
-        return Path(argument).expanduser()
-    except RuntimeError as error:
+        path = Path(argument).expanduser()
+        path.exists()
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
         raise UserError(f"'{argument}' cannot be a path ({error}).") from error
 
 
