@@ -52,10 +52,12 @@ def _path(argument: str, example: str) -> Path:
         raise UserError(f"give a file, for example: {example}")
     try:
         path = Path(argument).expanduser()
-        path.exists()
+        path.lstat()
+    except FileNotFoundError:
         return path
     except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
-        raise UserError(f"'{argument}' cannot be a path ({error}).") from error
+        raise UserError(f"'{argument}' cannot be a path ({getattr(error, 'strerror', None) or error}).") from error
+    return path
 
 
 def _set(argument: str, situation: Situation) -> Outcome:
