@@ -13,16 +13,20 @@ import pytest
 from fakes import screen, workbench
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
     ProphetNetConfig,
     ProphetNetForConditionalGeneration,
 )
 
 from utils.config import read_config
 from utils.errors import UserError
+from utils.models.loading import PairRequest, load_pair
+from utils.models.sources import path_of
 from utils.runner import Verdict
 
 
@@ -81,15 +85,16 @@ def test_a_classifier_is_no_writer_and_leftover_weights_are_told(shelf: Path, tm
     assert "no head that says tokens (lm_head.weight is missing)" in refusal(tmp_path / "classifier")
     edit(folder, "config.json", num_hidden_layers=4)
     lines: list[str] = []
-    from utils.models.loading import PairRequest, load_pair
-
     load_pair(PairRequest(str(folder), "layers:1", device="cpu"), lines.append)
     assert any("18 of the weights in its files are not used (model.layers.4." in line for line in lines)
 
 
-def test_a_tokenizer_with_more_tokens_than_rows_is_told_and_one_that_fails_refused(shelf: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_rows_is_told_and_one_that_fails_refused(shelf: Path, tmp_path: Path, folder: Path) -> None:
     save_folder(tmp_path / "few", tiny_llama(vocab_size=260), tiny_tokenizer())
     assert any("40 tokens that the model does not know" in note for note in load(tmp_path / "few", "layers:1").notes)
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))  # which is not among them
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    assert "'odd' could not be loaded (WordLevel error" in refusal(shelf / "target", folder)
 
 
 @pytest.mark.parametrize("kind", ["bnb-int8", "nf4"])
@@ -131,6 +136,9 @@ def test_one_sentence_with_the_reason_and_a_remedy(folder: Path, spoil: Callable
 def test_words_that_can_be_no_path(shelf: Path) -> None:
     for word in ("~nosuchuser/x", "/tmp/" + "x" * 5000):
         assert "cannot be a path" in refusal(word) and "cannot be a path" in refusal(shelf / "target", word)
+    assert path_of(f"{shelf / 'target' / 'config.json'}/Qwen3") and path_of("Qwen/Qwen3"), "no path, but a word may be an id"
+    with pytest.raises(UserError, match="cannot be a path"):
+        path_of("a\0b")
 
 
 def test_a_truncated_gguf_file(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from fakes import Screen, records_of, tiny_pair, workbench
 
+from sampling import draft_seconds, drafters
 from utils.commands import race
 from utils.commands.race import Heat, verdict
 from utils.events import FinishReason, Step
+from utils.models.layer_cut import first_layers
 from utils.results import Generation
 from utils.runner import Verdict
 
@@ -58,6 +60,15 @@ def test_every_repeat_begins_with_another_strategy(view: Screen, tmp_path: Path,
     assert set(found) == set(names) and all(len(row["tokens_per_second"]) == 5 for row in found.values())
     assert found["target"]["verdict"] == "the baseline" and found["speculative"]["verdict"] in ("faster", "slower", "within noise")
     assert "Medians" in view.take()[0]
+
+
+def test_a_cut_of_the_target_is_made_before_any_run_is_timed(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: list[int] = []
+    monkeypatch.setattr(drafters, "first_layers", lambda model, depth: cuts.append(depth) or first_layers(model, depth))
+    bench = workbench(view, draft_seconds=draft_seconds)
+    for line in ("/length 4", "/drafter_kind layers:1", "Hello", "/race 3", "/sweep gamma 1 2", "/whatif", "Hello"):
+        assert bench.handle(line) is Verdict.DONE
+    assert cuts == [1], "measuring what a draft costs has made it"
 
 
 def test_ctrl_c_keeps_the_repeats_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

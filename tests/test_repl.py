@@ -72,7 +72,7 @@ def completions(text: str) -> list[str]:
     ("text", "offered"),
     [
         ("/ga", ["gamma"]),
-        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "set", "save", "say", "show"]),
+        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "sweep", "set", "save", "say", "show"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
         ("/set_ngramstorage ", ["basic", "onelevel"]),

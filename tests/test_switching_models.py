@@ -121,3 +121,4 @@ def test_the_old_pair_is_let_go(shelf):
     for line in ("hello", "/debug on", "hello", f"/load target={shelf / 'single'}"):
         assert bench.handle(line) is Verdict.DONE
     assert [part() for part in old] == [None, None]
+    assert bench.handle("/undo") is Verdict.FAILED, "settings of another pair, its costs among them, do not come back"

@@ -33,6 +33,8 @@ FIELDS = [
     "tokens_per_target_forward",
     "accepted_by_position",
     "declined_rounds",
+    "draft_seconds",
+    "verify_seconds",
     "speedup_vs_target",
     "same_as_target",
     "first_difference",

@@ -127,8 +127,8 @@ class Bench:
         return self.storages.make(settings, self.vocabulary)
 
     def job(self, prompt: list[int], settings: Settings) -> Job:
-        """A job of its own: no storage and no session is shared with another."""
-        return Job(prompt, self.pair, settings, self.new_storage(settings))
+        """A job of its own: no storage, text or session is shared with another; what was cut out of the target is cut once."""
+        return Job(prompt, self.pair, settings, self.new_storage(settings), kept=Kept(models=self.memory.kept.models))
 
 
 def unlike_target(last: Last) -> list[tuple[Strategy, Generation]]:

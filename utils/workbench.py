@@ -107,6 +107,7 @@ class Workbench:
             raise
         if kept:
             self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
+        self._past.clear()  # costs and kinds of drafters were the old pair's
         del before
         give_back_memory()
 
@@ -135,9 +136,8 @@ class Workbench:
 
     def _guarded(self, work: Callable[[str], Verdict], text: str) -> Verdict:
         """Whatever happens in a line, the session lives on."""
-        verdict = Verdict.FAILED
         try:
-            verdict = work(text)
+            return work(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
@@ -145,7 +145,7 @@ class Workbench:
             raise
         except Exception as error:
             explain_error(self._renderer, error)
-        return verdict
+        return Verdict.FAILED
 
     def _command(self, line: str) -> Verdict:
         situation = Situation(self.settings, self._tools.registry, self._bench, self._limits, facts_of(self._pair), self._tools.pairs)

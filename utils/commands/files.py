@@ -8,6 +8,7 @@ from utils.commands.registry import Action, Command, Outcome, Situation
 from utils.errors import UserError
 from utils.history import history_path, recent
 from utils.kinds import Whole
+from utils.models.sources import path_of
 from utils.settings import setting_fields, shown
 
 FIRST = "# settings, for /run"
@@ -50,14 +51,7 @@ def _run(argument: str, situation: Situation) -> Outcome:
 def _path(argument: str, example: str) -> Path:
     if not argument:
         raise UserError(f"give a file, for example: {example}")
-    try:
-        path = Path(argument).expanduser()
-        path.lstat()
-    except FileNotFoundError:
-        return path
-    except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
-        raise UserError(f"'{argument}' cannot be a path ({getattr(error, 'strerror', None) or error}).") from error
-    return path
+    return path_of(argument)
 
 
 def _set(argument: str, situation: Situation) -> Outcome:

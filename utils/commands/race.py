@@ -6,7 +6,6 @@ within a repeat, and a difference that not all repeats agree on is called noise.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,7 @@ from utils.kinds import Whole
 from utils.plots import line_plot
 from utils.preparing import measured
 from utils.reports import Finding, Progress, Report
-from utils.results import Generation, collect
+from utils.results import Generation, collect, compare
 from utils.seeding import fix_seeds
 from utils.settings import Settings, changed, setting_fields, shown
 from utils.strategies import Strategy
@@ -43,8 +42,7 @@ class Heat:
 
     @property
     def speedup(self) -> float | None:
-        base = self.target.tokens_per_second if self.target else None
-        return self.speed / base if base else None
+        return compare(self.run, self.target).speedup
 
     @property
     def decode(self) -> float | None:
@@ -58,7 +56,7 @@ def _race(argument: str, situation: Situation) -> Outcome:
     repeats: int = Whole(1, MOST).parse(argument or str(REPEATS), REPEATS, situation.limits)
     last, bench, settings = situation.bench.last(), situation.bench, situation.settings
     events = _heats(bench, last, settings, bench.enabled(settings), repeats)
-    return Outcome(report=Report("race", last.text, settings, HEADINGS, events, partial(_verdicts, repeats)))
+    return Outcome(report=Report("race", last.text, settings, HEADINGS, events, _verdicts))
 
 
 def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], repeats: int) -> Iterator[Progress | Finding]:
@@ -122,7 +120,7 @@ def verdict(ups: Sequence[float]) -> str:
     return "slower" if max(ups) < 1 else "within noise"
 
 
-def _verdicts(repeats: int, findings: Sequence[Finding]) -> list[str]:
+def _verdicts(findings: Sequence[Finding]) -> list[str]:
     return [
         "Medians. Speed-ups are taken within each repeat; 'within noise': the repeats do not agree on which is faster. "
         "Before decoding: prefill, and the first round."
@@ -136,11 +134,11 @@ def _sweep(argument: str, situation: Situation) -> Outcome:
     if not values:
         raise UserError("give a setting and values, for example: /sweep gamma 0 2 4, or /sweep processor greedy, nucleus 0.8 0.9")
     one_of(name, SWEEPABLE, "setting that can be swept")
-    chosen = [(value, changed(situation.settings, entries[name], value, situation.limits)) for value in values]
+    chosen = [changed(situation.settings, entries[name], value, situation.limits) for value in values]
     last, bench = situation.bench.last(), situation.bench
-    for _, settings in chosen:
+    for settings in chosen:
         bench.enabled(settings)  # refused before anything is run
-    events = _swept(bench, last, name, [settings for _, settings in chosen])
+    events = _swept(bench, last, name, chosen)
     return Outcome(report=Report("sweep", last.text, situation.settings, SWEPT, events, _swept_end, plot=_swept_plot))
 
 
@@ -153,7 +151,7 @@ def _swept(bench: Bench, last: Last, name: str, chosen: Sequence[Settings]) -> I
         runs = [(strategy, _run(bench, last, strategy, settings)) for strategy in bench.enabled(settings)]
         target = next((run for strategy, run in runs if strategy.is_baseline), None)
         for strategy, run in runs:
-            heat, same = Heat(run, target), None if target is None or not strategy.lossless else run.tokens == target.tokens
+            heat, same = Heat(run, target), compare(run, target).same if strategy.lossless else None
             figures = {
                 "setting": label,
                 "strategy": strategy.name,

@@ -18,7 +18,7 @@ from utils.plots import line_plot
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, acceptance_of
 from utils.settings import Settings
-from utils.strategies import Job, Kept, Strategy
+from utils.strategies import Job, Strategy
 
 HEADINGS = ("drafter", "gamma", "rounds", "accepted", "rate", "per forward", "tokens/s", "speed-up")
 
@@ -57,9 +57,8 @@ def _whatif(argument: str, situation: Situation) -> Outcome:
 
 def _again(last: Last, bench: Bench, settings: Settings) -> Job:
     """The last prompt as it would be run now."""
-    if settings.reset_in_between:
-        return replace(last.job, settings=settings, storage=bench.new_storage(settings), kept=Kept(models=last.job.kept.models))
-    return replace(last.job, settings=settings, storage=bench.memory.storage, kept=bench.memory.kept)
+    job = bench.job(last.job.prompt, settings)
+    return job if settings.reset_in_between else replace(job, storage=bench.memory.storage, kept=bench.memory.kept)
 
 
 def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:

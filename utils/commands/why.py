@@ -80,8 +80,7 @@ def _finding(compared: Compared, last: Last, costs: Costs, rate: Rate) -> Findin
     strategy, run, comparison = compared
     draft = costs.step(strategy.drafter_kind(last.job.pair))
     account = Account.of(run, costs, draft)
-    plain = rate.start + rate.step * account.tokens
-    predicted = plain / (rate.start + rate.step * account.steps)
+    predicted = (rate.start + rate.step * account.tokens) / rate.seconds(run.steps, costs, draft)
     drafting, verifying, whole = (sum(parts) for parts in zip(*((lap.drafting, lap.verifying, lap.whole) for lap in run.laps), strict=True))
     places = [accepted / tried for accepted, tried in run.accepted_by_position if tried]
     best, gain = _best(places, costs, draft)
@@ -148,9 +147,8 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for figures in (finding.figures for finding in findings):
         best = figures["best_gamma"]
-        advice = f"try /gamma {best}, by these figures {figures['best_rate']:.2f} tokens per step" if best else "leave it off"
-        if best and not figures["by_position"]:
-            advice = "nothing was drafted"
+        advice = f"try /gamma {best}, by these figures {figures['best_rate']:.2f} tokens per step" if best else "no /gamma would pay"
+        advice = advice if figures["by_position"] else "nothing was drafted, so nothing is known of its drafts: try a fixed /gamma"
         lines.append(f"{figures['strategy']}: {figures['binds']}; {advice}.")
     lines.append("A draft and its window are in plain steps of the target, measured now. /whatif tells every gamma on this very text.")
     return lines

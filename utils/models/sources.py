@@ -5,6 +5,7 @@ Nothing is loaded here. What is known before transformers is asked gets a better
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def path_of(word: str) -> Path:
     """A word as a path. Raises UserError for one that can be none."""
     try:
         path = Path(word).expanduser()
-        path.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
     except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
         raise UserError(f"'{word[:80]}' cannot be a path ({getattr(error, 'strerror', None) or error}): check the spelling.") from error
     return path
