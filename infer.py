@@ -56,13 +56,13 @@ DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
 def _speculative(job: Job) -> Iterator[Step]:
     rule = RULES[job.settings.verify]
-    drafter, target = job.timed(*kind_of(job.drafter, DRAFTERS).make(job, rule))
+    drafter, target = job.watched(*kind_of(job.drafter, DRAFTERS).make(job, rule))
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 
 def _ngram(job: Job) -> Iterator[Step]:
     rule = RULES[job.settings.verify]
-    drafter, target = job.timed(*storage_drafter(job, rule))
+    drafter, target = job.watched(*storage_drafter(job, rule))
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
 
 

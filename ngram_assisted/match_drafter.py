@@ -24,7 +24,7 @@ class MatchDrafter:
         if self._length is not None:
             found = found[: self._length.best(_marks(found))]
         self._sent = found
-        return Draft([token for token, _ in found])
+        return Draft([token for token, _ in found], matched=[size for _, size in found])
 
     def commit(self, context: list[int], verified: Verified) -> None:
         new = context[verified.start :]

@@ -48,11 +48,12 @@ class NGramDrafter:
         self._vocab_size = min(storage.vocab_size, storage.vocab_size if vocab_size is None else vocab_size)
         self._length = length
         self._sent: list[tuple[int, int]] = []  # the round's drafts and the lengths of the contexts that proposed them
+        self._runners_up: list[list[int]] = []  # entered at each new position besides its token
         self._origin = 0
         self._reach = storage.n - 1  # how far back a context matters
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._origin = len(context)
+        self._origin, self._runners_up = len(context), []
         self._storage.initialize(prompt)
 
     def propose(self, context: list[int], count: int) -> Draft:
@@ -60,7 +61,7 @@ class NGramDrafter:
         if self._length is not None:
             found = found[: self._length.best(_marks(found))]
         self._sent = found
-        return Draft([token for token, _ in found])
+        return Draft([token for token, _ in found], matched=[size for _, size in found], runners_up=self._runners_up)
 
     def _found(self, context: list[int], count: int) -> list[tuple[int, int]]:
         """At most `count` drafts, each with the length of the context that proposed it; 0 where it was drawn from the seed."""
@@ -81,11 +82,10 @@ class NGramDrafter:
         if self._length is not None:
             self._length.learn(_marks(self._sent), agreed([token for token, _ in self._sent], context[verified.start :]))
         for row, index in enumerate(range(verified.start, len(context))):
-            followers = [context[index]]
-            if self._filler_top_k > 1:
-                best = top_tokens(verified.logits[row], self._filler_top_k)
-                followers += [token for token in best if token != context[index]]
-            self._storage.update(context[max(0, index - self._reach) : index], [token for token in followers if token < self._vocab_size])
+            best = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
+            self._runners_up.append([token for token in best if token != context[index] and token < self._vocab_size])
+            said = [context[index]] if context[index] < self._vocab_size else []
+            self._storage.update(context[max(0, index - self._reach) : index], said + self._runners_up[-1])
 
 
 def _marks(found: list[tuple[int, int]]) -> list[Mark]:

@@ -79,7 +79,7 @@ def draft_seconds(job: Job, kind: DrafterKind) -> float:
     """Seconds of one draft by this kind of drafter, in the quickest of a few rounds; 0 where it drafts nothing."""
     rule = RULES[job.settings.verify]
     watch = Stopwatch()
-    drafter, target = replace(job, stopwatch=watch).timed(*kind.make(job, rule))
+    drafter, target = replace(job, stopwatch=watch).watched(*kind.make(job, rule))
     endless = replace(job.decoding, end_ids=frozenset())
     rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
     laps = [(len(step.drafted), watch.read(0).drafting) for step in islice(rounds, TIMED_ROUNDS)]

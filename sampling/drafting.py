@@ -21,10 +21,17 @@ from utils.seeding import Domain
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where that law is one-hot or plays no part in judging."""
+    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where that law is one-hot or plays no part in judging.
+
+    What else is known of them, for whoever asks why (utils.notes): said, the raw logits (1, V') that each was drawn by; matched, the
+    number of tokens of context that each went by, 0 for none; runners_up, what was entered at every new position besides the text.
+    """
 
     tokens: list[int]
     probs: Tensor | None = None
+    said: Sequence[Tensor] = ()
+    matched: Sequence[int] = ()
+    runners_up: Sequence[Sequence[int]] = ()
 
 
 NO_DRAFT = Draft([])
@@ -97,6 +104,7 @@ class ModelDrafter:
         start = len(context) - self._origin
         tokens: list[int] = []
         laws: list[Tensor] = []
+        said: list[Tensor] = []
         marks: list[Mark] = []
         length, computed = self._length, 0
         while len(tokens) < count and (length is None or length.goes_on(marks)):
@@ -109,13 +117,14 @@ class ModelDrafter:
                     marks.pop()
                     break
             laws.append(law)
+            said.append(logits)
             tokens.append(self._draw(laws[-1], start + len(tokens), start))
         self._sent = tokens, marks, computed
         if self._shares_noise or not tokens:
-            return Draft(tokens)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
+            return Draft(tokens, said=said)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
         probs = torch.stack(laws)
         missing = self._vocab_size - self._known
-        return Draft(tokens, pad(probs, (0, missing)) if missing else probs)
+        return Draft(tokens, pad(probs, (0, missing)) if missing else probs, said)
 
     def _draw(self, law: Tensor, position: int, start: int) -> int:
         noise = self._decoding.noise

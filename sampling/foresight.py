@@ -161,7 +161,9 @@ def chained(first: Sequence[Sequence[int]], most: int) -> list[list[int]]:
 
 def _drafter(job: Job, strategy: Strategy, gamma: int | None) -> Drafter:
     """A drafter of its own, on copies of what drafters keep."""
-    own = replace(job, storage=deepcopy(job.storage), kept=replace(job.kept, texts=deepcopy(job.kept.texts)), read=None, stopwatch=None)
+    own = replace(
+        job, storage=deepcopy(job.storage), kept=replace(job.kept, texts=deepcopy(job.kept.texts)), read=None, stopwatch=None, notebook=None
+    )
     assert strategy.make is not None
     drafter: Drafter = strategy.make(replace(own, settings=replace(job.settings, gamma=gamma)), RULE)[0]
     return drafter

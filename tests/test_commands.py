@@ -51,11 +51,11 @@ def test_defaults_are_those_of_the_manual() -> None:
         "ngram_limit": 1_000_000,
         "top_k_filler": 3,
         "reset_in_between": True,
-        "debug": False,
+        "debug": "off",
     }
 
 
-@pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "chat", "debug", "reset_in_between"])
+@pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "chat", "reset_in_between"])
 def test_toggles_flip_and_take_on_and_off(name: str, bench: Workbench) -> None:
     before = getattr(bench.settings, name)
     assert bench.handle(f"/{name}") is Verdict.DONE
@@ -108,7 +108,7 @@ BAD = [
     ("/seed 4294967296", "the nearest is 4294967295"),
     ("/beams 17", "0 to 16"),
     ("/top_k_filler 0", "1 to 64"),
-    ("/debug maybe", "neither on nor off"),
+    ("/debug maybe", "choose one of on, off, full"),
     ("/verify blok", "choose one of rejection, coupled, block. Did you mean block?"),
     ("/speculative 1", "neither on nor off"),
     ("/processor nuclues 0.8 0.9", "Did you mean nucleus?"),

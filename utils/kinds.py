@@ -79,6 +79,25 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Levels:
+    """off, on and more than that, or nothing to flip between off and on."""
+
+    words: tuple[str, ...]
+
+    @property
+    def usage(self) -> str:
+        return f"[{'|'.join(self.words)}]"
+
+    def parse(self, text: str, current: str, limits: Limits) -> str:
+        if not text:
+            return "on" if current == "off" else "off"
+        return one_of(text.lower(), self.words, "level")
+
+    def show(self, value: str) -> str:
+        return value
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A whole number from `low` to `high`, or to the named limit of the loaded target."""
 

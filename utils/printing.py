@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
@@ -19,9 +20,11 @@ from termcolor import colored
 from utils.divergence import Candidate, Cause, Divergence
 from utils.events import Step
 from utils.laps import Lap
+from utils.notes import DraftNote
 from utils.results import Comparison, Generation
+from utils.rounds import Piece, explained, legend, pieces_of, spent
 from utils.strategies import Strategy
-from utils.text import TextStream, token_piece, visible
+from utils.text import token_piece, visible
 
 COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts/\nround", "tokens/\nforward", "text")
 LEFT_OUT = ((92, ()), (76, (2,)), (0, (2, 6, 7)))  # of these columns, by the width of the screen: the lines above say it too
@@ -39,7 +42,7 @@ class Renderer:
         return self._out.width
 
     def title(self, title: str, colour: str) -> None:
-        self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._out.encoding == "ascii" else "─"))
+        self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
     def prompt(self, text: str) -> None:
         """Which prompt the following answers, where nobody typed it on this screen."""
@@ -49,17 +52,31 @@ class Renderer:
         """A piece of growing text, written at once."""
         self._write(self._paint(visible(text), colour))
 
-    def round(self, number: int, step: Step, tokenizer: Any, lap: Lap | None = None) -> None:
-        """One line: accepted drafts green, rejected red, the corrected or bonus token blue; signs say the same without colour.
+    def legend(self) -> None:
+        """What the signs of rounds mean."""
+        self._line(self._out, legend(ascii_only=self._is_ascii), "dim")
 
-        Behind them where the time went, in milliseconds, and how many tokens it brought.
-        """
-        pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
-        pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
-        if step.token is not None:
-            pieces.append(("*" if step.is_bonus else "=", "blue", step.token))
-        painted = (self._paint(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces)
-        self._write(f"{number:4d}  {' '.join(painted)}{self._paint(_spent(step, lap), 'dark_grey')}\n")
+    def round(self, number: int, step: Step, tokenizer: Any, lap: Lap | None = None, notes: Sequence[DraftNote] = ()) -> None:
+        """A line of drafts, the target's token and where the time went; with notes, why a draft fell and where hits came from."""
+        pieces = pieces_of(step, tokenizer, notes, ascii_only=self._is_ascii)
+        self._pieces(f"{number:4d} ", [*pieces, (time, "dark_grey")] if (time := spent(step, lap)) else pieces)
+        for line in explained(notes, tokenizer):
+            self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
+
+    def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
+        """Painted pieces, each whole, in as many lines as it takes on a terminal."""
+        room, used = self._out.width if self._out.is_terminal else None, cell_len(start)
+        text = start
+        for piece, colour in pieces:
+            size = 1 + cell_len(piece)
+            if room is not None and used > len(start) and used + size > room:
+                text, used = text + "\n" + " " * len(start), len(start)
+            text, used = text + " " + self._paint(piece, colour), used + size
+        self._write(text + "\n")
+
+    @property
+    def _is_ascii(self) -> bool:
+        return self._out.encoding == "ascii"
 
     def figures(self, run: Generation, *, forwards: bool = True) -> None:
         """The line of figures under a strategy's text."""
@@ -162,38 +179,6 @@ class Renderer:
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
     """A token as a readable piece with its probability; where a text had ended, that."""
     return "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
-
-
-class RunView:
-    """What the screen shows of one run as its steps pass: its text as it grows; or every round, and then its text."""
-
-    def __init__(self, renderer: Renderer, tokenizer: Any, colour: str, *, rounds: bool) -> None:
-        self._renderer, self._tokenizer, self._colour, self._traces = renderer, tokenizer, colour, rounds
-        self._text = TextStream(tokenizer)
-        self._count = 0
-        self._held = ""
-
-    def show(self, step: Step, lap: Lap) -> None:
-        """Show one more step."""
-        self._count += 1
-        text = self._text.add(step.tokens)
-        if self._traces:
-            self._renderer.round(self._count, step, self._tokenizer, lap)
-            self._held += text
-        else:
-            self._renderer.stream(text, self._colour)
-
-    def end(self) -> None:
-        """The run is over: show what was held back."""
-        self._renderer.stream(self._held + self._text.end(), self._colour)
-        self._renderer.newline()
-
-
-def _spent(step: Step, lap: Lap | None) -> str:
-    if lap is None:
-        return ""
-    parts = (f"{name} {1000 * seconds:.1f}" for name, seconds in (("draft", lap.drafting), ("verify", lap.verifying), ("other", lap.other)))
-    return f"   {' | '.join(parts)} ms | +{len(step.tokens)}"
 
 
 def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[str]:

@@ -5,11 +5,12 @@ strategy. A rate without a denominator is None.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from utils.events import FinishReason, Step
 from utils.laps import Lap, Stopwatch
+from utils.notes import DraftNote, Notebook
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:
@@ -31,7 +32,7 @@ def _ratio(part: float, whole: float) -> float | None:
 class Generation:
     """One finished or interrupted run. Times are in seconds, spent inside the decoder, prefill and storage fill included.
 
-    laps: where the time of each step went, where a stopwatch was at hand.
+    laps: where the time of each step went, where a stopwatch was at hand. notes: on the drafts of each, where a notebook was.
     """
 
     steps: tuple[Step, ...]
@@ -39,6 +40,7 @@ class Generation:
     first_seconds: float | None
     finish: FinishReason
     laps: tuple[Lap, ...] = ()
+    notes: tuple[tuple[DraftNote, ...], ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -99,22 +101,25 @@ class Comparison:
     first_difference: int | None = None
 
 
-def _ignore(step: Step, lap: Lap) -> None:
+def _ignore(step: Step, lap: Lap, notes: Sequence[DraftNote]) -> None:
     """The watcher that watches nothing."""
 
 
 def collect(
     steps: Iterator[Step],
-    watch: Callable[[Step, Lap], None] = _ignore,
+    watch: Callable[[Step, Lap, Sequence[DraftNote]], None] = _ignore,
     clock: Callable[[], float] = time.perf_counter,
+    *,
     stopwatch: Stopwatch | None = None,
+    notebook: Notebook | None = None,
 ) -> Generation:
     """Drain a decoder. Ctrl-C ends it there; what was made until then is returned with FinishReason.INTERRUPTED.
 
-    stopwatch: one that the decoder runs under.
+    stopwatch, notebook: those that the decoder runs under.
     """
     made: list[Step] = []
     laps: list[Lap] = []
+    notes: list[tuple[DraftNote, ...]] = []
     stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
@@ -132,11 +137,12 @@ def collect(
             made.append(step)
             laps.append(stopwatch.read(spent))
             finish = step.finish or finish
-            watch(step, laps[-1])
+            notes.append(notebook.read(step) if notebook else ())
+            watch(step, laps[-1], notes[-1])
     except KeyboardInterrupt:
         finish = FinishReason.INTERRUPTED
         seconds += 0.0 if began is None else clock() - began
-    return Generation(tuple(made), seconds, first, finish, tuple(laps))
+    return Generation(tuple(made), seconds, first, finish, tuple(laps), tuple(notes) if notebook else ())
 
 
 def compare(run: Generation, target: Generation | None) -> Comparison:

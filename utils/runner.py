@@ -15,11 +15,13 @@ from utils.events import FinishReason
 from utils.freed_memory import give_back_memory
 from utils.laps import Stopwatch
 from utils.models.failures import is_out_of_memory
-from utils.printing import Renderer, RunView
+from utils.notes import Notebook
+from utils.printing import Renderer
 from utils.processes import end_if_together
 from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, collect, compare
+from utils.run_view import RunView
 from utils.seeding import fix_seeds
 from utils.strategies import Job, Strategy
 
@@ -73,21 +75,30 @@ class Runner:
             for strategy in strategies:
                 self._renderer.title(strategy.title, strategy.colour)
                 fix_seeds(job.settings.seed)
-                view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=job.settings.debug and strategy.drafts)
                 try:
-                    watch = Stopwatch()
-                    run = collect(strategy.steps(replace(job, stopwatch=watch)), view.show, stopwatch=watch)
+                    run = self._shown(strategy, job)
                 except Exception as error:
                     explain_error(self._renderer, error)
                     continue
                 results.append((strategy, run))
-                view.end()
                 self._renderer.figures(run, forwards=strategy.uses_target)
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
         except KeyboardInterrupt:
             return True
         return False
+
+    def _shown(self, strategy: Strategy, job: Job) -> Generation:
+        """A run that is seen as it goes."""
+        level = job.settings.debug if strategy.drafts else "off"
+        watch, notebook = Stopwatch(), Notebook(judged=job.settings.verify == "rejection") if level == "full" else None
+        view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=level != "off")
+        if notebook:
+            self._renderer.legend()
+        steps = strategy.steps(replace(job, stopwatch=watch, notebook=notebook))
+        run = collect(steps, view.show, stopwatch=watch, notebook=notebook)
+        view.end()
+        return run
 
     def _compare(self, last: Last, *, explained: bool) -> None:
         """The table, and a line for each text that is not the target's. Records are kept even if showing it all is interrupted."""

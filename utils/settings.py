@@ -14,6 +14,7 @@ from utils.errors import UserError, one_of
 from utils.kinds import (
     Choice,
     Kind,
+    Levels,
     Limits,
     ProcessorKind,
     StorageKind,
@@ -72,7 +73,11 @@ class Settings:
     ngram_limit: int = _setting(1_000_000, Whole(1, MAX_GRAMS), "most n-grams the storage holds; beyond it the oldest are forgotten")
     top_k_filler: int = _setting(3, Whole(1, MAX_FILLER), "target's top tokens entered per position, 1 to 64; 1: only what was generated")
     reset_in_between: bool = _setting(True, Toggle(), "empty the n-gram storage before each prompt")
-    debug: bool = _setting(False, Toggle(), "show every round: + accepted, - rejected, = corrected, * bonus")
+    debug: str = _setting(
+        "off",
+        Levels(("on", "off", "full")),
+        "on: show every round, + accepted, - rejected, = corrected, * bonus; full: and why drafts fell, and where hits came from",
+    )
 
     @property
     def most_drafts(self) -> int:

@@ -16,6 +16,7 @@ from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
 from utils.laps import Stopwatch, TimedDrafter, TimedSession
+from utils.notes import Notebook, NotedDrafter
 from utils.seeding import Noise
 from utils.settings import Settings
 
@@ -34,6 +35,7 @@ class Job:
 
     drafter: the kind of drafter, a word of /drafter_kind. kept: what drafters keep between prompts. read: where many runs of one prompt
     share what its prefill computed: the sessions that have read it, filled as they are asked for. stopwatch: what the run is timed by.
+    notebook: what takes notes of its drafts.
     """
 
     prompt: list[int]
@@ -44,6 +46,7 @@ class Job:
     kept: Kept = field(default_factory=Kept)
     read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
     stopwatch: Stopwatch | None = None
+    notebook: Notebook | None = None
 
     @property
     def decoding(self) -> Decoding:
@@ -66,11 +69,11 @@ class Job:
         self.read[key] = session
         return session.fork()
 
-    def timed(self, drafter: Any, target: Any) -> tuple[Any, Any]:
-        """Both under the stopwatch, where there is one."""
-        if self.stopwatch is None:
-            return drafter, target
-        return TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
+    def watched(self, drafter: Any, target: Any) -> tuple[Any, Any]:
+        """Both under the stopwatch, and the drafter under the notebook, where there are such."""
+        if self.stopwatch is not None:
+            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
+        return drafter if self.notebook is None else NotedDrafter(drafter, self.notebook), target
 
 
 @dataclass(frozen=True, slots=True)

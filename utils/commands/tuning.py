@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from utils.commands.registry import Command, Outcome, Situation
-from utils.kinds import Toggle
+from utils.kinds import Levels, Toggle
 from utils.settings import Settings, changed, setting_fields, shown
 
 
@@ -30,7 +30,7 @@ def _current(entry: Field[Any], settings: Settings) -> str:
 
 def _tune(name: str, entry: Field[Any], argument: str, situation: Situation) -> Outcome:
     """Set the field, or show it where it needs an argument and none was given."""
-    if not argument and not isinstance(entry.metadata["kind"], Toggle):
+    if not argument and not isinstance(entry.metadata["kind"], Toggle | Levels):
         fact = dict(situation.facts).get(entry.metadata["fact"])
         state = "" if fact is None else f"; now {fact}"
         return Outcome(reply=f"{name}: {shown(situation.settings, entry)}{state}   ({entry.metadata['help']})")
