@@ -85,14 +85,16 @@ def test_where_hits_came_from() -> None:
     notebook = Notebook()
     drafts = NotedDrafter(NGramDrafter(storage, decoding.noise, filler_top_k=8), notebook)
     run = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3), notebook=notebook)
-    prompt = NGramStorage(3, target.config.vocab_size)
+    prompt, earlier = (NGramStorage(3, target.config.vocab_size) for _ in range(2))
     prompt.initialize(PROMPT)
+    earlier.initialize([7, 8, 9, 30, 31, 32])
     seen, made = set(), list(PROMPT)
     for step, notes in zip(run.steps, run.notes, strict=True):
         for place, note in enumerate(notes):
             assert note.match in (1, 2) and note.q is None and note.chance is None
             gram = [*made, *step.drafted[:place]][-note.match :] + [note.token]
             assert (note.origin == "the prompt") == prompt.has_gram(gram)
+            assert note.origin != "an earlier prompt" or earlier.has_gram(gram)
             if note.origin == "the answer":
                 assert holds(made, gram)
             if note.origin == "the target's runners-up":

@@ -27,6 +27,10 @@ def test_lines_are_yielded_until_ctrl_d() -> None:
     assert typed("Hello\r/gamma 3\r\r\x04") == ["Hello", "/gamma 3", ""]
 
 
+def test_f1_explains_the_figures_where_nothing_else_was_begun() -> None:
+    assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
+
+
 def test_ctrl_c_drops_the_line_being_typed() -> None:
     assert typed("half a li\x03whole\r\x04") == ["whole"]
 

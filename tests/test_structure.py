@@ -32,7 +32,8 @@ def test_packages_import_downwards_only(package: str) -> None:
 def test_only_the_renderer_writes_to_the_screen() -> None:
     for path in [ROOT / "infer.py", *(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))]:
         if path != ROOT / "utils" / "printing.py":
-            assert not imports(path) & {"rich", "termcolor"}, path
+            lays_out = {"rich"} if path.name in ("tables.py", "pictures.py") else set()  # for it, or for a file
+            assert not imports(path) & {"rich", "termcolor"} - lays_out, path
 
 
 def test_sizes_stay_readable() -> None:

@@ -11,6 +11,7 @@ from utils.commands.whatif import Rate
 from utils.costs import Costs
 from utils.events import FinishReason, Step
 from utils.plots import line_plot
+from utils.reports import Chart
 from utils.results import Generation
 from utils.runner import Verdict
 
@@ -76,7 +77,7 @@ def test_times_are_those_of_plain_steps_and_the_table_of_costs() -> None:
 
 
 def test_a_plot_is_plain_text_as_wide_as_it_may_be() -> None:
-    drawn = line_plot({"one": [1, 2, 3, 2], "two": [2, 2, 1]}, title="speed", below="gamma", width=60)
+    drawn = line_plot(Chart({"one": [1, 2, 3, 2], "two": [2, 2, 1]}, "speed", "gamma", list("0123")), width=60)
     lines = drawn.splitlines()
     assert max(map(len, lines)) <= 60 and "\x1b" not in drawn and drawn.count("^") == 4
     assert "speed" in lines[0] and lines[-1].strip() == "gamma"

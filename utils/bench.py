@@ -14,6 +14,7 @@ from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
 from utils.events import Step
 from utils.models.prompting import prompt_ids
+from utils.reports import Finding, Report
 from utils.results import Comparison, Generation
 from utils.settings import Settings
 from utils.strategies import DrafterKind, Job, Kept, Strategy
@@ -50,12 +51,14 @@ class StorageTools:
 
 @dataclass(slots=True)
 class Memory:
-    """last: the last prompt's runs. rounding: how far windows of another width were seen to move the target's logits.
+    """last: the last prompt's runs. found: what a report said since, and whether it was finished.
+    rounding: how far windows of another width were seen to move the target's logits.
 
     storage: the session's n-gram storage. kept: what other drafters keep.
     """
 
     last: Last | None = None
+    found: tuple[Report, Sequence[Finding], bool] | None = None
     rounding: float = 0.0
     storage: Any = None
     kept: Kept = field(default_factory=Kept)

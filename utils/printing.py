@@ -17,17 +17,17 @@ from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
+from utils.bench import Compared
 from utils.divergence import Candidate, Cause, Divergence
 from utils.events import Step
 from utils.laps import Lap
 from utils.notes import DraftNote
-from utils.results import Comparison, Generation
+from utils.reports import Column
+from utils.results import Generation
 from utils.rounds import Piece, explained, legend, pieces_of, spent
 from utils.strategies import Strategy
+from utils.tables import comparison_table, texts_beside
 from utils.text import token_piece, visible
-
-COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts/\nround", "tokens/\nforward", "text")
-LEFT_OUT = ((92, ()), (76, (2,)), (0, (2, 6, 7)))  # of these columns, by the width of the screen: the lines above say it too
 
 
 class Renderer:
@@ -89,20 +89,10 @@ class Renderer:
         parts += [f"{len(run.tokens)} tokens", f"{run.seconds:.2f} s", "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"]
         self._line(self._out, " · ".join(parts) + f" · {run.finish}", "dim")
 
-    def comparison(self, compared: Sequence[tuple[Strategy, Generation, Comparison]]) -> None:
+    def comparison(self, compared: Sequence[Compared]) -> None:
         """The table at the end: one row per strategy."""
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        rows = [[strategy.name, *_cells(strategy, run, comparison)] for strategy, run, comparison in compared]
-        left_out = next(places for width, places in LEFT_OUT if self._out.width >= width)
-        for place, heading in enumerate(COLUMNS):
-            if place not in left_out:
-                longest = max(len(word) for text in (heading, *(row[place] for row in rows)) for word in text.split())
-                table.add_column(heading, justify="left" if place in (0, 8) else "right", min_width=longest)
-        for (strategy, _, _), row in zip(compared, rows, strict=True):
-            cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
-            table.add_row(*(cell for place, cell in enumerate(cells) if place not in left_out))
         self._out.print()
-        self._out.print(table)
+        self._out.print(comparison_table(compared, self._out.width))
 
     def divergence(self, strategy: Strategy, found: Divergence, tokenizer: Any, *, rule: str) -> None:
         """One line on why a text is not the target's."""
@@ -157,6 +147,11 @@ class Renderer:
             table.add_row(*(Text(visible(cell)) for cell in row))
         self._out.print(table)
 
+    def columns(self, columns: Sequence[Column]) -> None:
+        """Texts beside each other."""
+        for table in texts_beside(columns, self._out.width, ">>" if self._is_ascii else "»"):
+            self._out.print(table)
+
     def newline(self) -> None:
         self._write("\n")
 
@@ -179,26 +174,6 @@ class Renderer:
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
     """A token as a readable piece with its probability; where a text had ended, that."""
     return "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
-
-
-def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[str]:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else form.format(value)
-
-    if comparison.same is None:
-        text = "-"
-    else:
-        text = "same" if comparison.first_difference is None else f"differs at token {comparison.first_difference + 1}"
-    return [
-        str(len(run.tokens)),
-        f"{run.seconds:.2f}",
-        number(run.tokens_per_second, "{:.1f}"),
-        number(comparison.speedup, "{:.2f}x"),
-        number(run.acceptance_rate, "{:.3f}"),
-        number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
-        number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
-        text,
-    ]
 
 
 def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = False) -> Renderer:

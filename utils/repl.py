@@ -1,7 +1,7 @@
 """Where lines come from: an interactive prompt with history, completion and a toolbar, or a pipe. No model and no strategy is known here.
 
 Enter sends. Alt-Enter begins a new line, and so does Enter inside a block that opens with three quotation marks; what is pasted may have
-several lines. Such text is sent as it stands. Ctrl-X Ctrl-E opens it in $EDITOR.
+several lines. Such text is sent as it stands. Ctrl-X Ctrl-E opens it in $EDITOR. F1 explains the figures.
 """
 
 import sys
@@ -20,6 +20,7 @@ from utils.commands import Command
 
 QUOTES = '"""'
 SAY = "/say "
+FIGURES = "/explain"  # what F1 types
 
 
 class SlashCompleter(Completer):
@@ -74,6 +75,13 @@ def bindings() -> KeyBindings:
     @keys.add("escape", "enter")
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("f1")
+    def explain(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if not buffer.text:
+            buffer.insert_text(FIGURES)
+            buffer.validate_and_handle()
 
     return keys
 

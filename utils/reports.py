@@ -3,7 +3,7 @@
 A report is an iterator of events that somebody else draws and records; closing it early keeps what it found.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,30 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """A text to be shown beside others: who said it, a line about it, the text, and of it what comes behind the first difference."""
+
+    names: Sequence[str]
+    about: str
+    text: str
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines over the same places. series: values by name, some perhaps fewer. ticks: what the places are. below: of the axis."""
+
+    series: Mapping[str, Sequence[float]]
+    title: str
+    below: str
+    ticks: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """name: as in the records. prompt, settings: what it is about. headings: of the findings' cells. conclude: sentences from the findings.
 
-    attachment: a line of data to copy, "" for none. plot: a drawing of the findings for a screen so many columns wide.
+    attachment: a line of data to copy, "" for none. chart: of the findings, where they have one.
 
     upright: findings stand side by side, a column each; for few of them with many cells.
     """
@@ -41,5 +61,5 @@ class Report:
     events: Iterator[Progress | Finding]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
-    plot: Callable[[Sequence[Finding], int], str] = lambda findings, width: ""
+    chart: Callable[[Sequence[Finding]], Chart | None] = lambda findings: None
     upright: bool = False

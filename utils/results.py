@@ -7,6 +7,7 @@ strategy. A rate without a denominator is None.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from utils.events import FinishReason, Step
 from utils.laps import Lap, Stopwatch
@@ -159,8 +160,8 @@ def compare(run: Generation, target: Generation | None) -> Comparison:
     return Comparison(speedup=speedup, same=difference is None, first_difference=difference)
 
 
-def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """The first index at which two token lists part, the shorter one's length if one begins the other; None if they are equal."""
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+    """Where two token lists, or texts, first part, the shorter one's length if one begins the other; None if they are equal."""
     for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):
         if left != right:
             return index

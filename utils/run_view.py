@@ -1,35 +1,76 @@
-"""What the screen shows of one run as its steps pass."""
+"""What the screen shows of one run as its steps pass, and of a finished prompt or report once more."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
+from utils.bench import Last
 from utils.events import Step
 from utils.laps import Lap
 from utils.notes import DraftNote
+from utils.plots import line_plot
 from utils.printing import Renderer
+from utils.reports import Finding, Report
+from utils.results import Generation
+from utils.strategies import Strategy
 from utils.text import TextStream
 
 
 class RunView:
-    """Its text as it grows; or every round, and then its text."""
+    """Its text as it grows; or every round, and then its text. level: of /debug."""
 
-    def __init__(self, renderer: Renderer, tokenizer: Any, colour: str, *, rounds: bool) -> None:
-        self._renderer, self._tokenizer, self._colour, self._traces = renderer, tokenizer, colour, rounds
+    def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, level: str) -> None:
+        self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
+        self._level = level if strategy.drafts else "off"
         self._text = TextStream(tokenizer)
         self._count = 0
         self._held = ""
 
-    def show(self, step: Step, lap: Lap, notes: Sequence[DraftNote] = ()) -> None:
+    def begin(self) -> None:
+        """Say what is run."""
+        self._renderer.title(self._strategy.title, self._strategy.colour)
+        if self._level == "full":
+            self._renderer.legend()
+
+    def show(self, step: Step, lap: Lap | None, notes: Sequence[DraftNote] = ()) -> None:
         """Show one more step."""
         self._count += 1
         text = self._text.add(step.tokens)
-        if self._traces:
+        if self._level != "off":
             self._renderer.round(self._count, step, self._tokenizer, lap, notes)
             self._held += text
         else:
-            self._renderer.stream(text, self._colour)
+            self._renderer.stream(text, self._strategy.colour)
 
-    def end(self) -> None:
-        """The run is over: show what was held back."""
-        self._renderer.stream(self._held + self._text.end(), self._colour)
+    def end(self, run: Generation) -> None:
+        """The run is over: show what was held back, and what it came to."""
+        self._renderer.stream(self._held + self._text.end(), self._strategy.colour)
         self._renderer.newline()
+        self._renderer.figures(run, forwards=self._strategy.uses_target)
+
+
+def show_again(renderer: Renderer, last: Last) -> None:
+    """A prompt's runs once more, round by round, with such notes as were taken."""
+    renderer.prompt(last.text)
+    for strategy, run, _ in last.compared:
+        view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.notes else "on")
+        view.begin()
+        for step, lap, notes in zip(run.steps, run.laps, run.notes or repeat(()), strict=False):
+            view.show(step, lap, notes)
+        view.end(run)
+    renderer.comparison(last.compared)
+
+
+def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
+    """What a report found, as a table and a plot, and what follows from it."""
+    cells = [finding.cells for finding in findings]
+    if report.upright:
+        renderer.rows(zip(report.headings, *cells, strict=True))
+    else:
+        renderer.table(report.headings, cells)
+    if chart := report.chart(findings):
+        renderer.data(line_plot(chart, width=renderer.width))
+    for line in report.conclude(findings):
+        renderer.result(line)
+    if attachment := report.attachment(findings):
+        renderer.data(attachment)

@@ -21,7 +21,7 @@ from utils.processes import end_if_together
 from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, collect, compare
-from utils.run_view import RunView
+from utils.run_view import RunView, show_report
 from utils.seeding import fix_seeds
 from utils.strategies import Job, Strategy
 
@@ -63,7 +63,7 @@ class Runner:
         interrupted = self._run_all(chosen, job, results)
         target = next((run for strategy, run in results if strategy.is_baseline), None)
         last = Last(text, job, tuple((strategy, run, compare(run, target)) for strategy, run in results))
-        self._bench.memory.last = last
+        self._bench.memory.last, self._bench.memory.found = last, None
         self._compare(last, explained=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
@@ -73,7 +73,6 @@ class Runner:
         """Each run is added to `results`; whether Ctrl-C ended it. A run that fails says why."""
         try:
             for strategy in strategies:
-                self._renderer.title(strategy.title, strategy.colour)
                 fix_seeds(job.settings.seed)
                 try:
                     run = self._shown(strategy, job)
@@ -81,7 +80,6 @@ class Runner:
                     explain_error(self._renderer, error)
                     continue
                 results.append((strategy, run))
-                self._renderer.figures(run, forwards=strategy.uses_target)
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
         except KeyboardInterrupt:
@@ -90,14 +88,13 @@ class Runner:
 
     def _shown(self, strategy: Strategy, job: Job) -> Generation:
         """A run that is seen as it goes."""
-        level = job.settings.debug if strategy.drafts else "off"
-        watch, notebook = Stopwatch(), Notebook(judged=job.settings.verify == "rejection") if level == "full" else None
-        view = RunView(self._renderer, job.pair.tokenizer, strategy.colour, rounds=level != "off")
-        if notebook:
-            self._renderer.legend()
+        settings = job.settings
+        watch, notebook = Stopwatch(), Notebook(judged=settings.verify == "rejection") if settings.debug == "full" else None
+        view = RunView(self._renderer, job.pair.tokenizer, strategy, settings.debug)
+        view.begin()
         steps = strategy.steps(replace(job, stopwatch=watch, notebook=notebook))
         run = collect(steps, view.show, stopwatch=watch, notebook=notebook)
-        view.end()
+        view.end(run)
         return run
 
     def _compare(self, last: Last, *, explained: bool) -> None:
@@ -137,14 +134,5 @@ class Runner:
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         if self._records is not None:
             self._records.append([report_record(report, findings, self._bench.pair, finished=finished)])
-        cells = [finding.cells for finding in findings]
-        if report.upright:
-            self._renderer.rows(zip(report.headings, *cells, strict=True))
-        else:
-            self._renderer.table(report.headings, cells)
-        if plot := report.plot(findings, self._renderer.width):
-            self._renderer.data(plot)
-        for line in report.conclude(findings):
-            self._renderer.result(line)
-        if attachment := report.attachment(findings):
-            self._renderer.data(attachment)
+        self._bench.memory.found = report, findings, finished
+        show_report(self._renderer, report, findings)

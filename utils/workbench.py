@@ -166,6 +166,8 @@ class Workbench:
             self._renderer.reply(reply)
         if outcome.rows:
             self._renderer.rows(outcome.rows)
+        if outcome.columns:
+            self._renderer.columns(outcome.columns)
         if outcome.action is Action.CLEAR:
             self._renderer.clear()
         if outcome.action is Action.UNDO:

@@ -2,6 +2,8 @@
 
 from utils.commands.audit import AUDIT
 from utils.commands.divergence import DIVERGENCE
+from utils.commands.explain import COLUMNS, EXPLAIN
+from utils.commands.export import EXPORT
 from utils.commands.files import FILE_COMMANDS
 from utils.commands.lossless import LOSSLESS
 from utils.commands.pairs import PAIR_COMMANDS
@@ -18,5 +20,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    checks = (DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP)
+    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, EXPORT)
     return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, *FILE_COMMANDS, *SESSION_COMMANDS])

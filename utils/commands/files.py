@@ -21,22 +21,25 @@ def _save(argument: str, situation: Situation) -> Outcome:
     try:
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(FIRST):
             raise UserError(f"{path} is there already and holds something else: choose another name.")
-        _write(path, "\n".join([FIRST, *(line for line in lines if "\n" not in line)]) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
+    written(path, ("\n".join([FIRST, *(line for line in lines if "\n" not in line)]) + "\n").encode())
     return Outcome(reply=f"saved to {path}: /run {argument} sets it all again")
 
 
-def _write(path: Path, text: str) -> None:
-    """As a whole or not at all; for its owner alone."""
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+def written(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all, for its owner alone. Raises UserError where it cannot be written."""
     try:
-        with os.fdopen(file, "w", encoding="utf-8") as writing:
-            writing.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        file, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(file, "wb") as writing:
+                writing.write(content)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def _run(argument: str, situation: Situation) -> Outcome:

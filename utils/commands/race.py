@@ -14,9 +14,8 @@ from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError, one_of
 from utils.events import FinishReason
 from utils.kinds import Whole
-from utils.plots import line_plot
 from utils.preparing import measured
-from utils.reports import Finding, Progress, Report
+from utils.reports import Chart, Finding, Progress, Report
 from utils.results import Generation, collect, compare
 from utils.seeding import fix_seeds
 from utils.settings import Settings, changed, setting_fields, shown
@@ -56,7 +55,7 @@ def _race(argument: str, situation: Situation) -> Outcome:
     repeats: int = Whole(1, MOST).parse(argument or str(REPEATS), REPEATS, situation.limits)
     last, bench, settings = situation.bench.last(), situation.bench, situation.settings
     events = _heats(bench, last, settings, bench.enabled(settings), repeats)
-    return Outcome(report=Report("race", last.text, settings, HEADINGS, events, _verdicts))
+    return Outcome(report=Report("race", last.text, settings, HEADINGS, events, _verdicts, chart=_chart))
 
 
 def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], repeats: int) -> Iterator[Progress | Finding]:
@@ -127,6 +126,12 @@ def _verdicts(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
+def _chart(findings: Sequence[Finding]) -> Chart:
+    series = {finding.figures["strategy"]: finding.figures["tokens_per_second"] for finding in findings}
+    ticks = [str(place + 1) for place in range(max(map(len, series.values())))]
+    return Chart(series, "tokens/s", "repeat", ticks)
+
+
 def _sweep(argument: str, situation: Situation) -> Outcome:
     name, _, given = argument.partition(" ")
     values = [value.strip() for value in (given.split(",") if "," in given else given.split()) if value.strip()]
@@ -139,7 +144,7 @@ def _sweep(argument: str, situation: Situation) -> Outcome:
     for settings in chosen:
         bench.enabled(settings)  # refused before anything is run
     events = _swept(bench, last, name, chosen)
-    return Outcome(report=Report("sweep", last.text, situation.settings, SWEPT, events, _swept_end, plot=_swept_plot))
+    return Outcome(report=Report("sweep", last.text, situation.settings, SWEPT, events, _swept_end, chart=_swept_chart))
 
 
 def _swept(bench: Bench, last: Last, name: str, chosen: Sequence[Settings]) -> Iterator[Progress | Finding]:
@@ -177,11 +182,14 @@ def _swept_end(findings: Sequence[Finding]) -> list[str]:
     return [*told, "One run each: /race repeats what looks good."]
 
 
-def _swept_plot(findings: Sequence[Finding], width: int) -> str:
+def _swept_chart(findings: Sequence[Finding]) -> Chart:
+    rows = [finding.figures for finding in findings]
     series: dict[str, list[float]] = {}
-    for row in (finding.figures for finding in findings):
+    for row in rows:
         series.setdefault(row["strategy"], []).append(row["tokens_per_second"])
-    return line_plot(series, title="tokens/s", below="values, in the order given, from 0", width=width) if series else ""
+    name = rows[0]["setting"].partition(" ")[0]
+    ticks = list(dict.fromkeys(row["setting"].removeprefix(f"{name} ") for row in rows))
+    return Chart(series, "tokens/s", name, ticks)
 
 
 RACE = Command("race", "[N]", f"the last prompt N times by every strategy that is on, in turns, with a verdict (N: {REPEATS})", _race)

@@ -15,7 +15,7 @@ from utils.bench import Bench
 from utils.errors import UserError
 from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
-from utils.reports import Report
+from utils.reports import Column, Report
 from utils.settings import Settings
 
 
@@ -29,7 +29,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A command's answer: new settings, a reply or rows to show, a prompt to generate from, models to run, an action; each optional.
+    """A command's answer: new settings, a reply, rows or columns to show, a prompt to generate from, models to run, an action.
 
     lines: to be carried out one after the other, as if typed. storage: an n-gram storage to go on with. load: models to go on with, a
     utils.models.requests.PairRequest.
@@ -38,6 +38,7 @@ class Outcome:
     settings: Settings | None = None
     reply: str = ""
     rows: tuple[tuple[str, str, str], ...] = ()
+    columns: tuple[Column, ...] = ()
     prompt: str | None = None
     lines: tuple[str, ...] = ()
     report: Report | None = None

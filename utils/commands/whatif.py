@@ -14,8 +14,7 @@ from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import Step
 from utils.logits_processor import GreedyProcessor
-from utils.plots import line_plot
-from utils.reports import Finding, Progress, Report
+from utils.reports import Chart, Finding, Progress, Report
 from utils.results import Generation, acceptance_of
 from utils.settings import Settings
 from utils.strategies import Job, Strategy
@@ -51,7 +50,7 @@ def _whatif(argument: str, situation: Situation) -> Outcome:
     settings = replace(last.job.settings, drafter_kind=situation.settings.drafter_kind, costs=situation.settings.costs)
     chosen = [strategy for strategy in bench.runnable(settings) if strategy.drafts]
     findings = _findings(bench, _again(last, bench, settings), chosen, last.target, rate)
-    report = Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, plot=_plot)
+    report = Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, chart=_chart)
     return Outcome(report=report)
 
 
@@ -119,11 +118,12 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _plot(findings: Sequence[Finding], width: int) -> str:
+def _chart(findings: Sequence[Finding]) -> Chart:
     series = {
         label: [row["tokens_per_second"] for row in rows if row["gamma"] is not None] for label, rows in _by_drafter(findings).items()
     }
-    return line_plot(series, title="predicted tokens/s", below="gamma", width=width)
+    ticks = [str(place) for place in range(max(map(len, series.values())))]
+    return Chart(series, "predicted tokens/s", "gamma", ticks)
 
 
 WHATIF = Command("whatif", "", "every gamma from 0 to 16, and auto, on the last prompt: rounds, acceptance, predicted speed", _whatif)

@@ -1,0 +1,26 @@
+"""Pictures of what the screen showed, in its colours: HTML and SVG that need nothing from elsewhere."""
+
+import re
+from collections.abc import Callable
+from io import StringIO
+
+from rich.console import Console
+from rich.text import Text
+
+from utils.printing import Renderer
+
+WIDTH = 110
+TITLE = "speculative decoding, side by side"
+
+
+def picture(show: Callable[[Renderer], None], form: str) -> str:
+    """What `show` puts on a screen of its own, as "html" or "svg"."""
+    drawn = StringIO()
+    console = Console(file=drawn, width=WIDTH, force_terminal=True, color_system="standard", highlight=False, markup=False, emoji=False)
+    show(Renderer(console, console, colour=True))
+    page = Console(file=StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor", highlight=False)
+    page.print(Text.from_ansi(drawn.getvalue()))
+    if form == "html":
+        return page.export_html(inline_styles=True)
+    # The viewer's own fonts: the two that rich names would be fetched from a network.
+    return re.sub(r"@font-face \{.*?\}", "", page.export_svg(title=TITLE), count=2, flags=re.DOTALL)
