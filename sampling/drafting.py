@@ -24,7 +24,8 @@ class Draft:
     """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where that law is one-hot or plays no part in judging.
 
     What else is known of them, for whoever asks why (utils.notes): said, the raw logits (1, V') that each was drawn by; matched, the
-    number of tokens of context that each went by, 0 for none; runners_up, what was entered at every new position besides the text.
+    number of tokens of context that each went by, 0 for none; runners_up, what was entered at every new position besides the text;
+    unsent, how many more were worked out and not proposed.
     """
 
     tokens: list[int]
@@ -32,6 +33,7 @@ class Draft:
     said: Sequence[Tensor] = ()
     matched: Sequence[int] = ()
     runners_up: Sequence[Sequence[int]] = ()
+    unsent: int = 0
 
 
 NO_DRAFT = Draft([])
@@ -121,10 +123,11 @@ class ModelDrafter:
             tokens.append(self._draw(laws[-1], start + len(tokens), start))
         self._sent = tokens, marks, computed
         if self._shares_noise or not tokens:
-            return Draft(tokens, said=said)  # drawn with noise that the judge draws with again: p/q on top of it would be biased
+            # Drawn with noise that the judge draws with again: p/q on top of it would be biased.
+            return Draft(tokens, said=said, unsent=computed - len(tokens))
         probs = torch.stack(laws)
         missing = self._vocab_size - self._known
-        return Draft(tokens, pad(probs, (0, missing)) if missing else probs, said)
+        return Draft(tokens, pad(probs, (0, missing)) if missing else probs, said, unsent=computed - len(tokens))
 
     def _draw(self, law: Tensor, position: int, start: int) -> int:
         noise = self._decoding.noise

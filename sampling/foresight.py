@@ -6,7 +6,7 @@ Under greedy and `coupled` the text is the target's whatever is drafted, so roun
 rules they are an estimate, since drafts are then drawn and judged with other noise.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +17,12 @@ from torch import Tensor
 from sampling.drafting import Draft, Drafter, ModelDrafter, Verified, agreed
 from sampling.speculative import speculative_steps
 from sampling.verification import RULES
+from utils.bench import Foreseen
 from utils.bounds import AUTO_GAMMA
 from utils.caching import ModelSession, context_length, model_name
 from utils.decoding import Decoding
 from utils.events import Step
+from utils.laps import Stopwatch, TimedDrafter
 from utils.logits_processor import GreedyProcessor
 from utils.models.heads import Grafted
 from utils.seeding import Noise
@@ -100,8 +102,9 @@ class RecordedDrafter:
         """Nothing to learn."""
 
 
-def foresee(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[tuple[Strategy, int | None, list[Step]]]:
-    """For each strategy that drafts the rounds of every gamma from 0, and of `auto` (None), had the text been these tokens.
+def foresee(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Foreseen:
+    """For each strategy that drafts the rounds of every gamma from 0, and of `auto` (None), had the text been these tokens; with the
+    number of drafts that are worked out for them.
 
     Storages and texts are taken as the job has them, and left so. Raises UserError where a strategy cannot be run.
     """
@@ -113,8 +116,8 @@ def foresee(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iter
         drafts = [] if translated else proposals(job, strategy, text)
         for gamma in range(AUTO_GAMMA + 1):
             told = _drafter(job, strategy, gamma) if translated else RecordedDrafter(drafts, len(text.context))
-            yield strategy, gamma, _run(job, text, told, gamma)
-        yield strategy, None, _run(job, text, _drafter(job, strategy, None), AUTO_GAMMA)
+            yield strategy, gamma, *_run(job, text, told, gamma)
+        yield strategy, None, *_run(job, text, _drafter(job, strategy, None), AUTO_GAMMA)
 
 
 @torch.no_grad()
@@ -169,9 +172,12 @@ def _drafter(job: Job, strategy: Strategy, gamma: int | None) -> Drafter:
     return drafter
 
 
-def _run(job: Job, text: Text, drafter: Drafter, gamma: int) -> list[Step]:
+def _run(job: Job, text: Text, drafter: Drafter, gamma: int) -> tuple[list[Step], int]:
     told = job.decoding
     most = told.max_new if text.tokens[-1] in told.end_ids else len(text.tokens)  # as many were asked for, where the text did not end
     decoding = Decoding(GreedyProcessor(), most, told.end_ids, told.noise)  # the laws are not looked at
     target = ReadSession(text, job.pair.target)
-    return list(speculative_steps(text.prompt, drafter, target, decoding, gamma=gamma, rule=ByText(text.tokens)))
+    watch = Stopwatch()
+    drafts = TimedDrafter(drafter, watch)
+    steps = list(speculative_steps(text.prompt, drafts, target, decoding, gamma=gamma, rule=ByText(text.tokens)))
+    return steps, watch.read(0).drafts

@@ -70,7 +70,7 @@ class TranslatedDrafter:
         drafts = self._translation.said(context, heard, said)[:count] if said else []
         drafts = list(takewhile(lambda token: token < self._vocab_size, drafts))
         self._sent = drafts, [("place", place) for place in range(len(drafts))], len(said)
-        return Draft(drafts)
+        return Draft(drafts, unsent=max(0, len(said) - len(drafts)))
 
     def _likeliest(self, heard: list[int], count: int) -> list[int]:
         same = min(agreed(self._read, heard), len(heard) - 1)

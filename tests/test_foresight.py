@@ -15,6 +15,7 @@ import infer
 from ngram_assisted import NGramStorage
 from sampling.foresight import chained, foresee
 from utils.costs import Costs
+from utils.laps import Stopwatch
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor
 from utils.results import tokens_of
 from utils.settings import Settings
@@ -66,7 +67,7 @@ def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Sett
     text = tokens_of(strategy_of("lookup", pair(kind)).steps(fresh(kind, replace(settings, gamma=0))))
     words = [word for word in WORDS if kind != "t5" or word != "layers:1"]
     chosen = [strategy_of(word, pair(kind)) for word in words]
-    told = {(row.drafter_kind(pair(kind)), gamma): rounds(steps) for row, gamma, steps in foresee(fresh(kind, settings), chosen, text)}
+    told = {(row.drafter_kind(pair(kind)), gamma): rounds(steps) for row, gamma, steps, _ in foresee(fresh(kind, settings), chosen, text)}
     assert len(told) == 18 * len(chosen)
     for row in chosen:
         for gamma in (0, 1, 2, 4, 7, 16, None):
@@ -77,6 +78,21 @@ def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Sett
     assert kind == "head" or (stood["model"] > 9 and sum(map(bool, stood.values())) > 1), stood
 
 
+def test_drafts_that_are_worked_out_are_counted_as_in_real_runs() -> None:
+    dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.steps)
+    settings = Settings(length=24, costs=dear, processor=MultinomialProcessor(0.8), verify="coupled", seed=3)
+    text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
+    chosen = [strategy_of(word, pair("model")) for word in WORDS]
+    unsent = 0
+    for row, gamma, steps, drafts in foresee(fresh("model", settings), chosen, text):
+        if gamma in (3, None):
+            watch = Stopwatch()
+            real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), stopwatch=watch)))
+            assert drafts == watch.read(0).drafts and rounds(steps) == rounds(real), (row.name, gamma)
+            unsent += drafts - sum(len(step.drafted) for step in real)
+    assert unsent > 0, "auto works out drafts that it does not send"
+
+
 def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
     settings = Settings(length=40, costs=COSTS)
     whole = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
@@ -85,7 +101,7 @@ def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
     for word in ("loaded", "ngram", "suffix"):
         row = strategy_of(word, ends)
         job = replace(fresh("model", settings), pair=ends)
-        for _, gamma, steps in foresee(job, [row], text):
+        for _, gamma, steps, _ in foresee(job, [row], text):
             real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
             assert rounds(steps) == rounds(real), (word, gamma)
 
@@ -96,7 +112,7 @@ def test_what_a_session_has_kept_is_used_and_left_as_it_was() -> None:
     rows = [strategy_of(word, pair("model")) for word in ("suffix", "ngram")]
     text = tokens_of(rows[0].steps(job))
     before = (dict(job.kept.texts)["suffix"].size, len(job.storage))
-    told = {(row.name, gamma): rounds(steps) for row, gamma, steps in foresee(job, rows, text)}
+    told = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in foresee(job, rows, text)}
     assert (job.kept.texts["suffix"].size, len(job.storage)) == before
     assert told[rows[0].name, 3] == rounds(rows[0].steps(job)), "the text has been said before by now"
     assert sum(accepted for _, accepted, _ in told[rows[0].name, 3]) > 8
@@ -120,6 +136,6 @@ def test_other_tokenizers_are_told_too() -> None:
     row, settings = strategy_of("loaded", translated), Settings(length=10, costs=COSTS)
     job = replace(fresh("model", settings), pair=translated, storage=NGramStorage(3, 300))
     text = tokens_of(row.steps(replace(job, settings=replace(settings, gamma=0))))
-    for _, gamma, steps in foresee(job, [row], text):
+    for _, gamma, steps, _ in foresee(job, [row], text):
         if gamma in (None, 0, 1, 4):
             assert rounds(steps) == rounds(row.steps(replace(job, settings=replace(settings, gamma=gamma)))), gamma

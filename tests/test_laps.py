@@ -57,7 +57,7 @@ def test_each_second_lands_where_it_was_spent() -> None:
     decoding = Decoding.of(SlowProcessor(), 3, end_ids=None, seed=1)
     drafter, target = TimedDrafter(SlowDrafter(), watch), TimedSession(SlowSession(tiny_llama()), watch)
     run = collect(speculative_steps([5, 6, 7], drafter, target, decoding, gamma=2), clock=CLOCK, stopwatch=watch)
-    assert run.laps[0] == Lap(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5) and run.laps[0].other == 0.5
+    assert run.laps[0] == Lap(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2) and run.laps[0].other == 0.5
     assert sum(lap.whole for lap in run.laps) == run.seconds and len(run.laps) == len(run.steps)
     assert all(lap.drafting == 2 * len(step.drafted) + 0.25 for step, lap in list(zip(run.steps, run.laps, strict=True))[1:])
 

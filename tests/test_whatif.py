@@ -73,7 +73,7 @@ def test_times_are_those_of_plain_steps_and_the_table_of_costs() -> None:
     rate = Rate.of(run)
     assert (rate.start, rate.step) == (0.5, 0.5)
     rounds = [Step((1, 2), 1, 3), Step((), 0, 4), Step((5,), 1, 6)]
-    assert rate.seconds(rounds, Costs((0.1, 0.3)), 0.25) == pytest.approx(0.5 + 0.5 * (3 + 0.3 + 0.1 + 3 * 0.25))
+    assert rate.seconds(rounds, Costs((0.1, 0.3)), 3 * 0.25) == pytest.approx(0.5 + 0.5 * (3 + 0.3 + 0.1 + 3 * 0.25))
 
 
 def test_a_plot_is_plain_text_as_wide_as_it_may_be() -> None:

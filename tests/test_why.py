@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ COSTS = Costs((0.1, 0.2, 0.3))
 def generation(rounds: list[tuple[int, int]], lap: Lap) -> Generation:
     """By (drafted, accepted) of each round."""
     steps = tuple(Step(tuple(range(drafted)), accepted, 9) for drafted, accepted in rounds)
-    return Generation(steps, 10.0, 1.0, FinishReason.LENGTH, (lap,) * len(steps))
+    return Generation(steps, 10.0, 1.0, FinishReason.LENGTH, tuple(replace(lap, drafts=drafted) for drafted, _ in rounds))
 
 
 def test_the_account_of_a_run() -> None:
@@ -29,6 +30,8 @@ def test_the_account_of_a_run() -> None:
     assert (account.tokens, account.forwards, account.drafting) == (7, 3, 5 * 0.25)
     assert account.windows == pytest.approx(0.2 + 0.0 + 0.3) and account.other == 0.25
     assert account.steps == pytest.approx(3 + 0.5 + 1.25)
+    unsent = replace(run, laps=tuple(replace(lap, drafts=lap.drafts + 1) for lap in run.laps))
+    assert Account.of(unsent, COSTS, 0.25).drafting == 8 * 0.25, "drafts that were not proposed took their time too"
 
 
 @pytest.mark.parametrize(

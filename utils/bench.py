@@ -64,14 +64,15 @@ class Memory:
     kept: Kept = field(default_factory=Kept)
 
 
-Foreseen = Iterator[tuple[Strategy, int | None, list[Step]]]
+Foreseen = Iterator[tuple[Strategy, int | None, list[Step], int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
     """What can be learnt from drafters without a run.
 
-    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text.
+    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text, and
+    how many drafts are worked out for them.
     """
 
     draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0

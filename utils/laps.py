@@ -15,11 +15,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds of one round: drafting (what the drafter does after it among it), verifying (the target's forward), and all of it."""
+    """Seconds of one round: drafting (what the drafter does after it among it), verifying (the target's forward), and all of it.
+
+    drafts: how many were worked out, those that were not proposed among them.
+    """
 
     drafting: float
     verifying: float
     whole: float
+    drafts: int = 0
 
     @property
     def other(self) -> float:
@@ -33,6 +37,7 @@ class Stopwatch:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._drafting = self._verifying = 0.0
+        self._drafts = 0
 
     def drafts(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Do a drafter's work."""
@@ -41,6 +46,10 @@ class Stopwatch:
             return work(*arguments)
         finally:
             self._drafting += self._clock() - began
+
+    def counts(self, draft: Any) -> None:
+        """Count the drafts of a round."""
+        self._drafts += len(draft.tokens) + draft.unsent
 
     def verifies(self, session: Any, context: list[int], keep: int) -> Tensor:
         """Have the target compute."""
@@ -55,8 +64,8 @@ class Stopwatch:
 
     def read(self, whole: float) -> Lap:
         """A round that took so long as a whole."""
-        lap = Lap(self._drafting, self._verifying, whole)
-        self._drafting = self._verifying = 0.0
+        lap = Lap(self._drafting, self._verifying, whole, self._drafts)
+        self._drafting, self._verifying, self._drafts = 0.0, 0.0, 0
         return lap
 
 
@@ -70,7 +79,9 @@ class TimedDrafter:
         self._watch.drafts(self._drafter.begin, prompt, context)
 
     def propose(self, context: list[int], count: int) -> Any:
-        return self._watch.drafts(self._drafter.propose, context, count)
+        draft = self._watch.drafts(self._drafter.propose, context, count)
+        self._watch.counts(draft)
+        return draft
 
     def commit(self, context: list[int], verified: Any) -> None:
         self._watch.drafts(self._drafter.commit, context, verified)

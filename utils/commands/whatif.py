@@ -37,9 +37,9 @@ class Rate:
         step = (run.seconds - run.first_seconds) / (len(run.steps) - 1)
         return cls(max(0.0, run.first_seconds - step), step)
 
-    def seconds(self, steps: Sequence[Step], costs: Costs, draft: float) -> float:
-        """Of rounds that cost what the table says, a draft `draft` plain steps."""
-        return self.start + self.step * sum(1 + costs.window(len(step.drafted)) + draft * len(step.drafted) for step in steps)
+    def seconds(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
+        """Of rounds that cost what the table says, all their drafts `drafting` plain steps."""
+        return self.start + self.step * (drafting + sum(1 + costs.window(len(step.drafted)) for step in steps))
 
 
 def _whatif(argument: str, situation: Situation) -> Outcome:
@@ -63,9 +63,9 @@ def _again(last: Last, bench: Bench, settings: Settings) -> Job:
 def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:
     yield Progress(f"reading {len(target.tokens)} tokens of the target's, and having {len(chosen)} drafters read along ...")
     costs, plain = job.settings.costs or Costs(), len(target.tokens) / (rate.start + rate.step * len(target.tokens))
-    for strategy, gamma, steps in bench.probes.foresee(job, chosen, target.tokens):
+    for strategy, gamma, steps, drafts in bench.probes.foresee(job, chosen, target.tokens):
         label = str(strategy.drafter_kind(job.pair))
-        seconds = rate.seconds(steps, costs, costs.step(label))
+        seconds = rate.seconds(steps, costs, drafts * costs.step(label))
         yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=_is_exact(strategy, job))
 
 

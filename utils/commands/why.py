@@ -44,7 +44,7 @@ class Account:
             len(run.tokens),
             run.target_forwards,
             sum(costs.window(len(step.drafted)) for step in run.steps),
-            draft * run.drafted,
+            draft * sum(lap.drafts for lap in run.laps),
             max(0.0, 1 - inside / whole) if whole else 0.0,
         )
 
@@ -80,7 +80,7 @@ def _finding(compared: Compared, last: Last, costs: Costs, rate: Rate) -> Findin
     strategy, run, comparison = compared
     draft = costs.step(strategy.drafter_kind(last.job.pair))
     account = Account.of(run, costs, draft)
-    predicted = (rate.start + rate.step * account.tokens) / rate.seconds(run.steps, costs, draft)
+    predicted = (rate.start + rate.step * account.tokens) / rate.seconds(run.steps, costs, account.drafting)
     drafting, verifying, whole = (sum(parts) for parts in zip(*((lap.drafting, lap.verifying, lap.whole) for lap in run.laps), strict=True))
     places = [accepted / tried for accepted, tried in run.accepted_by_position if tried]
     best, gain = _best(places, costs, draft)
