@@ -78,9 +78,10 @@ def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Sett
     assert kind == "head" or (stood["model"] > 9 and sum(map(bool, stood.values())) > 1), stood
 
 
-def test_drafts_that_are_worked_out_are_counted_as_in_real_runs() -> None:
+@pytest.mark.parametrize("drawn", [{}, {"processor": MultinomialProcessor(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"])
+def test_drafts_that_are_worked_out_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
     dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.steps)
-    settings = Settings(length=24, costs=dear, processor=MultinomialProcessor(0.8), verify="coupled", seed=3)
+    settings = Settings(length=24, costs=dear, **drawn)
     text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     chosen = [strategy_of(word, pair("model")) for word in WORDS]
     unsent = 0
