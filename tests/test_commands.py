@@ -46,6 +46,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         "cache": True,
         "chat": True,
         "system": "default",
+        "turns": False,
         "special": False,
         "ngram_storage": "basic 3",
         "ngram_limit": 1_000_000,

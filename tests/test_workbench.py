@@ -15,6 +15,8 @@ FIELDS = [
     "schema",
     "record",
     "prompt",
+    "turn",
+    "history",
     "strategy",
     "drafter_kind",
     "text",

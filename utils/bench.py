@@ -4,31 +4,47 @@ The workbench runs prompts on it; commands that run models (utils.commands) are 
 settings.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from utils.conversation import Conversations, Turn, Turns, own_since
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
 from utils.events import Step
 from utils.models.prompting import prompt_ids
 from utils.reports import Finding, Report
-from utils.results import Comparison, Generation
+from utils.results import Comparison, Generation, compare
 from utils.settings import Settings
 from utils.strategies import DrafterKind, Job, Kept, Strategy
+from utils.text import decode
 
+Asked = tuple[Strategy, Job]
 Compared = tuple[Strategy, Generation, Comparison]
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What the last prompt came to: its text as it was sent, what was run, and how the runs compare."""
+    """What the last prompt came to: its text as it was sent, what was run, and how the runs compare.
+
+    job: the target's, or where the target was off the first strategy's. jobs: each strategy's own, by its name.
+    """
 
     text: str
     job: Job
     compared: tuple[Compared, ...]
+    jobs: Mapping[str, Job]
+
+    @classmethod
+    def of(cls, text: str, asked: Sequence[Asked], results: Sequence[tuple[Strategy, Generation]]) -> "Last":
+        """Compare what came of what was asked, in so far as it was the same."""
+        jobs = {strategy.name: job for strategy, job in asked}
+        job = next((job for strategy, job in asked if strategy.is_baseline), asked[0][1])
+        target = next((run for strategy, run in results if strategy.is_baseline), None)
+        compared = ((strategy, run, compare(run, target, alike=jobs[strategy.name].is_like(job))) for strategy, run in results)
+        return cls(text, job, tuple(compared), jobs)
 
     @property
     def target(self) -> Generation | None:
@@ -54,7 +70,7 @@ class Memory:
     """last: the last prompt's runs. found: what a report said since, and whether it was finished.
     rounding: how far windows of another width were seen to move the target's logits.
 
-    storage: the session's n-gram storage. kept: what other drafters keep.
+    storage: the session's n-gram storage. kept: what other drafters keep. conversations: what was said, where turns are kept.
     """
 
     last: Last | None = None
@@ -62,6 +78,7 @@ class Memory:
     rounding: float = 0.0
     storage: Any = None
     kept: Kept = field(default_factory=Kept)
+    conversations: Conversations = field(default_factory=Conversations)
 
 
 Foreseen = Iterator[tuple[Strategy, int | None, list[Step], int]]
@@ -116,9 +133,25 @@ class Bench:
         """The target alone."""
         return next(strategy for strategy in self.strategies if strategy.is_baseline)
 
-    def ids(self, text: str, settings: Settings) -> list[int]:
-        """The prompt ids of a text. Raises UserError where it gives none."""
-        return prompt_ids(self.pair.tokenizer, text, chat=settings.chat, system=settings.system, special=settings.special)
+    def ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
+        """The prompt ids of a text behind what was said before. Raises UserError where it gives none."""
+        tokenizer, special = self.pair.tokenizer, settings.special
+        return prompt_ids(tokenizer, text, chat=settings.chat, system=settings.system, special=special, history=history)
+
+    def asked(self, text: str, settings: Settings, chosen: Sequence[Strategy]) -> list[Asked]:
+        """A prompt for each strategy, behind its own conversation where turns are kept; all share the session's storage."""
+        said, baseline = self.memory.conversations, self.baseline.name
+        histories = [said.of(strategy.name, baseline) if settings.keeps_turns else () for strategy in chosen]
+        ids = {history: self.ids(text, settings, history) for history in dict.fromkeys(histories)}
+        job = Job([], self.pair, settings, self.memory.storage, kept=self.memory.kept)
+        return [(strategy, replace(job, prompt=ids[history], history=history)) for strategy, history in zip(chosen, histories, strict=True)]
+
+    def keep_turn(self) -> None:
+        """The last prompt and its answers become part of the conversations."""
+        last = self.last()
+        for strategy, run, _ in last.compared:
+            turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
+            self.memory.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
 
     def compute(self, settings: Settings) -> None:
         """Have the engine compute as the settings say. Raises UserError where it cannot; all is then as it was."""
@@ -130,14 +163,20 @@ class Bench:
         """An empty n-gram storage."""
         return self.storages.make(settings, self.vocabulary)
 
-    def job(self, prompt: list[int], settings: Settings) -> Job:
+    def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job of its own: no storage, text or session is shared with another; what was cut out of the target is cut once."""
-        return Job(prompt, self.pair, settings, self.new_storage(settings), kept=Kept(models=self.memory.kept.models))
+        return Job(prompt, self.pair, settings, self.new_storage(settings), kept=Kept(models=self.memory.kept.models), history=history)
 
 
 def unlike_target(last: Last) -> list[tuple[Strategy, Generation]]:
     """The runs whose text should be the target's own, and is not."""
     return [(strategy, run) for strategy, run, comparison in last.compared if strategy.lossless and comparison.same is False]
+
+
+def own_conversations(last: Last) -> list[tuple[Strategy, int]]:
+    """The strategies that were asked something else than the target, and since which turn."""
+    jobs = [(strategy, last.jobs[strategy.name]) for strategy, _, _ in last.compared if last.target is not None]
+    return [(strategy, own_since(job.history, last.job.history)) for strategy, job in jobs if not job.is_like(last.job)]
 
 
 def divergence_of(last: Last, strategy: Strategy, run: Generation, rounding: float) -> Divergence:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from utils.errors import UserError
+from utils.errors import NoRoom, UserError
 from utils.growing_cache import growing_cache
 from utils.recurrent import Retreat, check_fitness, is_recurrent
 from utils.token_rules import TokenRules
@@ -241,7 +241,7 @@ class ModelSession:
         # The answer of an encoder-decoder model has a context of its own.
         most = self.context_length - (0 if self.model.config.is_encoder_decoder else 1)
         if length > most:
-            raise UserError(
+            raise NoRoom(
                 f"The prompt has {length} tokens; {self.name} has a context of {self.context_length}, so a prompt may have at most {most}."
             )
 

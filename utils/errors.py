@@ -11,6 +11,10 @@ class UserError(ValueError):
     """Bad input or an unusable model, explained in one sentence."""
 
 
+class NoRoom(UserError):
+    """A prompt that is longer than a model's context."""
+
+
 def one_of(name: str, names: tuple[str, ...], what: str) -> str:
     """`name` if it is among `names`; otherwise UserError with the nearest and all of them."""
     if name in names:

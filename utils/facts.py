@@ -23,10 +23,12 @@ def facts_of(pair: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
-def status_of(pair: Any, settings: Settings, last: Last | None) -> str:
-    """The pair, what matters most of the settings, the engine and the last speeds, in one line."""
+def status_of(pair: Any, settings: Settings, last: Last | None, turns: int = 0) -> str:
+    """The pair, what matters most of the settings, the engine, how many turns were said and the last speeds, in one line."""
     told = [f"{name} {shown(settings, entry)}" for name, entry in setting_fields().items() if name in ("gamma", "processor", "verify")]
     runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in last.compared] if last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
-    parts = [f"{pair.target_name} + {pair.drafter_name or 'no drafter'}", *told, pair.engine.state.kind, speeds and f"tokens/s: {speeds}"]
+    said = f"turn {turns}" if turns and settings.keeps_turns else ""
+    parts = [f"{pair.target_name} + {pair.drafter_name or 'no drafter'}", *told, pair.engine.state.kind, said]
+    parts.append(speeds and f"tokens/s: {speeds}")
     return " | ".join(filter(None, parts))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.bench import Compared, Last
+from utils.conversation import messages_of
 from utils.divergence import Divergence
 from utils.errors import UserError
 from utils.reports import Finding, Report
@@ -33,11 +34,14 @@ def generation_records(last: Last, divergences: Mapping[str, Divergence]) -> lis
 
 
 def _generation(last: Last, compared: Compared, divergence: Divergence | None) -> dict[str, Any]:
-    job, (strategy, run, comparison) = last.job, compared
+    strategy, run, comparison = compared
+    job = last.jobs[strategy.name]
     return {
         "schema": SCHEMA,
         "record": "generation",
         "prompt": last.text,
+        "turn": job.turn,
+        "history": messages_of(job.history),
         "strategy": strategy.name,
         "drafter_kind": strategy.drafter_kind(job.pair),
         "text": decode(job.pair.tokenizer, run.tokens),

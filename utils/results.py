@@ -146,17 +146,22 @@ def collect(
     return Generation(tuple(made), seconds, first, finish, tuple(laps), tuple(notes) if notebook else ())
 
 
-def compare(run: Generation, target: Generation | None) -> Comparison:
-    """A run against the target's run; nothing is claimed where that is missing or either was interrupted."""
+def compare(run: Generation, target: Generation | None, *, alike: bool = True) -> Comparison:
+    """A run against the target's run; nothing is claimed where that is missing or either was interrupted.
+
+    alike: whether both were asked the same; where not, speeds alone are compared.
+    """
     if target is None:
         return Comparison()
     if run is target:
         return Comparison(speedup=1.0, same=True)
     if FinishReason.INTERRUPTED in (run.finish, target.finish):
         return Comparison()
-    difference = first_difference(run.tokens, target.tokens)
     ours, theirs = run.tokens_per_second, target.tokens_per_second
     speedup = ours / theirs if ours is not None and theirs else None
+    if not alike:
+        return Comparison(speedup=speedup)
+    difference = first_difference(run.tokens, target.tokens)
     return Comparison(speedup=speedup, same=difference is None, first_difference=difference)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from enum import Enum, auto
 from traceback import clear_frames
 
-from utils.bench import Bench, Last, divergence_of, unlike_target
+from utils.bench import Asked, Bench, Last, divergence_of, own_conversations, unlike_target
+from utils.conversation import advised
 from utils.divergence import Divergence
 from utils.errors import UserError
 from utils.events import FinishReason
@@ -20,7 +21,7 @@ from utils.printing import Renderer
 from utils.processes import end_if_together
 from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
-from utils.results import Generation, collect, compare
+from utils.results import Generation, collect
 from utils.run_view import RunView, show_report
 from utils.seeding import fix_seeds
 from utils.strategies import Job, Strategy
@@ -57,27 +58,26 @@ class Runner:
     def __init__(self, bench: Bench, renderer: Renderer, records: RecordFile | None) -> None:
         self._bench, self._renderer, self._records = bench, renderer, records
 
-    def prompt(self, text: str, job: Job, chosen: Sequence[Strategy]) -> Verdict:
-        """Run the chosen strategies one after the other from the same seed, and compare them."""
+    def prompt(self, text: str, asked: Sequence[Asked]) -> Verdict:
+        """Run the strategies that are asked one after the other from the same seed, and compare them."""
         results: list[Result] = []
-        interrupted = self._run_all(chosen, job, results)
-        target = next((run for strategy, run in results if strategy.is_baseline), None)
-        last = Last(text, job, tuple((strategy, run, compare(run, target)) for strategy, run in results))
+        interrupted = self._run_all(asked, results)
+        last = Last.of(text, asked, results)
         self._bench.memory.last, self._bench.memory.found = last, None
         self._compare(last, explained=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
-        return Verdict.DONE if len(results) == len(chosen) else Verdict.FAILED
+        return Verdict.DONE if len(results) == len(asked) else Verdict.FAILED
 
-    def _run_all(self, strategies: Sequence[Strategy], job: Job, results: list[Result]) -> bool:
+    def _run_all(self, asked: Sequence[Asked], results: list[Result]) -> bool:
         """Each run is added to `results`; whether Ctrl-C ended it. A run that fails says why."""
         try:
-            for strategy in strategies:
+            for strategy, job in asked:
                 fix_seeds(job.settings.seed)
                 try:
                     run = self._shown(strategy, job)
                 except Exception as error:
-                    explain_error(self._renderer, error)
+                    explain_error(self._renderer, advised(error, job.history))
                     continue
                 results.append((strategy, run))
                 if run.finish is FinishReason.INTERRUPTED:
@@ -103,6 +103,8 @@ class Runner:
         try:
             if last.compared:
                 self._renderer.comparison(last.compared)
+            for strategy, turn in own_conversations(last) if explained else ():
+                self._renderer.result(f"{strategy.name}: its conversation is its own since turn {turn}; its text is not compared")
             for strategy, run in unlike_target(last) if explained else ():
                 causes[strategy.name] = divergence = divergence_of(last, strategy, run, self._bench.memory.rounding)
                 self._renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)

@@ -66,6 +66,7 @@ class Settings:
     cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")
+    turns: bool = _setting(False, Toggle(), "go on with the conversation: every strategy keeps its own", needs="chat")
     special: bool = _setting(False, Toggle(), "read the names of special tokens in a prompt, such as <|im_end|>, as those tokens")
     ngram_storage: StorageSpec = _setting(
         StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
@@ -83,6 +84,11 @@ class Settings:
     def most_drafts(self) -> int:
         """Of a round."""
         return AUTO_GAMMA if self.gamma is None else self.gamma
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether prompts go on with a conversation."""
+        return self.turns and self.chat
 
 
 def setting_fields() -> dict[str, Field[Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from utils.bounds import LOADED
 from utils.caching import ModelSession
+from utils.conversation import Turns
 from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
@@ -35,7 +36,7 @@ class Job:
 
     drafter: the kind of drafter, a word of /drafter_kind. kept: what drafters keep between prompts. read: where many runs of one prompt
     share what its prefill computed: the sessions that have read it, filled as they are asked for. stopwatch: what the run is timed by.
-    notebook: what takes notes of its drafts.
+    notebook: what takes notes of its drafts. history: the conversation that the prompt ids begin with.
     """
 
     prompt: list[int]
@@ -47,11 +48,21 @@ class Job:
     read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
     stopwatch: Stopwatch | None = None
     notebook: Notebook | None = None
+    history: Turns = ()
+
+    @property
+    def turn(self) -> int:
+        """Which answer of its conversation this is, from 0."""
+        return len(self.history)
+
+    def is_like(self, other: "Job") -> bool:
+        """Whether both ask the same with the same noise, so that their texts can be compared."""
+        return (self.prompt, self.turn) == (other.prompt, other.turn)
 
     @property
     def decoding(self) -> Decoding:
         """What to draw from, with which noise, and when to stop."""
-        return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, Noise(self.settings.seed))
+        return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, Noise(self.settings.seed, self.turn))
 
     def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
         """A session of its own over the pair's "target" or "drafter", which keeps the hidden states that `features` names.

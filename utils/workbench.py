@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from utils import preparing
-from utils.bench import Bench, Probes, StorageTools
+from utils.bench import Asked, Bench, Probes, StorageTools
 from utils.bounds import LOADED
 from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
-from utils.errors import UserError
+from utils.conversation import advised, counted
+from utils.errors import NoRoom, UserError
 from utils.facts import facts_of, status_of
 from utils.freed_memory import give_back_memory
 from utils.kinds import Limits
@@ -29,12 +30,13 @@ from utils.printing import Renderer
 from utils.records import RecordFile
 from utils.runner import Runner, Verdict, explain_error
 from utils.settings import Settings, fitted, setting_fields, shown
-from utils.strategies import Job, Strategy
+from utils.strategies import Strategy
 from utils.text import encodable, unescaped
 
 FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
 MOST_NESTED = 8
 PREPARING = "preparing and testing the engine ({}) ..."
+NOT_KEPT = "This turn is no part of the conversation: not every strategy has finished it."
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
 
 
@@ -95,7 +97,7 @@ class Workbench:
         assert self._tools.load is not None
         before, threads = (self._pair, self._limits, self._bench, self._runner, self.settings), torch.get_num_threads()
         pair = self._tools.load(request, self._renderer.note)
-        kept = bool(self._bench.memory.storage) and not self.settings.reset_in_between
+        kept, turns = bool(self._bench.memory.storage) and not self.settings.reset_in_between, len(self._bench.memory.conversations)
         try:
             self._renderer.note(PREPARING.format(self.settings.engine))
             kinds = drafters_left(self.settings.drafter_kind, pair)
@@ -107,6 +109,8 @@ class Workbench:
             raise
         if kept:
             self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
+        if turns:
+            self._renderer.note(f"The conversation begins anew: {counted(turns)} with the old models forgotten.")
         self._past.clear()  # costs and kinds of drafters were the old pair's
         del before
         give_back_memory()
@@ -172,6 +176,8 @@ class Workbench:
             self._renderer.clear()
         if outcome.action is Action.UNDO:
             self._undo()
+        if outcome.action is Action.RESET:
+            self._bench.memory.conversations.forget()
         if outcome.lines:
             return self._run(outcome.lines)
         if outcome.prompt is not None:
@@ -210,7 +216,8 @@ class Workbench:
 
     def status(self) -> str:
         """The state of things in one line."""
-        return status_of(self._pair, self.settings, self._bench.memory.last)
+        memory = self._bench.memory
+        return status_of(self._pair, self.settings, memory.last, len(memory.conversations))
 
     def _change(self, settings: Settings) -> None:
         if settings.drafter_kind != self.settings.drafter_kind:
@@ -225,6 +232,9 @@ class Workbench:
         if settings.costs is None:
             with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
                 settings = measured(self._bench, settings)
+        if not settings.turns and (said := self._bench.memory.conversations):
+            self._renderer.note(f"The conversation is over: {counted(len(said))} forgotten.")
+            said.forget()
         self.settings = settings
 
     def _allowed(self, settings: Settings) -> Settings:
@@ -232,25 +242,43 @@ class Workbench:
 
     def _prompt(self, text: str) -> Verdict:
         text = encodable(text)
-        ids = self._bench.ids(text, self.settings)
-        ModelSession(self._pair.target, use_cache=False).begin(ids)  # an unusable prompt is refused once, not by every strategy
-        chosen = self._chosen(len(ids))
+        asked = self._bench.asked(text, self.settings, self._chosen())
+        self._check(asked)
         if self.settings.reset_in_between:
             self._bench.memory.storage.reset()
             self._bench.memory.kept.texts.clear()
         if not self._tools.interactive:
             self._renderer.prompt(text)
-        memory = self._bench.memory
-        job = Job(prompt=ids, pair=self._pair, settings=self.settings, storage=memory.storage, kept=memory.kept)
-        return self._runner.prompt(text, job, chosen)
+        return self._turn(text, asked) if self.settings.keeps_turns else self._runner.prompt(text, asked)
 
-    def _chosen(self, prompt_tokens: int) -> list[Strategy]:
-        """The strategies that are on and can run; a note for each reason to draft nothing."""
+    def _turn(self, text: str, asked: Sequence[Asked]) -> Verdict:
+        """A prompt that goes on with the conversations, if every strategy finishes it."""
+        verdict = Verdict.FAILED
+        try:
+            verdict = self._runner.prompt(text, asked)
+        finally:
+            if verdict is Verdict.DONE:
+                self._bench.keep_turn()
+            else:
+                self._renderer.note(NOT_KEPT)
+        return verdict
+
+    def _chosen(self) -> list[Strategy]:
+        """The strategies that are on and can run."""
         lacking = [row for row in self._bench.variants(self.settings) if row.needs_drafter and row.is_on(self.settings)]
         if self._pair.drafter is None and lacking:
             self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
-        chosen = self._bench.enabled(self.settings)
-        bound = context_length(self._pair.drafter) if any(strategy.needs_drafter for strategy in chosen) else None
-        if bound is not None and prompt_tokens >= bound:
-            self._renderer.note(f"The prompt has {prompt_tokens} tokens and the drafter a context of {bound}: it will draft nothing.")
-        return chosen
+        return self._bench.enabled(self.settings)
+
+    def _check(self, asked: Sequence[Asked]) -> None:
+        """An unusable prompt is refused once, not by every strategy; one that is too long for the drafter gets a note."""
+        session = ModelSession(self._pair.target, use_cache=False)
+        for _, job in asked:
+            try:
+                session.begin(job.prompt)
+            except NoRoom as error:
+                raise advised(error, job.history) from error
+        longest = max((len(job.prompt) for strategy, job in asked if strategy.needs_drafter), default=0)
+        bound = context_length(self._pair.drafter) if longest else None
+        if bound is not None and longest >= bound:
+            self._renderer.note(f"The prompt has {longest} tokens and the drafter a context of {bound}: it will draft nothing.")

@@ -1,6 +1,7 @@
 """Slash commands: a registry, and the commands by group. `default_registry` is the set the program starts with."""
 
 from utils.commands.audit import AUDIT
+from utils.commands.conversation import RESET
 from utils.commands.divergence import DIVERGENCE
 from utils.commands.explain import COLUMNS, EXPLAIN
 from utils.commands.export import EXPORT
@@ -21,4 +22,4 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
     checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, EXPORT)
-    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, *FILE_COMMANDS, *SESSION_COMMANDS])
+    return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, RESET, *FILE_COMMANDS, *SESSION_COMMANDS])

@@ -22,7 +22,7 @@ from utils.reports import Finding, Progress, Report
 from utils.results import tokens_of
 from utils.rounding import Spread, by_width
 from utils.seeding import fix_seeds
-from utils.settings import Settings, setting_fields, shown
+from utils.settings import setting_fields, shown
 from utils.strategies import Job, Strategy
 
 TRIALS, MOST_TRIALS = 10, 10_000
@@ -39,25 +39,26 @@ def _audit(argument: str, situation: Situation) -> Outcome:
     bench, settings = situation.bench, situation.settings
     bench.enabled(settings)  # at least one
     last = bench.memory.last
-    text, prompt = (last.text, last.job.prompt) if last else (OWN_PROMPT, bench.ids(OWN_PROMPT, settings))
-    findings = _findings(bench, settings, prompt, trials)
+    short = replace(settings, length=min(settings.length, ANSWER))
+    text, prompt, history = (last.text, last.job.prompt, last.job.history) if last else (OWN_PROMPT, bench.ids(OWN_PROMPT, settings), ())
+    findings = _findings(bench, bench.job(prompt, short, history), trials)
     return Outcome(report=Report("audit", text, settings, HEADINGS, findings, partial(_conclusion, bench.pair)))
 
 
-def _findings(bench: Bench, settings: Settings, prompt: list[int], trials: int) -> Iterator[Progress | Finding]:
-    short, source = replace(settings, length=min(settings.length, ANSWER)), Random(settings.seed)
+def _findings(bench: Bench, job: Job, trials: int) -> Iterator[Progress | Finding]:
+    settings, source = job.settings, Random(job.settings.seed)
     strategies = bench.enabled(settings)
-    last = bench.memory.last
-    about = f"the last prompt ({len(prompt)} tokens)" if last else f'"{OWN_PROMPT}"'
+    about = f"the last prompt ({len(job.prompt)} tokens)" if bench.memory.last else f'"{OWN_PROMPT}"'
     yield Progress(f"auditing {about} under {shown(settings, setting_fields()['processor'])}, seed {settings.seed}")
-    runs = f"{trials} x up to {short.length} tokens by {', '.join(strategy.name for strategy in strategies)}"
+    runs = f"{trials} x up to {settings.length} tokens by {', '.join(strategy.name for strategy in strategies)}"
     texts: dict[str, set[tuple[int, ...]]] = {}
     yield Progress(f"repeat: {runs}, all alike ...")
-    yield from _runs("repeat", texts, bench.job(prompt, short), bench, [strategies] * trials)
+    yield from _runs("repeat", texts, job, bench, [strategies] * trials)
     yield Progress(f"order: {runs}, shuffled ...")
     shuffled = [source.sample(strategies, len(strategies)) for _ in range(trials)]
-    yield from _runs("order", texts, bench.job(prompt, short), bench, shuffled)
-    audit = _Audit(bench.job(prompt[:LONGEST_PROMPT], short), trials, source, _context(bench, prompt[:LONGEST_PROMPT], short))
+    yield from _runs("order", texts, job, bench, shuffled)
+    cut = replace(job, prompt=job.prompt[:LONGEST_PROMPT])
+    audit = _Audit(cut, trials, source, _context(bench, cut))
     for mode, versions in (("width", _widths), ("prefix", _prefixes), ("batch", _batches)):
         yield Progress(f"{mode}: {trials} places in {len(audit.context)} tokens ...")
         yield from _logits(mode, bench, audit, versions(audit))
@@ -74,7 +75,8 @@ def _runs(
             for strategy in order:
                 fix_seeds(job.settings.seed)
                 try:
-                    texts.setdefault(strategy.name, set()).add(tuple(tokens_of(strategy.steps(bench.job(job.prompt, job.settings)))))
+                    own = bench.job(job.prompt, job.settings, job.history)
+                    texts.setdefault(strategy.name, set()).add(tuple(tokens_of(strategy.steps(own))))
                 except UserError as error:
                     refused[strategy.name] = str(error)
             done += 1
@@ -87,14 +89,13 @@ def _runs(
             yield Finding((mode, str(done), str(most), "-", "-"), figures)
 
 
-def _context(bench: Bench, prompt: list[int], settings: Settings) -> list[int]:
+def _context(bench: Bench, job: Job) -> list[int]:
     """The prompt and the target's answer as the target's decoder reads them, and the prompt again until the widest window fits."""
-    job = bench.job(prompt, settings)
     session = job.session("target", rewinds=False)
-    context = [*session.begin(prompt), *tokens_of(bench.baseline.steps(job))]
-    room, wanted = session.room(context), 2 * (settings.most_drafts + 1)
+    context = [*session.begin(job.prompt), *tokens_of(bench.baseline.steps(job))]
+    room, wanted = session.room(context), 2 * (job.settings.most_drafts + 1)
     missing = max(0, wanted - len(context))
-    return [*context, *islice(cycle(prompt), missing if room is None else min(missing, room))]
+    return [*context, *islice(cycle(job.prompt), missing if room is None else min(missing, room))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from utils.bench import Last, divergence_of, unlike_target
+from utils.bench import Last, divergence_of, own_conversations, unlike_target
 from utils.commands.registry import Command, Outcome, Situation
 from utils.divergence import Cause, Divergence
 from utils.errors import UserError
@@ -21,6 +21,8 @@ def _divergence(argument: str, situation: Situation) -> Outcome:
     last = situation.bench.last()
     others = [(strategy, comparison) for strategy, _, comparison in last.compared if strategy.lossless and not strategy.is_baseline]
     if all(comparison.same is None for _, comparison in others):
+        if own_conversations(last):
+            raise UserError("there is nothing to compare: the conversations are not the target's own; /reset begins new ones.")
         raise UserError("there is nothing to compare: the last prompt needs finished runs of the target and of another strategy.")
     if not unlike_target(last):
         names = " and ".join(strategy.name for strategy, comparison in others if comparison.same)
@@ -61,7 +63,7 @@ def _replay(last: Last, findings: Sequence[Finding]) -> str:
     rounds = {
         strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
         for strategy, run, _ in last.compared
-        if strategy.drafts
+        if strategy.drafts and last.jobs[strategy.name].is_like(last.job)
     }
     found = [finding.figures for finding in findings]
     return json.dumps({"prompt_ids": last.job.prompt, "divergences": found, "rounds": rounds, "runs": generation_records(last, {})})

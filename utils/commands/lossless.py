@@ -32,17 +32,16 @@ def _lossless(argument: str, situation: Situation) -> Outcome:
     strategies = [strategy for strategy in situation.bench.enabled(settings) if strategy.draws]
     if not strategies:
         raise UserError("no strategy that draws is on; beam search draws nothing. Turn one on, for example with /target on.")
-    findings = _findings(situation.bench, last.job.prompt, settings, strategies, draws)
+    findings = _findings(situation.bench, last.job, settings, strategies, draws)
     return Outcome(report=Report("lossless", last.text, settings, HEADINGS, findings, _conclusion))
 
 
-def _findings(
-    bench: Bench, prompt: list[int], settings: Settings, strategies: Sequence[Strategy], draws: int
-) -> Iterator[Progress | Finding]:
-    laws = _first_laws(bench, prompt, settings)
+def _findings(bench: Bench, last: Job, settings: Settings, strategies: Sequence[Strategy], draws: int) -> Iterator[Progress | Finding]:
+    laws = _first_laws(bench, last.prompt, settings)
+    short = replace(settings, length=settings.most_drafts + 1)
     for strategy in strategies:
         yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
-        job = replace(bench.job(prompt, replace(settings, length=settings.most_drafts + 1)), read={})
+        job = replace(bench.job(last.prompt, short, last.history), read={})
         seen: Counter[int] = Counter()
         try:
             for draw in range(draws):

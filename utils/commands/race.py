@@ -81,7 +81,7 @@ def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strate
 def _run(bench: Bench, last: Last, strategy: Strategy, settings: Settings) -> Generation:
     """A run on a storage of its own. Ctrl-C ends it all."""
     fix_seeds(settings.seed)
-    run = collect(strategy.steps(bench.job(last.job.prompt, settings)))
+    run = collect(strategy.steps(bench.job(last.job.prompt, settings, last.job.history)))
     if run.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
     return run

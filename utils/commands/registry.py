@@ -25,6 +25,7 @@ class Action(Enum):
     CLEAR = auto()
     QUIT = auto()
     UNDO = auto()
+    RESET = auto()
 
 
 @dataclass(frozen=True, slots=True)

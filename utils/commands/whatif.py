@@ -56,7 +56,7 @@ def _whatif(argument: str, situation: Situation) -> Outcome:
 
 def _again(last: Last, bench: Bench, settings: Settings) -> Job:
     """The last prompt as it would be run now."""
-    job = bench.job(last.job.prompt, settings)
+    job = bench.job(last.job.prompt, settings, last.job.history)
     return job if settings.reset_in_between else replace(job, storage=bench.memory.storage, kept=bench.memory.kept)
 
 

@@ -7,12 +7,14 @@ and tokenizing that again would double the first token on many models.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.caching import vocabulary_size
+from utils.conversation import Message, Turn, messages_of
 from utils.errors import UserError
 from utils.models.failures import first_line
 from utils.text import encodable
@@ -47,49 +49,59 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, system: str | None, special: bool = False) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, system: str | None, special: bool = False, history: Sequence[Turn] = ()
+) -> list[int]:
     """The ids to feed for `text`.
 
-    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one. Where `special` is False, the
-    names of special tokens in either are text like any other: nobody ends a turn by writing about how turns end.
+    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one; `history` is what was said
+    before. Where `special` is False, the names of special tokens in any of it are text like any other: nobody, and no model, ends a turn
+    by writing about how turns end.
 
     Raises UserError when the text gives no ids, when there is no chat template, or when the template takes no system prompt.
     """
     # Plain text still gets what the tokenizer itself puts around it, such as a first token.
-    text = encodable(text)
-    names = () if special else _names_in(tokenizer, text + (system or ""))
+    messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
+    names = () if special else _names_in(tokenizer, messages)
     if not chat:
-        ids = tokenizer(text, **({"split_special_tokens": True} if names else {}))["input_ids"]
+        ids = tokenizer(encodable(text), **({"split_special_tokens": True} if names else {}))["input_ids"]
     elif names:
-        ids = _ids_with_names_as_text(tokenizer, text, system, names)
+        ids = _ids_with_names_as_text(tokenizer, messages, names)
     else:
-        ids = _rendered(tokenizer, text, system, return_dict=True)["input_ids"]
+        ids = _rendered(tokenizer, messages, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("The prompt is empty: it gives no tokens, so type at least one character.")
     return list(ids)
 
 
-def _names_in(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, ...]:
-    """The names of special tokens that the text holds, longer ones first."""
+def _messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
+    """The whole conversation, as templates take it."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*opening, *messages_of(history), {"role": "user", "content": text}]
+    return [message | {"content": encodable(message["content"])} for message in messages]
+
+
+def _names_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, ...]:
+    """The names of special tokens that the messages hold, longer ones first."""
     names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    return tuple(sorted((name for name in names if name and name in text), key=len, reverse=True))
+    held = (name for name in names if name and any(name in message["content"] for message in messages))
+    return tuple(sorted(held, key=len, reverse=True))
 
 
-def _ids_with_names_as_text(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None, names: tuple[str, ...]) -> list[int]:
+def _ids_with_names_as_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], names: tuple[str, ...]) -> list[int]:
     """Names go through the template as marks, and are tokenized apart from what the template writes."""
     mark = "NAMEMARK"
-    while mark in text + (system or ""):
+    while any(mark in message["content"] for message in messages):
         mark += "X"
     found: list[str] = []
 
-    def marked(part: str) -> str:
-        def replaced(name: re.Match[str]) -> str:
-            found.append(name[0])
-            return f"{mark}{len(found) - 1}END"
+    def replaced(name: re.Match[str]) -> str:
+        found.append(name[0])
+        return f"{mark}{len(found) - 1}END"
 
-        return re.sub("|".join(map(re.escape, names)), replaced, part)
-
-    rendered: str = _rendered(tokenizer, marked(text), None if system is None else marked(system), tokenize=False)
+    pattern = "|".join(map(re.escape, names))
+    marked = [message | {"content": re.sub(pattern, replaced, message["content"])} for message in messages]
+    rendered: str = _rendered(tokenizer, marked, tokenize=False)
     ids: list[int] = []
     for place, piece in enumerate(re.split(f"{mark}([0-9]+)END", rendered)):
         name = place % 2 == 1
@@ -97,20 +109,24 @@ def _ids_with_names_as_text(tokenizer: PreTrainedTokenizerBase, text: str, syste
     return ids
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None, **options: Any) -> Any:
-    """What the chat template makes of a prompt."""
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
+    """What the chat template makes of a conversation that a prompt ends."""
     if not has_chat_template(tokenizer):
         raise UserError("This model has no chat template: switch it off with /chat off, the prompt is then fed as it stands.")
-    turns = [] if system is None else [{"role": "system", "content": system}]
-    turns.append({"role": "user", "content": text})
     try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except FAILURES as error:
-        if system is None:
-            raise UserError(
-                f"The chat template of this model cannot render the prompt ({first_line(error)}): switch it off with /chat off."
-            ) from error
-        raise UserError(f"The chat template of this model takes no system prompt ({first_line(error)}): use /system default.") from error
+        raise UserError(f"The chat template of this model {_refusal(messages).format(first_line(error))}") from error
+
+
+def _refusal(messages: list[Message]) -> str:
+    """What a template that fails on these messages seems not to take."""
+    roles = [message["role"] for message in messages]
+    if "assistant" in roles:
+        return "cannot render the conversation ({}): begin a new one with /reset, or keep none with /turns off."
+    if "system" in roles:
+        return "takes no system prompt ({}): use /system default."
+    return "cannot render the prompt ({}): switch it off with /chat off."
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
