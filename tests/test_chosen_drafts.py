@@ -7,11 +7,14 @@ Statistics: 3 tokens, joint law of the first four, 3,000 runs; a correct decoder
 from functools import partial
 
 import pytest
+import torch
 from toys import chi_square, decoding, joint_law, opposed, session, toy
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
 from sampling import RULES, ChainDrafter, DraftLength, ModelDrafter, speculative_steps
+from sampling.draft_length import Mark
 from sampling.drafting import Draft
+from utils.caching import ModelSession
 from utils.costs import Costs
 from utils.logits_processor import MultinomialProcessor
 from utils.results import tokens_of
@@ -77,3 +80,42 @@ def test_rounds_are_of_all_lengths():
         rounds = speculative_steps([START], chosen(plan), session(TARGET), plan, gamma=GAMMA)
         seen |= {len(step.drafted) for step in rounds}
     assert seen >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_drafts_that_were_worked_out_and_not_sent_are_told(shares: bool) -> None:
+    forwards: list[int] = []
+
+    class Counted(ModelSession):
+        def feed(self, context: list[int], keep: int) -> torch.Tensor:
+            forwards.append(1)
+            return super().feed(context, keep)
+
+    class Strict(DraftLength):
+        """Of the three that it works out in a round it sends 0, 1 or 2 in turns."""
+
+        rounds = 0
+
+        def goes_on(self, marks: list[Mark]) -> bool:
+            self.rounds += not marks
+            return True
+
+        def sends(self, marks: list[Mark]) -> bool:
+            return len(marks) <= self.rounds % 3
+
+    told = decoding(30, processor=MultinomialProcessor(1.0))
+    drafter = ModelDrafter(Counted(toy(1, size=12), use_cache=False), told, 12, shares_noise=shares, length=Strict(COSTS))
+    drafts: list[tuple[int, int]] = []
+
+    class Seen:
+        begin, commit = drafter.begin, drafter.commit
+
+        def propose(self, context: list[int], count: int) -> Draft:
+            del forwards[:]
+            draft = drafter.propose(context, count)
+            assert draft.unsent == len(forwards) - len(draft.tokens)
+            drafts.append((len(draft.tokens), draft.unsent))
+            return draft
+
+    list(speculative_steps([1], Seen(), session(toy(0, size=12)), told, gamma=8, rule=RULES["coupled" if shares else "rejection"]))
+    assert any(sent and unsent for sent, unsent in drafts) and any(unsent and not sent for sent, unsent in drafts), drafts
