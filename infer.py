@@ -14,7 +14,7 @@ from operator import attrgetter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
 
-from utils.arguments import parse_arguments, read_prompts
+from utils.arguments import parse_arguments
 
 if __name__ == "__main__":
     parse_arguments()  # --help and usage errors answer before the heavy imports below
@@ -44,6 +44,7 @@ from utils.models.loading import Pair, load_pair
 from utils.models.requests import pair_request
 from utils.printing import Renderer, make_renderer
 from utils.processes import heard, is_first, part, share, together
+from utils.prompt_files import read_prompts
 from utils.records import RecordFile
 from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_first())
     registry = default_registry()
     try:
-        prompts = share(list(read_prompts(arguments.prompts))) if arguments.prompts else []
+        prompts = share([prompt.text for prompt in read_prompts(arguments.prompts)]) if arguments.prompts else []
         workbench = assemble(arguments, renderer, registry, interactive=interactive)
         lines: Iterable[str] = arguments.lines
         if interactive:

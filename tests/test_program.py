@@ -12,8 +12,8 @@ from fakes import records_of
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
-from utils.arguments import read_prompts
 from utils.errors import UserError
+from utils.prompt_files import read_prompts
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,7 +122,7 @@ def test_bad_prompt_files_are_one_sentence(text: str | None, folder: Path, tmp_p
 def test_prompt_files_may_begin_with_a_byte_order_mark_and_hold_any_character(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text('\ufeff{"prompt": "a\u2028b"}\r\nc\u0085d\r\n', encoding="utf-8", newline="")
-    assert list(read_prompts(prompts)) == ["a\u2028b", "c\u0085d"]
+    assert [prompt.text for prompt in read_prompts(prompts)] == ["a\u2028b", "c\u0085d"]
     prompts.write_text('{"prompt": ' + "[" * 100_000)
     with pytest.raises(UserError, match="line 1"):
         list(read_prompts(prompts))

@@ -45,13 +45,13 @@ def test_a_verdict_needs_repeats_that_agree(ups: list[float], words: str) -> Non
 
 def test_every_repeat_begins_with_another_strategy(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real = race._run
+    real = race.run_alone
 
-    def watched(bench: Any, last: Any, strategy: Any, settings: Any) -> Generation:
+    def watched(bench: Any, prompt: Any, strategy: Any, settings: Any) -> Generation:
         order.append(strategy.name)
-        return real(bench, last, strategy, settings)
+        return real(bench, prompt, strategy, settings)
 
-    monkeypatch.setattr(race, "_run", watched)
+    monkeypatch.setattr(race, "run_alone", watched)
     bench = workbench(view, records=tmp_path / "records.jsonl")
     for line in ("/length 6", "Hello", "/race 5"):
         assert bench.handle(line) is Verdict.DONE
@@ -73,14 +73,14 @@ def test_a_cut_of_the_target_is_made_before_any_run_is_timed(view: Screen, tmp_p
 
 
 def test_ctrl_c_keeps_the_repeats_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, count = race._run, iter(range(100))
+    real, count = race.run_alone, iter(range(100))
 
     def interrupted(*arguments: Any) -> Generation:
         if next(count) >= 11:  # three to warm up, two repeats, and within the third
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(race, "_run", interrupted)
+    monkeypatch.setattr(race, "run_alone", interrupted)
     bench = workbench(view, records=tmp_path / "records.jsonl")
     bench.handle("/length 4")
     bench.handle("Hello")

@@ -1,16 +1,13 @@
 """The command line: flags and their checks, without any heavy import, so that --help answers at once."""
 
 import argparse
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, ENGINES, MAX_SEED, MAX_THREADS, QUANTIZATIONS
 from utils.config import config_file, read_config
 from utils.errors import UserError, one_of
 from utils.models.pairs import PAIRS
-from utils.text import unescaped
 from utils.version import VERSION
 
 
@@ -79,29 +76,3 @@ def _threads(text: str) -> int:
     if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not 1 <= int(text) <= MAX_THREADS:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads; choose 1 to {MAX_THREADS}, or auto")
     return int(text)
-
-
-def read_prompts(path: Path) -> Iterator[str]:
-    """The prompts of a file: JSON lines with a `prompt`, or plain lines, in which \\n and \\t stand for newline and tab.
-
-    Blank lines are passed over. Raises UserError for an unreadable file or a JSON line without a prompt.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The prompts file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}.") from error
-    for number, line in enumerate(lines, start=1):
-        if line.lstrip().startswith("{"):
-            yield _json_prompt(line, f"{path}, line {number}")
-        elif line.strip():
-            yield unescaped(line.rstrip("\r"))
-
-
-def _json_prompt(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, RecursionError) as error:
-        raise UserError(f'{where}: a JSON line needs a "prompt", for example {{"prompt": "Hello"}}.') from error
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f'{where}: "prompt" must be a text that is not blank.')
-    return prompt

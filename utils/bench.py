@@ -13,10 +13,11 @@ from typing import Any
 from utils.conversation import Conversations, Turn, Turns, own_since
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
-from utils.events import Step
+from utils.events import FinishReason, Step
 from utils.models.prompting import prompt_ids
 from utils.reports import Finding, Report
-from utils.results import Comparison, Generation, compare
+from utils.results import Comparison, Generation, collect, compare
+from utils.seeding import fix_seeds
 from utils.settings import Settings
 from utils.strategies import DrafterKind, Job, Kept, Strategy
 from utils.text import decode
@@ -166,6 +167,15 @@ class Bench:
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job of its own: no storage, text or session is shared with another; what was cut out of the target is cut once."""
         return Job(prompt, self.pair, settings, self.new_storage(settings), kept=Kept(models=self.memory.kept.models), history=history)
+
+
+def run_alone(bench: Bench, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()) -> Generation:
+    """A run on a storage of its own. Ctrl-C ends it all."""
+    fix_seeds(settings.seed)
+    run = collect(strategy.steps(bench.job(prompt, settings, history)))
+    if run.finish is FinishReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return run
 
 
 def unlike_target(last: Last) -> list[tuple[Strategy, Generation]]:

@@ -17,6 +17,11 @@ class Progress:
     text: str
 
 
+def time_left(spent: float, done: int, total: int) -> str:
+    """How long the rest will take where `done` of `total` took `spent` seconds; nothing before there is one."""
+    return f", about {spent / done * (total - done):.0f} s left" if done else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One row: its cells for the screen, its figures for the record."""

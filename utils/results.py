@@ -146,6 +146,12 @@ def collect(
     return Generation(tuple(made), seconds, first, finish, tuple(laps), tuple(notes) if notebook else ())
 
 
+def pooled(runs: Iterable[Generation]) -> Generation:
+    """Several runs as one, for rates over all of them."""
+    runs = list(runs)
+    return Generation(tuple(step for run in runs for step in run.steps), sum(run.seconds for run in runs), None, FinishReason.LENGTH)
+
+
 def compare(run: Generation, target: Generation | None, *, alike: bool = True) -> Comparison:
     """A run against the target's run; nothing is claimed where that is missing or either was interrupted.
 

@@ -17,6 +17,7 @@ from utils.decoding import Decoding
 from utils.errors import UserError
 from utils.events import Step
 from utils.laps import Stopwatch, TimedDrafter, TimedSession
+from utils.logits_processor import GreedyProcessor
 from utils.notes import Notebook, NotedDrafter
 from utils.seeding import Noise
 from utils.settings import Settings
@@ -146,6 +147,11 @@ class Strategy:
     def lossless(self) -> bool:
         """Whether its text follows exactly the target's law."""
         return self.uses_target and self.draws
+
+    def repeats_target(self, settings: Settings) -> bool:
+        """Whether its text must be the target's very own: it depends on no draft, and rounds are what the target's text makes them."""
+        greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
+        return self.lossless and (settings.verify == "coupled" or not self.draft_law or greedy)
 
     def variants(self, words: Sequence[str], pair: Any) -> "list[Strategy]":
         """Itself, or where drafters of several kinds can draft for it one for each word of /drafter_kind.

@@ -24,7 +24,6 @@ from sampling.distill.students import begin, finished, keep, target_layers
 from sampling.distill.telling import Report, Teller, said
 from sampling.distill.trainer import STATE, Schooling, Trainer, measure, rounds
 from sampling.distill.writing import Page, Writer
-from utils.arguments import read_prompts
 from utils.caching import context_length
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
@@ -33,6 +32,7 @@ from utils.models.gguf_files import converted
 from utils.models.head_file import is_head
 from utils.models.prompting import end_ids
 from utils.models.sources import locate
+from utils.prompt_files import read_prompts
 
 WRITING_SHARE = 0.45  # of the hours
 FIRST_SEED = 1000  # of a page to learn from; those below are for pages held out
@@ -186,7 +186,7 @@ class Workshop:
 
 
 def _questions(file: str | None) -> list[str]:
-    found = list(read_prompts(Path(file))) if file else []
+    found = [prompt.text for prompt in read_prompts(Path(file))] if file else []
     if file and not found:
         raise UserError(f"The prompts file {file} holds no prompt: write one a line.")
     return found

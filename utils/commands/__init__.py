@@ -12,6 +12,7 @@ from utils.commands.race import RACE, SWEEP
 from utils.commands.registry import Command, Outcome, Registry, Situation
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
+from utils.commands.suite import SUITE
 from utils.commands.tuning import tuning_commands
 from utils.commands.whatif import WHATIF
 from utils.commands.why import WHY
@@ -21,5 +22,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, EXPORT)
+    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, EXPORT)
     return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, RESET, *FILE_COMMANDS, *SESSION_COMMANDS])

@@ -16,7 +16,7 @@ SHOWN, MOST_SHOWN = 20, 10_000
 
 
 def _save(argument: str, situation: Situation) -> Outcome:
-    path = _path(argument, "/save evening.txt")
+    path = path_in(argument, "/save evening.txt")
     lines = [f"/{name} {shown(situation.settings, entry)}" for name, entry in setting_fields().items()]
     try:
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(FIRST):
@@ -43,7 +43,7 @@ def written(path: Path, content: bytes) -> None:
 
 
 def _run(argument: str, situation: Situation) -> Outcome:
-    path = _path(argument, "/run evening.txt")
+    path = path_in(argument, "/run evening.txt")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +51,8 @@ def _run(argument: str, situation: Situation) -> Outcome:
     return Outcome(lines=tuple(line for line in lines if line.strip() and not line.startswith("#")))
 
 
-def _path(argument: str, example: str) -> Path:
+def path_in(argument: str, example: str) -> Path:
+    """The path that a command was given. Raises UserError where there is none."""
     if not argument:
         raise UserError(f"give a file, for example: {example}")
     return path_of(argument)

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from utils.bench import Bench, Last
+from utils.bench import Bench, Last, run_alone
 from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError, one_of
-from utils.events import FinishReason
 from utils.kinds import Whole
 from utils.preparing import measured
-from utils.reports import Chart, Finding, Progress, Report
-from utils.results import Generation, collect, compare
-from utils.seeding import fix_seeds
+from utils.reports import Chart, Finding, Progress, Report, time_left
+from utils.results import Generation, compare
 from utils.settings import Settings, changed, setting_fields, shown
 from utils.strategies import Strategy
 
@@ -67,7 +65,7 @@ def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strate
     try:
         for repeat in range(repeats):
             if repeat:
-                yield Progress(f"{repeat} of {repeats}, about {spent / repeat * (repeats - repeat):.0f} s left ...")
+                yield Progress(f"{repeat} of {repeats}{time_left(spent, repeat, repeats)} ...")
             order = [chosen[(place + repeat) % len(chosen)] for place in range(len(chosen))]
             runs = {strategy.name: _run(bench, last, strategy, settings) for strategy in order}
             target = next((runs[strategy.name] for strategy in chosen if strategy.is_baseline), None)
@@ -79,12 +77,7 @@ def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strate
 
 
 def _run(bench: Bench, last: Last, strategy: Strategy, settings: Settings) -> Generation:
-    """A run on a storage of its own. Ctrl-C ends it all."""
-    fix_seeds(settings.seed)
-    run = collect(strategy.steps(bench.job(last.job.prompt, settings, last.job.history)))
-    if run.finish is FinishReason.INTERRUPTED:
-        raise KeyboardInterrupt
-    return run
+    return run_alone(bench, last.job.prompt, strategy, settings, history=last.job.history)
 
 
 def _heat(name: str, heats: Sequence[Heat]) -> Finding:

@@ -13,7 +13,6 @@ from utils.commands.registry import Command, Outcome, Situation
 from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import Step
-from utils.logits_processor import GreedyProcessor
 from utils.reports import Chart, Finding, Progress, Report
 from utils.results import Generation, acceptance_of
 from utils.settings import Settings
@@ -66,14 +65,7 @@ def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Genera
     for strategy, gamma, steps, drafts in bench.probes.foresee(job, chosen, target.tokens):
         label = str(strategy.drafter_kind(job.pair))
         seconds = rate.seconds(steps, costs, drafts * costs.step(label))
-        yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=_is_exact(strategy, job))
-
-
-def _is_exact(strategy: Strategy, job: Job) -> bool:
-    """Whether real rounds are these very ones: the text does not depend on the drafts, nor the drafts on noise of their own."""
-    settings = job.settings
-    greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
-    return settings.verify == "coupled" or not strategy.draft_law or greedy
+        yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=strategy.repeats_target(job.settings))
 
 
 def _finding(label: str, gamma: int | None, steps: Sequence[Step], speed: float, plain: float, *, exact: bool) -> Finding:
