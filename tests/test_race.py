@@ -47,9 +47,9 @@ def test_every_repeat_begins_with_another_strategy(view: Screen, tmp_path: Path,
     order: list[str] = []
     real = race.run_alone
 
-    def watched(bench: Any, prompt: Any, strategy: Any, settings: Any) -> Generation:
+    def watched(bench: Any, prompt: Any, strategy: Any, settings: Any, **options: Any) -> Generation:
         order.append(strategy.name)
-        return real(bench, prompt, strategy, settings)
+        return real(bench, prompt, strategy, settings, **options)
 
     monkeypatch.setattr(race, "run_alone", watched)
     bench = workbench(view, records=tmp_path / "records.jsonl")
@@ -75,10 +75,10 @@ def test_a_cut_of_the_target_is_made_before_any_run_is_timed(view: Screen, tmp_p
 def test_ctrl_c_keeps_the_repeats_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, count = race.run_alone, iter(range(100))
 
-    def interrupted(*arguments: Any) -> Generation:
+    def interrupted(*arguments: Any, **options: Any) -> Generation:
         if next(count) >= 11:  # three to warm up, two repeats, and within the third
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(race, "run_alone", interrupted)
     bench = workbench(view, records=tmp_path / "records.jsonl")

@@ -57,7 +57,7 @@ def _generation(last: Last, compared: Compared, divergence: Divergence | None) -
         "same_as_target": comparison.same,
         "first_difference": comparison.first_difference,
         "divergence": None if divergence is None else divergence_figures(divergence),
-        **_circumstances(job.pair, job.settings),
+        **circumstances(job.pair, job.settings),
     }
 
 
@@ -83,11 +83,12 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
         "finished": finished,
         "findings": [finding.figures for finding in findings],
         "conclusion": report.conclude(findings),
-        **_circumstances(pair, report.settings),
+        **circumstances(pair, report.settings),
     }
 
 
-def _circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
+def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
+    """What a run was made with: seed, settings, models, engine, versions."""
     state = {"models": _models(pair), "engine": pair.engine.state.figures(), "versions": versions()}
     return {"seed": settings.seed, "settings": as_json(settings), **state}
 

@@ -25,6 +25,7 @@ from utils.kinds import (
     Whole,
 )
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
+from utils.text import encodable
 
 
 def _setting(default: Any, kind: Kind, meaning: str, *, command: str = "", needs: str = "", fact: str = "") -> Any:
@@ -133,6 +134,28 @@ def fitted(settings: Settings, limits: Limits) -> Settings:
 def as_json(settings: Settings) -> dict[str, Any]:
     """Plain values: numbers and booleans as they are, everything else as one would type it."""
     return {entry.name: _plain(settings, entry) for entry in fields(settings)}
+
+
+def restored(given: Mapping[str, Any], limits: Limits) -> tuple[Settings, list[str]]:
+    """Settings from what `as_json` made of some; and a sentence for each that cannot be taken over and is what it is at first."""
+    settings = Settings()
+    lost = [f"setting {name}: not known here" for name in given if name not in as_json(settings)]
+    for entry in fields(Settings):
+        try:
+            if entry.name not in given:
+                raise UserError("not recorded.")
+            settings = changed(settings, entry, _typed(given[entry.name], entry), limits)
+        except UserError as error:
+            lost.append(f"setting {entry.name}: {str(error).rstrip('.')}; it is {shown(settings, entry)} instead")
+    return settings, lost
+
+
+def _typed(value: Any, entry: Field[Any]) -> str:
+    """A plain value as one would type it. Raises UserError for one that `_plain` makes of no value."""
+    if not isinstance(value, bool | int | str) or isinstance(value, bool) != isinstance(entry.default, bool) or value == "":
+        raise UserError(f"{str(value)[:40]!r} is no value of it.")
+    usual = value == entry.default  # which need not be what one may type: 0 threads are "auto"
+    return str(entry.metadata["kind"].show(value)) if usual or isinstance(value, bool) else encodable(str(value))
 
 
 def _plain(settings: Settings, entry: Field[Any]) -> Any:

@@ -10,6 +10,7 @@ from utils.commands.lossless import LOSSLESS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
 from utils.commands.registry import Command, Outcome, Registry, Situation
+from utils.commands.replay import REPLAY
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
 from utils.commands.suite import SUITE
@@ -22,5 +23,5 @@ __all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
 
 def default_registry() -> Registry:
     """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, EXPORT)
+    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, REPLAY, EXPORT)
     return Registry([*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, RESET, *FILE_COMMANDS, *SESSION_COMMANDS])
