@@ -173,7 +173,8 @@ def test_all_settings_come_back_from_a_record() -> None:
         ngram_limit=10,
         top_k_filler=1,
         reset_in_between=False,
-        debug=True,
+        debug="full",
+        turns=True,
     )
     empty = Settings(system="", processor=GreedyProcessor(0.5), gamma=None, drafter_kind=("chain",))
     for settings in (other, empty, Settings()):
@@ -183,7 +184,7 @@ def test_all_settings_come_back_from_a_record() -> None:
 
 
 def test_what_cannot_be_run_again_is_left_out_with_a_reason(view: Screen, tmp_path: Path) -> None:
-    changes: dict[str, Row] = {"ngram": {"strategy": "ngrams"}, "target": {"history": [{"role": "user", "content": "x"}], "turn": 1}}
+    changes: dict[str, Row] = {"ngram": {"strategy": "ngrams"}, "target": {"finish": "interrupted", "token_ids": []}}
 
     def change(row: Row) -> None:
         row |= changes.get(row.get("strategy", ""), {})
@@ -191,12 +192,25 @@ def test_what_cannot_be_run_again_is_left_out_with_a_reason(view: Screen, tmp_pa
     file = edited(recorded(view, tmp_path, *SAMPLING, "/race 1", "/whatif", "/race 1"), change)
     rows, told = replayed(view, file, tiny_pair(drafter=False))
     assert [bool(row["left_out"]) for row in rows] == [True] * 3 and len(rows) == 3
-    assert "No drafter is loaded" in rows[0]["left_out"] and "within a conversation" in rows[2]["left_out"]
+    assert "No drafter is loaded" in rows[0]["left_out"] and "interrupted before its first token" in rows[2]["left_out"]
     assert "Did you mean ngram?" in rows[1]["left_out"]
     assert "3 of 3 records were left out" in told and "texts are the same" not in told
     assert (
         "Records of reports, which are not replayed: race 2, whatif 1." in told and "models, drafter: tiny-drafter then, none now" in told
     )
+
+
+def test_a_conversation_is_replayed_turn_by_turn(view: Screen, tmp_path: Path) -> None:
+    lines = ("/turns on", "/processor multinomial 1", "/verify coupled", "one two", "three", "four")
+    file = recorded(view, tmp_path, *lines)
+    told = records_of(file)
+    assert [row["turn"] for row in told] == [0, 0, 0, 1, 1, 1, 2, 2, 2] and len(told[-1]["history"]) == 4
+    rows, _ = replayed(view, file)
+    assert [row["first_difference"] for row in rows] == [None] * 9 and all(
+        row["prompt_tokens"][0] == row["prompt_tokens"][1] for row in rows
+    )
+    forgotten = edited(file, lambda row: row.update(history=[]))
+    assert any(row["first_difference"] is not None for row in replayed(view, forgotten)[0][3:])
 
 
 def test_an_empty_history_is_no_conversation(view: Screen, tmp_path: Path) -> None:
@@ -270,6 +284,8 @@ def damaged(**changes: Any) -> Callable[[Row], str]:
         (damaged(tokens_per_second=10**400), 'its "tokens_per_second" is not'),
         (damaged(versions="1"), 'its "versions" is not'),
         (damaged(history="x"), 'its "history" is not'),
+        (damaged(history=[{"role": "user", "content": "x"}]), 'its "history" is not'),
+        (damaged(history=[{"role": "user"}, {"role": "assistant", "content": 3}]), 'its "history" is not'),
     ],
 )
 def test_a_damaged_line_is_refused_before_anything_is_run(line: Callable[[Row], str], words: str, view: Screen, tmp_path: Path) -> None:
@@ -300,10 +316,10 @@ def test_ctrl_c_keeps_the_rows_that_were_done(view: Screen, tmp_path: Path, monk
     file = recorded(view, tmp_path, *SAMPLING)
     real, count = replay.run_alone, iter(range(100))
 
-    def interrupted(*arguments: Any) -> Generation:
+    def interrupted(*arguments: Any, **options: Any) -> Generation:
         if next(count) == 4:  # two runs each, one of them to warm up
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(replay, "run_alone", interrupted)
     bench = workbench(view, records=tmp_path / "again.jsonl")

@@ -48,6 +48,12 @@ def messages_of(turns: Sequence[Turn]) -> list[Message]:
     return [{"role": role, "content": content} for turn in turns for role, content in (("user", turn.user), ("assistant", turn.assistant))]
 
 
+def turns_of(messages: Sequence[Message]) -> Turns:
+    """The turns that `messages_of` has told."""
+    contents = [message["content"] for message in messages]
+    return tuple(map(Turn, contents[::2], contents[1::2]))
+
+
 def own_since(ours: Turns, theirs: Turns) -> int:
     """The first turn, counted from 1, before which two different conversations had no longer the same words."""
     shared = next((place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))

@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from utils.conversation import Turns, turns_of
 from utils.errors import UserError
 from utils.events import FinishReason
 from utils.records import SCHEMA
@@ -41,7 +42,7 @@ class PastRun:
     rounds: int | None
     tokens_per_second: float | None
     tokens_per_target_forward: float | None
-    in_conversation: bool  # whether messages came before it
+    history: Turns
     settings: Mapping[str, Any]
     circumstances: Mapping[str, Mapping[str, Any]]
 
@@ -100,7 +101,7 @@ def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
         "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
         "prompt_tokens": _is_count(record.get("prompt_tokens")),
         "settings": isinstance(record.get("settings"), dict),
-        "history": isinstance(record.get("history") or [], list),
+        "history": _is_conversation(record.get("history") or []),
     }
     for name, good in checks.items():
         if not good:
@@ -114,10 +115,18 @@ def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
         prompt_tokens=record["prompt_tokens"],
         interrupted=record["finish"] == FinishReason.INTERRUPTED,
         **{name: record.get(name) for name in (*COUNTS, *NUMBERS)},
-        in_conversation=bool(record.get("history")),
+        history=turns_of(record.get("history") or ()),
         settings=record["settings"],
         circumstances={part: record.get(part, {}) for part in CIRCUMSTANCES},
     )
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether user and assistant take turns in these."""
+    if not isinstance(messages, list) or len(messages) % 2 or not all(isinstance(message, dict) for message in messages):
+        return False
+    roles = [message.get("role") for message in messages]
+    return roles == ["user", "assistant"] * (len(messages) // 2) and all(isinstance(message.get("content"), str) for message in messages)
 
 
 def _is_count(value: Any) -> bool:

@@ -152,6 +152,8 @@ def restored(given: Mapping[str, Any], limits: Limits) -> tuple[Settings, list[s
 
 def _typed(value: Any, entry: Field[Any]) -> str:
     """A plain value as one would type it. Raises UserError for one that `_plain` makes of no value."""
+    if isinstance(value, bool) and isinstance(entry.metadata["kind"], Levels):
+        return Toggle().show(value)  # it was a toggle once
     if not isinstance(value, bool | int | str) or isinstance(value, bool) != isinstance(entry.default, bool) or value == "":
         raise UserError(f"{str(value)[:40]!r} is no value of it.")
     usual = value == entry.default  # which need not be what one may type: 0 threads are "auto"

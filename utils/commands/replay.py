@@ -53,11 +53,11 @@ def _again(past: PastRun, situation: Situation, warm: set[tuple[str, ...]]) -> d
     differences += past.differences(circumstances(bench.pair, settings))
     try:
         strategy = _strategy(past, settings, bench)
-        prompt = bench.ids(past.prompt, settings)
+        prompt = bench.ids(past.prompt, settings, past.history)
         if (key := (strategy.name, *settings.drafter_kind)) not in warm:
-            run_alone(bench, prompt, strategy, replace(settings, length=min(settings.length, BRIEF)))
+            run_alone(bench, prompt, strategy, replace(settings, length=min(settings.length, BRIEF)), history=past.history)
             warm.add(key)
-        run = run_alone(bench, prompt, strategy, settings)
+        run = run_alone(bench, prompt, strategy, settings, history=past.history)
     except UserError as error:
         return _figures(past, differences, None) | {"left_out": str(error)}
     label = strategy.drafter_kind(bench.pair)
@@ -72,8 +72,6 @@ def _again(past: PastRun, situation: Situation, warm: set[tuple[str, ...]]) -> d
 
 def _strategy(past: PastRun, settings: Settings, bench: Bench) -> Strategy:
     """The one that was run. Raises UserError where it is not there, or the record is not of a run that can be had again."""
-    if past.in_conversation:
-        raise UserError("It is an answer within a conversation, which cannot be replayed yet.")
     if past.interrupted and not past.tokens:
         raise UserError("It was interrupted before its first token.")
     strategies = {strategy.name: strategy for strategy in bench.variants(settings)}
