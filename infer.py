@@ -38,6 +38,7 @@ from utils.bench import Probes, StorageTools
 from utils.commands import Registry, default_registry
 from utils.errors import UserError
 from utils.events import Step
+from utils.facts import limits_of
 from utils.history import LineHistory, history_path
 from utils.kinds import Limits
 from utils.models.loading import Pair, load_pair
@@ -50,7 +51,7 @@ from utils.repl import piped_lines, typed_lines
 from utils.runner import Verdict
 from utils.settings import Settings, configured
 from utils.strategies import Job, Strategy, kind_of
-from utils.workbench import PREPARING, Tools, Workbench, limits_of
+from utils.workbench import PREPARING, Tools, Workbench
 
 DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 

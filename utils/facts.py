@@ -1,11 +1,15 @@
-"""What is loaded and how it is computed, for /show and the toolbar."""
+"""What is loaded and how it is computed, for /show and the toolbar; and what of the settings a pair allows."""
 
 from typing import Any
 
 from utils.bench import Last
+from utils.bounds import LOADED
 from utils.caching import context_length, vocabulary_size
+from utils.kinds import Limits
 from utils.models.weights import drafter_weights, target_weights
 from utils.settings import Settings, setting_fields, shown
+
+FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
 
 
 def facts_of(pair: Any) -> tuple[tuple[str, str], ...]:
@@ -32,3 +36,14 @@ def status_of(pair: Any, settings: Settings, last: Last | None, turns: int = 0) 
     parts = [f"{pair.target_name} + {pair.drafter_name or 'no drafter'}", *told, pair.engine.state.kind, said]
     parts.append(speeds and f"tokens/s: {speeds}")
     return " | ".join(filter(None, parts))
+
+
+def limits_of(pair: Any) -> Limits:
+    """What a pair allows."""
+    return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
+
+
+def drafters_left(words: tuple[str, ...], pair: Any) -> tuple[str, ...]:
+    """Those of the words of /drafter_kind that a new pair has; a cut of the old target is none."""
+    left = (word for word in words if word in FREE_KINDS or (word in ("model", "head") and word == pair.drafter_kind))
+    return tuple(left) or (LOADED,)

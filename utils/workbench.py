@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 from utils import preparing
+from utils.asking import asked
 from utils.bench import Asked, Bench, Probes, StorageTools
-from utils.bounds import LOADED
-from utils.caching import ModelSession, context_length, vocabulary_size
 from utils.commands import Outcome, Registry, Situation
 from utils.commands.registry import Action
-from utils.conversation import advised, counted
-from utils.errors import NoRoom, UserError
-from utils.facts import facts_of, status_of
+from utils.conversation import counted
+from utils.errors import UserError
+from utils.facts import drafters_left, facts_of, limits_of, status_of
 from utils.freed_memory import give_back_memory
-from utils.kinds import Limits
 from utils.models.pairs import PAIRS, PairSpec
 from utils.models.prompting import has_chat_template
 from utils.models.requests import PairRequest
@@ -33,7 +31,6 @@ from utils.settings import Settings, fitted, setting_fields, shown
 from utils.strategies import Strategy
 from utils.text import encodable, unescaped
 
-FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
 MOST_NESTED = 8
 PREPARING = "preparing and testing the engine ({}) ..."
 NOT_KEPT = "This turn is no part of the conversation: not every strategy has finished it."
@@ -57,17 +54,6 @@ class Tools:
     probes: Probes = field(default_factory=Probes)
     load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
-
-
-def limits_of(pair: Any) -> Limits:
-    """What a pair allows."""
-    return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
-
-
-def drafters_left(words: tuple[str, ...], pair: Any) -> tuple[str, ...]:
-    """Those of the words of /drafter_kind that a new pair has; a cut of the old target is none."""
-    left = (word for word in words if word in FREE_KINDS or (word in ("model", "head") and word == pair.drafter_kind))
-    return tuple(left) or (LOADED,)
 
 
 class Workbench:
@@ -242,43 +228,22 @@ class Workbench:
 
     def _prompt(self, text: str) -> Verdict:
         text = encodable(text)
-        asked = self._bench.asked(text, self.settings, self._chosen())
-        self._check(asked)
+        told = asked(self._bench, text, self.settings, self._renderer.note)
         if self.settings.reset_in_between:
             self._bench.memory.storage.reset()
             self._bench.memory.kept.texts.clear()
         if not self._tools.interactive:
             self._renderer.prompt(text)
-        return self._turn(text, asked) if self.settings.keeps_turns else self._runner.prompt(text, asked)
+        return self._turn(text, told) if self.settings.keeps_turns else self._runner.prompt(text, told)
 
-    def _turn(self, text: str, asked: Sequence[Asked]) -> Verdict:
+    def _turn(self, text: str, told: Sequence[Asked]) -> Verdict:
         """A prompt that goes on with the conversations, if every strategy finishes it."""
         verdict = Verdict.FAILED
         try:
-            verdict = self._runner.prompt(text, asked)
+            verdict = self._runner.prompt(text, told)
         finally:
             if verdict is Verdict.DONE:
                 self._bench.keep_turn()
             else:
                 self._renderer.note(NOT_KEPT)
         return verdict
-
-    def _chosen(self) -> list[Strategy]:
-        """The strategies that are on and can run."""
-        lacking = [row for row in self._bench.variants(self.settings) if row.needs_drafter and row.is_on(self.settings)]
-        if self._pair.drafter is None and lacking:
-            self._renderer.note("No drafter is loaded: strategies that need one are left out (--drafter loads one).")
-        return self._bench.enabled(self.settings)
-
-    def _check(self, asked: Sequence[Asked]) -> None:
-        """An unusable prompt is refused once, not by every strategy; one that is too long for the drafter gets a note."""
-        session = ModelSession(self._pair.target, use_cache=False)
-        for _, job in asked:
-            try:
-                session.begin(job.prompt)
-            except NoRoom as error:
-                raise advised(error, job.history) from error
-        longest = max((len(job.prompt) for strategy, job in asked if strategy.needs_drafter), default=0)
-        bound = context_length(self._pair.drafter) if longest else None
-        if bound is not None and longest >= bound:
-            self._renderer.note(f"The prompt has {longest} tokens and the drafter a context of {bound}: it will draft nothing.")
