@@ -76,7 +76,7 @@ def completions(text: str) -> list[str]:
     ("text", "offered"),
     [
         ("/ga", ["gamma"]),
-        ("/s", ["speculative", "seed", "system", "special", "set_ngramstorage", "sweep", "set", "save", "say", "show"]),
+        ("/sp", ["speculative", "special"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
         ("/set_ngramstorage ", ["basic", "onelevel"]),
