@@ -24,6 +24,7 @@ HEADINGS = (
 )
 MANY, MUCH = 0.5, 0.1  # rounds without drafts; time outside the models
 MOST = 16
+REPEATS = 9  # of every window, when costs are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _why(argument: str, situation: Situation) -> Outcome:
 def _findings(last: Last, situation: Situation) -> Iterator[Progress | Finding]:
     bench = situation.bench
     yield Progress("measuring what drafts and windows cost here ...")
-    bench.pair.engine.measure()
+    bench.pair.engine.measure(repeats=REPEATS)
     costs = measured(bench, replace(situation.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)).costs
     assert costs is not None and last.target is not None
     rate = Rate.of(last.target)

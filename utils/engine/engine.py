@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from utils.caching import is_spread
 from utils.engine import attention, selftest, threads
 from utils.engine.kernels import Blocked, Bytes, Kernel, packing
-from utils.engine.pace import Pace, window_costs
+from utils.engine.pace import REPEATS, Pace, window_costs
 from utils.engine.swap import EngineLinear, restore, swap
 from utils.errors import UserError
 from utils.freed_memory import give_back_memory
@@ -101,9 +101,9 @@ class Engine:
             raise
         return self.state
 
-    def measure(self, pace: Pace | None = None) -> None:
+    def measure(self, pace: Pace | None = None, *, repeats: int = REPEATS) -> None:
         """Take the time of steps and windows, by a pace that was set up or a new one."""
-        self.step_seconds, self.costs = told(window_costs(pace or Pace(self._models[0])))
+        self.step_seconds, self.costs = told(window_costs(pace or Pace(self._models[0]), repeats=repeats))
 
     def _check_threads(self, count: int) -> None:
         """Take note of the number of threads, and test one that has not been tested; the promise holds for those that passed."""
