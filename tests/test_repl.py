@@ -14,7 +14,7 @@ from prompt_toolkit.output import DummyOutput
 
 from utils.commands import default_registry
 from utils.history import LineHistory, history_path, recent
-from utils.repl import SlashCompleter, is_open, lines_of, piped_lines, typed_lines
+from utils.repl import SlashCompleter, in_lines, is_open, lines_of, piped_lines, typed_lines
 
 
 def typed(keys: str) -> list[str]:
@@ -29,6 +29,11 @@ def test_lines_are_yielded_until_ctrl_d() -> None:
 
 def test_f1_explains_the_figures_where_nothing_else_was_begun() -> None:
     assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
+
+
+def test_a_status_that_is_too_long_takes_another_line() -> None:
+    assert in_lines("one | two | three", 80) == "one | two | three" and in_lines("", 80) == ""
+    assert in_lines("one | two | three | four", 10) == "one | two\nthree\nfour" and in_lines("one | two", 2) == "one\ntwo"
 
 
 def test_ctrl_c_drops_the_line_being_typed() -> None:

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
-from utils.text import TextStream, decode, token_piece, visible
+from utils.text import TextStream, WrappedText, decode, token_piece, visible
 
 TOKENIZER = tiny_tokenizer()
 
@@ -29,6 +30,31 @@ def test_a_stream_adds_up_to_the_whole_text(text: str) -> None:
     pieces = [stream.add((token,)) for token in ids]
     assert "".join(pieces) + stream.end() == decode(TOKENIZER, ids)
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+@given(st.lists(st.sampled_from(["a", "bcd", " ", "  ", "\n", "漢", "efghij"]), max_size=40), st.integers(8, 14), st.integers(1, 7))
+def test_lines_end_between_words_however_the_text_comes(parts: list[str], width: int, size: int) -> None:
+    text = "".join(parts)
+    lines = WrappedText(width, cell_len)
+    shown = "".join(lines.add(text[place : place + size]) for place in range(0, len(text), size)) + lines.end()
+    once = WrappedText(width, cell_len)
+    assert shown == once.add(text) + once.end()
+    assert "".join(shown.split()) == "".join(text.split()), "nothing is lost"
+    whole = WrappedText(None)
+    assert whole.add(text) + whole.end() == text
+    for line in shown.split("\n"):
+        longest = max(map(cell_len, line.split()), default=0)
+        assert cell_len(line.rstrip()) <= width or longest > width or not line[:1].strip(), line
+    words = [word for word in text.split() if word.isascii() and len(word) < width]
+    assert all(word in shown.split() or "漢" in text for word in words), "no word is broken"
+
+
+def test_what_fits_is_left_as_it_is() -> None:
+    code = "def f(x):\n    return x\n\n\tend"
+    lines = WrappedText(20)
+    assert lines.add(code) + lines.end() == code
+    lines = WrappedText(10)
+    assert lines.add("one two three") + lines.end() == "one two\nthree" and lines.add("!") + lines.end() == "!"
 
 
 def test_half_a_character_waits_and_is_shown_in_the_end_if_it_never_comes() -> None:

@@ -41,6 +41,16 @@ class Renderer:
         """Columns of the screen that results go to."""
         return self._out.width
 
+    @property
+    def stream_width(self) -> int | None:
+        """Columns for text that is streamed; None where lines are not to be broken."""
+        return self._out.width if self._out.is_terminal else None
+
+    @staticmethod
+    def cells(text: str) -> int:
+        """How many columns a text takes."""
+        return cell_len(text)
+
     def title(self, title: str, colour: str) -> None:
         self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
@@ -65,7 +75,7 @@ class Renderer:
 
     def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
         """Painted pieces, each whole, in as many lines as it takes on a terminal."""
-        room, used = self._out.width if self._out.is_terminal else None, cell_len(start)
+        room, used = self.stream_width, cell_len(start)
         text = start
         for piece, colour in pieces:
             size = 1 + cell_len(piece)

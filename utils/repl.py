@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from io import TextIOWrapper
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -20,6 +21,7 @@ from utils.commands import Command
 
 QUOTES = '"""'
 SAY = "/say "
+PARTED = " | "  # parts of the status
 FIGURES = "/explain"  # what F1 types
 
 
@@ -86,6 +88,17 @@ def bindings() -> KeyBindings:
     return keys
 
 
+def in_lines(status: str, width: int) -> str:
+    """A line of parts, in as many lines as it takes on a screen so wide; parts stay whole."""
+    lines: list[str] = []
+    for part in status.split(PARTED):
+        if lines and len(lines[-1]) + len(PARTED) + len(part) <= width:
+            lines[-1] += PARTED + part
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
 def typed_lines(
     commands: Iterable[Command], *, colour: bool, history: History, status: Callable[[], str] = lambda: "", prompt: str = "> "
 ) -> Iterator[str]:
@@ -99,7 +112,7 @@ def typed_lines(
         enable_open_in_editor=True,
         key_bindings=bindings(),
         prompt_continuation=lambda width, number, wrapped: "." * (width - 1) + " ",
-        bottom_toolbar=lambda: status() or None,
+        bottom_toolbar=lambda: in_lines(status(), get_app().output.get_size().columns) or None,
         color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
     )
     while True:

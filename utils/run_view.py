@@ -13,7 +13,7 @@ from utils.printing import Renderer
 from utils.reports import Finding, Report
 from utils.results import Generation
 from utils.strategies import Strategy
-from utils.text import TextStream
+from utils.text import TextStream, WrappedText
 
 
 class RunView:
@@ -22,7 +22,7 @@ class RunView:
     def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, level: str) -> None:
         self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
         self._level = level if strategy.drafts else "off"
-        self._text = TextStream(tokenizer)
+        self._text, self._lines = TextStream(tokenizer), WrappedText(renderer.stream_width, renderer.cells)
         self._count = 0
         self._held = ""
 
@@ -40,11 +40,12 @@ class RunView:
             self._renderer.round(self._count, step, self._tokenizer, lap, notes)
             self._held += text
         else:
-            self._renderer.stream(text, self._strategy.colour)
+            self._renderer.stream(self._lines.add(text), self._strategy.colour)
 
     def end(self, run: Generation) -> None:
         """The run is over: show what was held back, and what it came to."""
-        self._renderer.stream(self._held + self._text.end(), self._strategy.colour)
+        rest = self._lines.add(self._held + self._text.end()) + self._lines.end()
+        self._renderer.stream(rest, self._strategy.colour)
         self._renderer.newline()
         self._renderer.figures(run, forwards=self._strategy.uses_target)
 

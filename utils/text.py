@@ -1,9 +1,10 @@
-"""From token ids to text that is safe to show: whole text, text as it grows, and single tokens.
+"""From token ids to text that is safe to show: whole text, text as it grows and is broken into lines, and single tokens.
 
 Model output is data. Control characters could move the cursor, recolour the terminal or hide text, so they are replaced by visible
 pictures before anything reaches a screen.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 _BROKEN = "\ufffd"
@@ -73,3 +74,46 @@ class TextStream:
     def _texts(self) -> tuple[str, str]:
         window = self._tokens[self._anchor :]
         return decode(self._tokenizer, window[: self._shown - self._anchor]), decode(self._tokenizer, window)
+
+
+class WrappedText:
+    """Growing text in lines so wide that end between words: a word is held back until it is known whether it fits.
+
+    width: None leaves everything as it is. cells: how wide a text is on the screen; what is written without spaces, in wide characters, may
+    end a line anywhere.
+    """
+
+    def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
+        self._width, self._cells = width, cells
+        self._column = 0
+        self._gap = self._word = ""
+
+    def add(self, text: str) -> str:
+        """What can be shown by now."""
+        if self._width is None:
+            return text
+        shown = ""
+        for sign in text:
+            if sign == "\n":
+                shown += self.end() + sign
+                self._column = 0
+            elif sign in " \t":
+                shown += self.end() if self._word else ""
+                self._gap += sign
+            else:
+                wide = self._cells(sign) > 1
+                shown += self.end() if wide and self._word else ""
+                self._word += sign
+                shown += self.end() if wide or self._cells(self._word) >= self._width else ""
+        return shown
+
+    def end(self) -> str:
+        """What was held back."""
+        assert self._width is not None or not self._word
+        gap, word, self._gap, self._word = self._gap, self._word, "", ""
+        size = self._cells(gap.expandtabs()) + self._cells(word)
+        if word and self._column and self._column + size > (self._width or 0):
+            self._column = self._cells(word)
+            return "\n" + word
+        self._column += size
+        return gap + word
