@@ -33,6 +33,11 @@ def test_every_figure_is_on_the_page() -> None:
         assert f"| {figure.name} | {figure.meaning} |" in page, figure.name
 
 
+def test_the_pages_pictures_are_there() -> None:
+    named = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert len(named) == 2 and all((README.parent / name).stat().st_size > 5000 for name in named)
+
+
 def test_fractions_are_those_of_the_runs(ran: Workbench, view: Screen) -> None:
     shown = {figure.name: _told(ran, view, figure.name) for figure in FIGURES}
     for strategy, run, comparison in ran._bench.last().compared:

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 from rich.cells import cell_len
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
@@ -26,7 +25,7 @@ from utils.reports import Column
 from utils.results import Generation
 from utils.rounds import Piece, explained, legend, pieces_of, spent
 from utils.strategies import Strategy
-from utils.tables import comparison_table, texts_beside
+from utils.tables import comparison_table, list_of, table_of, texts_beside
 from utils.text import token_piece, visible
 
 
@@ -119,12 +118,7 @@ class Renderer:
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
         """Rows of text under headings."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))
-        self._out.print(table)
+        self._out.print(table_of(headings, list(rows), self._out.width))
 
     def result(self, text: str) -> None:
         """A sentence among the results."""
@@ -149,13 +143,7 @@ class Renderer:
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Lines in columns, the first one bold."""
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for index, row in enumerate(rows):
-            if index == 0:
-                for place in range(len(row)):
-                    table.add_column(style="bold" if place == 0 else "", overflow="fold")
-            table.add_row(*(Text(visible(cell)) for cell in row))
-        self._out.print(table)
+        self._out.print(list_of(list(rows), self._out.width))
 
     def columns(self, columns: Sequence[Column]) -> None:
         """Texts beside each other."""

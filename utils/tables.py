@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from utils.text import visible
 COLUMNS = ("strategy", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "drafts/\nround", "tokens/\nforward", "text")
 LEFT_OUT = ((92, ()), (76, (2,)), (0, (2, 6, 7)))  # of these columns, by the width of the screen: the lines above say it too
 NARROWEST = 36  # columns of a text that stands beside others
+WIDEST = 26  # of a list's first column, where the screen is narrow
 
 
 def comparison_table(compared: Sequence[Compared], width: int) -> Table:
@@ -49,6 +51,29 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
         text,
     ]
+
+
+def table_of(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """Rows under headings. Where the screen is narrow, cells are broken between words as long as that will do."""
+    shown = [[visible(cell) for cell in row] for row in rows]
+    longest = [max((cell_len(word) for text in texts for word in text.split()), default=1) for texts in zip(headings, *shown, strict=True)]
+    gap = next((gap for gap in (2, 1) if sum(longest) + gap * len(longest) <= width), 0)
+    table = Table(box=None, padding=(0, gap or 1, 0, 0), header_style="bold")
+    for heading, least in zip(headings, longest, strict=True):
+        table.add_column(heading, overflow="fold", min_width=least if gap else None)
+    for row in shown:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def list_of(rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """Lines in columns, the first one bold, and no wider than leaves room for the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for place in range(max(map(len, rows), default=0)):
+        table.add_column(style="bold" if place == 0 else "", overflow="fold", max_width=max(WIDEST, width // 3) if place == 0 else None)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
 
 
 def texts_beside(columns: Sequence[Column], width: int, mark: str) -> Iterator[Table]:
