@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 from fakes import Screen, records_of, tiny_pair, workbench
 
 from sampling import draft_seconds, drafters
-from utils.commands import race
+from utils.commands import race, sweep
 from utils.commands.race import Heat, verdict
 from utils.events import FinishReason, Step
+from utils.kinds import Limits, StorageSpec
+from utils.logits_processor import MultinomialProcessor, TopKNucleusProcessor
 from utils.models.layer_cut import first_layers
+from utils.reports import Finding
 from utils.results import Generation
 from utils.runner import Verdict
+from utils.settings import Settings
 
 
 def generation(tokens: int, seconds: float, first: float = 0.5) -> Generation:
@@ -89,20 +94,80 @@ def test_ctrl_c_keeps_the_repeats_that_were_done(view: Screen, tmp_path: Path, m
     assert not report["finished"] and [len(row["tokens_per_second"]) for row in report["findings"]] == [2, 2, 2]
 
 
-def test_a_sweep_runs_every_value_and_leaves_the_setting(view: Screen, tmp_path: Path) -> None:
+def test_a_sweep_runs_every_value_in_turns_and_leaves_the_setting(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[Any, str]] = []
+    real = race.run_alone
+
+    def watched(bench: Any, prompt: Any, strategy: Any, settings: Any, **options: Any) -> Generation:
+        order.append((settings.gamma, strategy.name))
+        return real(bench, prompt, strategy, settings, **options)
+
+    monkeypatch.setattr(race, "run_alone", watched)
     bench = workbench(view, records=tmp_path / "records.jsonl")
-    for line in ("/length 8", "Hello", "/sweep gamma 0 2 auto"):
+    for line in ("/length 8", "Hello", "/sweep gamma 0 2 auto x2"):
         assert bench.handle(line) is Verdict.DONE, view.take()
     assert bench.settings.gamma == 4
+    names = ["speculative", "ngram", "target"]
+    turned = [*names[1:], names[0]]
+    assert order[:9] == [(gamma, name) for gamma in (0, 2, None) for name in names], "to warm up"
+    assert order[9:18] == order[:9] and order[18:] == [(gamma, name) for gamma in (2, None, 0) for name in turned]
     rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
     assert [row["setting"] for row in rows[::3]] == ["gamma 0", "gamma 2", "gamma auto"] and len(rows) == 9
     assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_as_target"] for row in rows)
+    assert all(len(row["tokens_per_second"]) == len(row["speedups"]) == 2 for row in rows)
     shown = view.take()[0]
     assert "best: " in shown and re.search(r"0 +2 +auto\n +gamma\n", shown)
-    assert bench.handle("/sweep processor greedy, nucleus 0.8 0.9") is Verdict.DONE
-    rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
-    assert {row["setting"] for row in rows} == {"processor greedy", "processor nucleus 0.8 0.9"}
-    assert bench.handle("/sweep drafter_kind lookup suffix") is Verdict.DONE and bench.settings.drafter_kind == ("loaded",)
+
+
+def swept(bench: Any, file: Path, line: str) -> list[str]:
+    assert bench.handle(f"/sweep {line} x1") is Verdict.DONE, line
+    report = records_of(file)[-1]
+    return list(dict.fromkeys(row["setting"] for row in report["findings"]))
+
+
+def test_what_can_be_swept(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/length 4", "Hello"):
+        bench.handle(line)
+    before = bench.settings
+    assert swept(bench, file, "processor greedy, nucleus 0.8 0.9") == ["processor greedy", "processor nucleus 0.8 0.9"]
+    assert swept(bench, file, "drafter_kind lookup suffix") == ["drafter_kind lookup", "drafter_kind suffix"]
+    assert swept(bench, file, "temperature 0 1.5") == ["temperature 0", "temperature 1.5"]
+    assert swept(bench, file, "order 2 4") == ["order 2", "order 4"] and bench.settings == before
+
+
+def test_a_part_of_a_setting_is_that_part_alone() -> None:
+    settings = replace(Settings(), processor=TopKNucleusProcessor(0.7, 40, 0.9), ngram_storage=StorageSpec("onelevel", 3))
+    assert sweep._value("temperature", "1.5", settings, Limits()).settings.processor == TopKNucleusProcessor(1.5, 40, 0.9)
+    assert sweep._value("temperature", "1.5", Settings(), Limits()).settings.processor == MultinomialProcessor(1.5)
+    assert sweep._value("order", "5", settings, Limits()).settings.ngram_storage == StorageSpec("onelevel", 5)
+
+
+def test_what_is_best_and_what_is_as_good() -> None:
+    def row(setting: str, ups: list[float]) -> Finding:
+        return Finding((), {"strategy": "ngram", "setting": setting, "speedups": ups, "verdict": verdict(ups)})
+
+    lines = sweep._conclusion([row("gamma 1", [1.1, 1.2, 1.3]), row("gamma 2", [1.4, 1.5, 1.6]), row("gamma 3", [1.2, 1.3, 1.45])])
+    assert lines[0] == "best: ngram with gamma 2, 1.50x (1.40 - 1.60)" and lines[1] == "within noise of it: ngram with gamma 3"
+    assert len(sweep._conclusion([row("gamma 1", [1.0, 1.0])])) == 1, "the target alone is no finding"
+
+
+def test_ctrl_c_keeps_the_values_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = race.run_alone, iter(range(100))
+
+    def interrupted(*arguments: Any, **options: Any) -> Generation:
+        if next(count) == 11:  # six to warm up, three of the first value, and within the second
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(race, "run_alone", interrupted)
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 4", "Hello"):
+        bench.handle(line)
+    assert bench.handle("/sweep gamma 1 2") is Verdict.INTERRUPTED
+    report = records_of(tmp_path / "records.jsonl")[-1]
+    assert not report["finished"] and [row["setting"] for row in report["findings"]] == ["gamma 1"] * 3
 
 
 def test_what_they_need(view: Screen) -> None:
@@ -116,5 +181,8 @@ def test_what_they_need(view: Screen) -> None:
         ("/sweep target on off", "choose one of gamma, drafter_kind"),
         ("/sweep gamma", "give a setting and values"),
         ("/sweep gamma 3 99", "0 to 63"),
+        ("/sweep gamma 3 x0", "1 to 100"),
+        ("/sweep gamma x3", "give a setting and values"),
+        ("/sweep temperature 9999", "out of range"),
     ):
         assert bench.handle(line) is Verdict.FAILED and words in view.take()[1], line

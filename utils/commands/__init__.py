@@ -8,12 +8,13 @@ from utils.commands.export import EXPORT
 from utils.commands.files import FILE_COMMANDS
 from utils.commands.lossless import LOSSLESS
 from utils.commands.pairs import PAIR_COMMANDS
-from utils.commands.race import RACE, SWEEP
+from utils.commands.race import RACE
 from utils.commands.registry import Command, Outcome, Registry, Situation
 from utils.commands.replay import REPLAY
 from utils.commands.session import SESSION_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
 from utils.commands.suite import SUITE
+from utils.commands.sweep import SWEEP
 from utils.commands.tuning import tuning_commands
 from utils.commands.whatif import WHATIF
 from utils.commands.why import WHY

@@ -13,6 +13,7 @@ from typing import Any
 from utils.bench import Bench, run_alone
 from utils.caching import ModelSession
 from utils.commands.files import path_in
+from utils.commands.race import in_turns
 from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError
 from utils.preparing import warm_up
@@ -55,8 +56,7 @@ def _events(bench: Bench, settings: Settings, chosen: Sequence[Strategy], prompt
         for place, prompt in enumerate(prompts):
             left = time_left(spent, ran, ran + len(prompts) - place)
             yield Progress(f"{place + 1} of {len(prompts)} ({prompt.task}){left} ...")
-            order = [chosen[(turn + ran) % len(chosen)] for turn in range(len(chosen))]
-            runs = yield from _runs(bench, prompt.text, order, settings)
+            runs = yield from _runs(bench, prompt.text, in_turns(chosen, ran), settings)
             results += _results(place + 1, prompt.task, chosen, runs)
             spent, ran = spent + sum(run.seconds for run in runs.values()), ran + bool(runs)
     finally:  # Ctrl-C goes on once this has been taken
