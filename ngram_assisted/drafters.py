@@ -39,7 +39,7 @@ def _suffix(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
 def _chain(job: Job, rule: Rule) -> tuple[Drafter, ModelSession]:
     tempo = Tempo()
     second, target = loaded_drafter(job, rule, tempo)
-    return ChainDrafter(_suffixes(job, tempo), second), target
+    return ChainDrafter(_suffixes(job, tempo), second, kinds=("suffix", job.pair.drafter_kind)), target
 
 
 MATCH_KINDS = (

@@ -77,11 +77,11 @@ def free_drafter(job: Job) -> Session:
 
 
 def draft_seconds(job: Job, kind: DrafterKind) -> float:
-    """Seconds of one draft by this kind of drafter, in the middle one of a few rounds; 0 where it drafts nothing."""
+    """Seconds of one draft that is worked out by this kind of drafter, in the middle one of a few rounds; 0 where it drafts nothing."""
     rule = RULES[job.settings.verify]
     watch = Stopwatch()
     drafter, target = replace(job, stopwatch=watch).watched(*kind.make(job, rule))
     endless = replace(job.decoding, end_ids=frozenset())
     rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
-    laps = [(len(step.drafted), watch.read(0).drafting) for step in islice(rounds, TIMED_ROUNDS)]
-    return median([seconds / drafts for drafts, seconds in laps if drafts] or [0.0])
+    laps = [watch.read(0) for _ in islice(rounds, TIMED_ROUNDS)]
+    return median([lap.drafting / lap.drafts for lap in laps if lap.drafts] or [0.0])

@@ -25,7 +25,7 @@ class Draft:
 
     What else is known of them, for whoever asks why (utils.notes): said, the raw logits (1, V') that each was drawn by; matched, the
     number of tokens of context that each went by, 0 for none; runners_up, what was entered at every new position besides the text;
-    unsent, how many more were worked out and not proposed.
+    unsent, how many more were worked out and not proposed; by, what kind of drafter has made them, where several take turns.
     """
 
     tokens: list[int]
@@ -34,6 +34,7 @@ class Draft:
     matched: Sequence[int] = ()
     runners_up: Sequence[Sequence[int]] = ()
     unsent: int = 0
+    by: str = ""
 
 
 NO_DRAFT = Draft([])
@@ -119,7 +120,8 @@ class ModelDrafter:
                     marks.pop()
                     break
             laws.append(law)
-            said.append(logits)
+            # A row of its own: some models compute logits of all that they are fed, and a view would hold them.
+            said.append(logits.clone() if logits.untyped_storage().nbytes() > logits.nbytes else logits)
             tokens.append(self._draw(laws[-1], start + len(tokens), start))
         self._sent = tokens, marks, computed
         if self._shares_noise or not tokens:

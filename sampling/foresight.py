@@ -22,7 +22,7 @@ from utils.bounds import AUTO_GAMMA
 from utils.caching import ModelSession, context_length, model_name
 from utils.decoding import Decoding
 from utils.events import Step
-from utils.laps import Stopwatch, TimedDrafter
+from utils.laps import Lap, Stopwatch, TimedDrafter
 from utils.logits_processor import GreedyProcessor
 from utils.models.heads import Grafted
 from utils.seeding import Noise
@@ -89,22 +89,23 @@ class ByText:
 class RecordedDrafter:
     """Proposes what was proposed behind the same prefix of the text. origin: of the context."""
 
-    drafts: Sequence[Sequence[int]]
+    drafts: Sequence[Draft]
     origin: int
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         """Nothing to prepare."""
 
     def propose(self, context: list[int], count: int) -> Draft:
-        return Draft(list(self.drafts[len(context) - self.origin][:count]))
+        told = self.drafts[len(context) - self.origin]
+        return Draft(told.tokens[:count], by=told.by)
 
     def commit(self, context: list[int], verified: Verified) -> None:
         """Nothing to learn."""
 
 
 def foresee(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Foreseen:
-    """For each strategy that drafts the rounds of every gamma from 0, and of `auto` (None), had the text been these tokens; with the
-    number of drafts that are worked out for them.
+    """For each strategy that drafts the rounds of every gamma from 0, and of `auto` (None), had the text been these tokens; with laps
+    that tell how many drafts are worked out for them.
 
     Storages and texts are taken as the job has them, and left so. Raises UserError where a strategy cannot be run.
     """
@@ -129,23 +130,24 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Te
     return Text(list(job.prompt), context, tokens, logits, session.take_features())
 
 
-def proposals(job: Job, strategy: Strategy, text: Text, most: int = AUTO_GAMMA) -> list[list[int]]:
+def proposals(job: Job, strategy: Strategy, text: Text, most: int = AUTO_GAMMA) -> list[Draft]:
     """What the strategy's drafter proposes behind each prefix of the text, at most `most` drafts each.
 
     A model's draft depends on the text in front of it alone, so it is asked for one at a time.
     """
     drafter, target, context = _drafter(job, strategy, most), ReadSession(text, job.pair.target), list(text.context)
     one_by_one = type(drafter) is ModelDrafter
-    made: list[list[int]] = []
+    made: list[Draft] = []
     drafter.begin(text.prompt, list(context))
     for token in text.tokens:
         start = len(context)
-        made.append(list(drafter.propose(context, 1 if one_by_one else most).tokens))
+        draft = drafter.propose(context, 1 if one_by_one else most)
+        made.append(Draft(list(draft.tokens), by=draft.by))
         logits = target.feed(context, keep=1)
         context = [*context, token]
         target.rewind(start)
         drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
-    return chained(made, most) if one_by_one else made
+    return [Draft(tokens) for tokens in chained([draft.tokens for draft in made], most)] if one_by_one else made
 
 
 def chained(first: Sequence[Sequence[int]], most: int) -> list[list[int]]:
@@ -172,12 +174,13 @@ def _drafter(job: Job, strategy: Strategy, gamma: int | None) -> Drafter:
     return drafter
 
 
-def _run(job: Job, text: Text, drafter: Drafter, gamma: int) -> tuple[list[Step], int]:
+def _run(job: Job, text: Text, drafter: Drafter, gamma: int) -> tuple[list[Step], list[Lap]]:
     told = job.decoding
     most = told.max_new if text.tokens[-1] in told.end_ids else len(text.tokens)  # as many were asked for, where the text did not end
     decoding = Decoding(GreedyProcessor(), most, told.end_ids, told.noise)  # the laws are not looked at
     target = ReadSession(text, job.pair.target)
     watch = Stopwatch()
     drafts = TimedDrafter(drafter, watch)
-    steps = list(speculative_steps(text.prompt, drafts, target, decoding, gamma=gamma, rule=ByText(text.tokens)))
-    return steps, watch.read(0).drafts
+    rounds = speculative_steps(text.prompt, drafts, target, decoding, gamma=gamma, rule=ByText(text.tokens))
+    told_rounds = [(step, watch.read(0)) for step in rounds]
+    return [step for step, _ in told_rounds], [lap for _, lap in told_rounds]

@@ -58,8 +58,10 @@ def test_fractions_are_those_of_the_runs(ran: Workbench, view: Screen) -> None:
 def _told(bench: Workbench, view: Screen, name: str) -> dict[str, str]:
     assert bench.handle(f"/explain {name}") is Verdict.DONE
     rows, message = view.take()
-    assert message.startswith(f"{name}: ")
-    return dict(re.split(r"\s{2,}", row.strip(), maxsplit=1) for row in rows.splitlines())
+    assert message == ""
+    (first, meaning), *told = (re.split(r"\s{2,}", row.strip(), maxsplit=1) for row in rows.splitlines())
+    assert first == name and meaning == next(figure.meaning for figure in FIGURES if figure.name == name)
+    return {row[0]: row[1] for row in told}
 
 
 def test_figures_without_a_denominator() -> None:
@@ -67,7 +69,8 @@ def test_figures_without_a_denominator() -> None:
     bench = workbench(screen(), tiny_pair())
     for strategy in bench._bench.variants(bench.settings):
         for figure in FIGURES:
-            assert "nan" not in figure.fraction(strategy, empty, Comparison())
+            told = figure.fraction(strategy, empty, Comparison())
+            assert "= -" in told or "=" not in told, (figure.name, told)
 
 
 def test_explain_before_any_prompt_and_an_unknown_name(view: Screen) -> None:
@@ -75,6 +78,7 @@ def test_explain_before_any_prompt_and_an_unknown_name(view: Screen) -> None:
     assert bench.handle("/explain") is Verdict.DONE and "accepted drafts / drafts" in view.take()[0]
     assert bench.handle("/explain acceptance") is Verdict.DONE
     view.take()
+    assert bench.handle("/explain c") is Verdict.DONE and "a draft (c)" in view.take()[0]
     assert bench.handle("/explain aceptance") is Verdict.FAILED and "Did you mean acceptance?" in view.take()[1]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fakes import Screen, screen, workbench
-from tiny import next_logits, tiny_llama
+from test_foresight import fresh, pair, strategy_of
+from tiny import next_logits, tiny_llama, tiny_t5
 
 from ngram_assisted import NGramDrafter, NGramStorage
 from sampling import speculative_steps
@@ -16,11 +18,12 @@ from sampling.verification import RULES
 from utils.caching import ModelSession
 from utils.decoding import Decoding
 from utils.events import Step
-from utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor, TopKProcessor
 from utils.notes import DraftNote, Notebook, NotedDrafter, holds, rank
 from utils.results import Generation, collect
 from utils.rounds import LEVELS, explained, pieces_of
 from utils.runner import Verdict
+from utils.settings import Settings
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
@@ -162,3 +165,35 @@ def test_no_piece_is_broken_on_a_narrow_terminal() -> None:
     lines = [line.replace("\x1b[32m", "").replace("\x1b[34m", "").replace("\x1b[0m", "") for line in view.take()[0].splitlines()]
     assert len(lines) == 3 and all(len(line) <= 40 for line in lines)
     assert " ".join(lines).split() == ["1", *(f"+{token}" for token in drafted), "*2000"]
+
+
+@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("kind", "word"), [("t5", "loaded"), ("t5", "suffix"), ("t5", "ngram"), ("model", "chain"), ("head", "chain"), ("model", "lookup")]
+)
+def test_notes_on_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
+    """Nothing is changed by them; every draft that was judged has one; origins are found again in the prompt and the answer."""
+    settings = Settings(length=30, processor=TopKProcessor(1.0, 5), verify=verify, gamma=3, seed=1)
+    row, notebook = strategy_of(word, pair(kind)), Notebook(judged=verify == "rejection")
+    plain = list(row.steps(fresh(kind, settings)))
+    run = collect(row.steps(replace(fresh(kind, settings), notebook=notebook)), notebook=notebook)
+    assert list(run.steps) == plain and any(run.notes)
+    prompt = fresh(kind, settings).prompt
+    said = [0] if kind == "t5" else list(prompt)
+    for step, notes in zip(run.steps, run.notes, strict=True):
+        assert [note.stood for note in notes] == [place < step.accepted for place in range(min(len(step.drafted), step.accepted + 1))]
+        for place, note in enumerate(notes):
+            assert (note.match is None) == (note.q is not None)
+            gram = [*said, *step.drafted[:place]][-(note.match or 0) :] + [note.token]
+            if note.match:
+                where = "the prompt" if holds(prompt, gram) else "the answer" if holds(said, gram) else "the target's runners-up"
+                assert note.origin == where
+        said += step.tokens
+
+
+def test_rows_of_a_draft_hold_no_more_than_themselves() -> None:
+    model = tiny_t5()
+    drafter = ModelDrafter(ModelSession(model), Decoding.of(GreedyProcessor(), 20, end_ids=None, seed=1), model.config.vocab_size)
+    drafter.begin(PROMPT, [0])
+    draft = drafter.propose([0] + [5] * 10, 3)
+    assert len(draft.said) == 3 and all(row.untyped_storage().nbytes() == row.nbytes for row in draft.said)

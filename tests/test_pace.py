@@ -14,6 +14,9 @@ class Paced(Pace):
     def __init__(self, seconds: dict[int, float]) -> None:
         self.widest, self.seconds, self.now = 17, seconds, 0.0
 
+    def make_room(self, width: int) -> None:
+        self.now += 100
+
     def forward(self, width: int) -> None:
         self.now += self.seconds[width]
 

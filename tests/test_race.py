@@ -13,8 +13,9 @@ from fakes import Screen, records_of, tiny_pair, workbench
 from sampling import draft_seconds, drafters
 from utils.commands import race, sweep
 from utils.commands.race import Heat, verdict
+from utils.commands.registry import Registry, Situation
 from utils.events import FinishReason, Step
-from utils.kinds import Limits, StorageSpec
+from utils.kinds import StorageSpec
 from utils.logits_processor import MultinomialProcessor, TopKNucleusProcessor
 from utils.models.layer_cut import first_layers
 from utils.reports import Finding
@@ -116,7 +117,7 @@ def test_a_sweep_runs_every_value_in_turns_and_leaves_the_setting(view: Screen, 
     assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_as_target"] for row in rows)
     assert all(len(row["tokens_per_second"]) == len(row["speedups"]) == 2 for row in rows)
     shown = view.take()[0]
-    assert "best: " in shown and re.search(r"0 +2 +auto\n +gamma\n", shown)
+    assert "fastest: " in shown and re.search(r"0 +2 +auto\n +gamma\n", shown)
 
 
 def swept(bench: Any, file: Path, line: str) -> list[str]:
@@ -137,20 +138,42 @@ def test_what_can_be_swept(view: Screen, tmp_path: Path) -> None:
     assert swept(bench, file, "order 2 4") == ["order 2", "order 4"] and bench.settings == before
 
 
-def test_a_part_of_a_setting_is_that_part_alone() -> None:
+def test_a_part_of_a_setting_is_that_part_alone(view: Screen) -> None:
+    def value(name: str, word: str, settings: Settings) -> Settings:
+        return sweep._value(0, name, word, Situation(settings, Registry([]), workbench(view)._bench)).settings
+
     settings = replace(Settings(), processor=TopKNucleusProcessor(0.7, 40, 0.9), ngram_storage=StorageSpec("onelevel", 3))
-    assert sweep._value("temperature", "1.5", settings, Limits()).settings.processor == TopKNucleusProcessor(1.5, 40, 0.9)
-    assert sweep._value("temperature", "1.5", Settings(), Limits()).settings.processor == MultinomialProcessor(1.5)
-    assert sweep._value("order", "5", settings, Limits()).settings.ngram_storage == StorageSpec("onelevel", 5)
+    assert value("temperature", "1.5", settings).processor == TopKNucleusProcessor(1.5, 40, 0.9)
+    assert value("temperature", "1.5", Settings()).processor == MultinomialProcessor(1.5)
+    assert value("order", "5", settings).ngram_storage == StorageSpec("onelevel", 5)
 
 
-def test_what_is_best_and_what_is_as_good() -> None:
-    def row(setting: str, ups: list[float]) -> Finding:
-        return Finding((), {"strategy": "ngram", "setting": setting, "speedups": ups, "verdict": verdict(ups)})
+def test_ctrl_c_between_two_events_keeps_what_was_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 4", "Hello"):
+        bench.handle(line)
+    real = view.renderer.note
 
-    lines = sweep._conclusion([row("gamma 1", [1.1, 1.2, 1.3]), row("gamma 2", [1.4, 1.5, 1.6]), row("gamma 3", [1.2, 1.3, 1.45])])
-    assert lines[0] == "best: ngram with gamma 2, 1.50x (1.40 - 1.60)" and lines[1] == "within noise of it: ngram with gamma 3"
-    assert len(sweep._conclusion([row("gamma 1", [1.0, 1.0])])) == 1, "the target alone is no finding"
+    def note(text: str) -> None:
+        if text.startswith("2 of 3"):
+            raise KeyboardInterrupt
+        real(text)
+
+    monkeypatch.setattr(view.renderer, "note", note)
+    assert bench.handle("/race 3") is Verdict.INTERRUPTED
+    report = records_of(tmp_path / "records.jsonl")[-1]
+    assert report["record"] == "race" and [len(row["tokens_per_second"]) for row in report["findings"]] == [2, 2, 2]
+    assert "what was finished" in view.take()[1]
+
+
+def test_what_is_fastest_and_what_is_as_good() -> None:
+    def row(setting: str, speeds: list[float], ups: list[float]) -> Finding:
+        return Finding((), {"strategy": "ngram", "setting": setting, "tokens_per_second": speeds, "speedups": ups})
+
+    rows = [row("gamma 1", [11, 12, 13], [9.0] * 3), row("gamma 2", [14, 15, 16], [1.4, 1.5, 1.6]), row("gamma 3", [12, 13, 14.5], [])]
+    lines = sweep._conclusion(rows)
+    assert lines[0] == "fastest: ngram with gamma 2, 15.0 tokens/s, 1.50x target-only there", "a slow baseline makes no setting fast"
+    assert lines[1] == "within noise of it: ngram with gamma 3"
 
 
 def test_ctrl_c_keeps_the_values_that_were_done(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_settings_that_cannot_be_taken_over_are_told(view: Screen, tmp_path: Pat
     rows, told = replayed(view, edited(recorded(view, tmp_path, "/length 35", "/gamma auto", "Hello"), change))
     for words in (
         "setting wings: not known here",
-        "setting length: 100000 is out of range: 1 to 256; the nearest is 256; it is 35 instead",
+        "setting length: 100000 is out of range: 1 to 256; it is 35 instead",
         "setting cache: '1' is no value of it; it is on instead",
         "setting gamma: '' is no value of it; it is auto instead",
         "setting verify: 'None' is no value of it; it is rejection instead",
@@ -246,8 +246,15 @@ def test_an_interrupted_run_is_compared_as_far_as_it_went(view: Screen, tmp_path
 def test_storages_that_were_kept_are_said(view: Screen, tmp_path: Path) -> None:
     file = recorded(view, tmp_path, "/length 14", "/reset_in_between off", "a b a b", "a b a b")
     rows, told = replayed(view, file)
-    assert "6 of 6 texts are the same." in told and "recorded with /reset_in_between off" in told and "(4 of 6 records)" in told
+    assert "6 of 6 texts are the same." in told and "recorded with /reset_in_between off" in told and "(2 of 6 records)" in told
     assert rows[4]["same_acceptance"] is False, "the second time the storage knew the answer"
+
+
+def test_a_text_that_was_edited_and_what_was_not_recorded_are_told(view: Screen, tmp_path: Path) -> None:
+    file = edited(recorded(view, tmp_path, "/length 8", "Hello"), lambda row: row.update(text="mine", versions={}, engine={}))
+    told = replayed(view, file)[1]
+    assert "is not that of its token ids here" in told and "versions: not recorded" in told and "engine: not recorded" in told
+    assert "as they were" not in told and "3 of 3 texts are the same." in told
 
 
 def test_another_template_is_said(view: Screen, tmp_path: Path) -> None:
@@ -331,6 +338,7 @@ def test_ctrl_c_keeps_the_rows_that_were_done(view: Screen, tmp_path: Path, monk
 
 def test_a_speed_is_noise_where_runs_do_not_agree_or_machines_are_no_steadier() -> None:
     assert _speed([]) == []
-    assert "median 2.00 (1.90 - 2.10), faster; one run each" in _speed([1.9, 2.0, 2.1])[0]
-    assert "slower" in _speed([0.5])[0] and "within noise" in _speed([1.1, 1.12, 1.13])[0]
+    assert "median 2.00 (1.90 - 2.10), faster; one run each" in _speed([1.9, 2.0, 2.0, 2.0, 2.1])[0]
+    assert "too few to tell" in _speed([1.9, 2.0, 2.1, 2.0])[0]
+    assert "slower" in _speed([0.5] * 5)[0] and "within noise" in _speed([1.1, 1.12, 1.12, 1.12, 1.13])[0]
     assert "within noise" in _speed([0.5, 0.6, 1.9, 2.0, 2.1])[0] and "faster" in _speed([0.9, 1.9, 2.0, 2.1, 2.2])[0]

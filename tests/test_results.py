@@ -50,7 +50,7 @@ def test_the_clock_runs_only_inside_the_decoder() -> None:
             yield step
         clock.now += 0.25
 
-    def watch(step: Step, lap: Lap) -> None:
+    def watch(step: Step, lap: Lap, notes: object) -> None:
         clock.now += 100.0
 
     run = collect(decoder(), watch, clock)
@@ -69,7 +69,7 @@ def test_an_interruption_keeps_what_was_made_and_its_time() -> None:
     run = collect(decoder(), clock=clock)
     assert run == Generation(STEPS[:1], 1.5, 1.0, FinishReason.INTERRUPTED, (Lap(0, 0, 1.0),))
 
-    def watch(step: Step, lap: Lap) -> None:
+    def watch(step: Step, lap: Lap, notes: object) -> None:
         raise KeyboardInterrupt
 
     assert collect(iter(STEPS), watch, FakeClock()).steps == STEPS[:1]

@@ -365,7 +365,7 @@ def test_other_models_begin_anew_with_a_note_and_a_load_that_fails_forgets_nothi
     assert bench.handle("/load target=nowhere") is Verdict.FAILED and "anew" not in view.take()[1]
     assert len(bench._bench.memory.conversations) == 2
     handled(bench, "/load target=there")
-    assert "The conversation begins anew: 2 turns with the old models forgotten.\n" in view.take()[1] and bench.settings.turns
+    assert "The conversation begins anew: 2 turns forgotten.\n" in view.take()[1] and bench.settings.turns
     handled(bench, "Hello", "/load target=there")
     handled(bench, "Hello")
     assert jobs_of(bench)["target"].turn == 0

@@ -14,6 +14,7 @@ from utils.conversation import Conversations, Turn, Turns, own_since
 from utils.divergence import Divergence, Parting, explain
 from utils.errors import UserError
 from utils.events import FinishReason, Step
+from utils.laps import Lap
 from utils.models.prompting import prompt_ids
 from utils.reports import Finding, Report
 from utils.results import Comparison, Generation, collect, compare
@@ -66,31 +67,43 @@ class StorageTools:
     load: Callable[[Path, int, int], tuple[Any, str, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the screen showed last: records, as --json has them; a finished report and its findings, or else the last prompt's runs.
+
+    causes: why texts differ, by the strategy's name.
+    """
+
+    records: list[dict[str, Any]]
+    report: Report | None = None
+    findings: Sequence[Finding] = ()
+    causes: Mapping[str, Divergence] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Memory:
-    """last: the last prompt's runs. found: what a report said since, and whether it was finished.
-    rounding: how far windows of another width were seen to move the target's logits.
+    """last: the last prompt's runs. shown: what the screen showed last. storage: the session's n-gram storage. kept: what drafters keep.
 
-    storage: the session's n-gram storage. kept: what other drafters keep. conversations: what was said, where turns are kept.
+    rounding: how far windows of another width were seen to move the target's logits. conversations: what was said, where turns are kept.
     """
 
     last: Last | None = None
-    found: tuple[Report, Sequence[Finding], bool] | None = None
+    shown: Shown | None = None
     rounding: float = 0.0
     storage: Any = None
     kept: Kept = field(default_factory=Kept)
     conversations: Conversations = field(default_factory=Conversations)
 
 
-Foreseen = Iterator[tuple[Strategy, int | None, list[Step], int]]
+Foreseen = Iterator[tuple[Strategy, int | None, list[Step], list[Lap]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
     """What can be learnt from drafters without a run.
 
-    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text, and
-    how many drafts are worked out for them.
+    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text, with
+    laps that tell how many drafts are worked out for them.
     """
 
     draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0

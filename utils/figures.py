@@ -85,7 +85,11 @@ FIGURES = (
     ),
     Figure("tokens/s", "tokens / seconds", _speed),
     Figure("speed-up", "tokens/s over those of target-only on the same prompt; 1.00x is equal speed", _speedup),
-    Figure("acceptance", "accepted drafts / drafts that were judged; those behind an accepted end token are not counted", _acceptance),
+    Figure(
+        "acceptance",
+        "accepted drafts / drafts, those behind a rejected one among them; those behind an accepted end token are not counted",
+        _acceptance,
+    ),
     Figure("drafts/round", "drafts / rounds, rounds without drafts among them: what /gamma auto has chosen", _drafts),
     Figure(
         "tokens/forward",
@@ -105,9 +109,15 @@ FIGURES = (
         _times,
     ),
     Figure("p", "probability of a token in the target, before the processor"),
-    Figure("q", "probability of a draft in the drafter, before the processor; drafts without a law of their own (n-grams) have none"),
-    Figure("p/q", "p over q; under /verify rejection a draft stands with a chance of min(1, p/q) of the processed laws"),
-    Figure("choice", "a draft's rank in the target: 1 is its likeliest token; the first three are near misses"),
+    Figure("q", "probability of a draft in the drafter, before the processor; drafts without a law of their own (n-grams) count as 1"),
+    Figure(
+        "p/q",
+        "p over q; where /verify rejection samples, processed min(1, p/q) is a draft's chance; else it stands if the target says it",
+    ),
+    Figure(
+        "choice",
+        "a draft's rank in the target: 1 is its likeliest token; a near miss has a tenth of the p of what the target said, or more",
+    ),
     Figure("hits", "where an n-gram or a match came from, and in brackets how many tokens of context it went by"),
     Figure("a draft (c)", "time of a draft / time of a plain step of the target, measured on the loaded models (/costs)"),
     Figure("its window (v)", "time of a target forward over all drafts of a round and one more token / time of a plain step (/costs)"),
@@ -119,6 +129,6 @@ FIGURES = (
     Figure("decoding", "/race: tokens behind the first round / their seconds, median"),
     Figure(
         "verdict",
-        "/race: faster or slower where all repeats agree (five do by chance once in 16), else within noise; compared within a repeat",
+        "/race: faster or slower where all of five repeats or more agree (by chance five do once in 16), else within noise",
     ),
 )

@@ -17,13 +17,14 @@ Result = TypeVar("Result")
 class Lap:
     """Seconds of one round: drafting (what the drafter does after it among it), verifying (the target's forward), and all of it.
 
-    drafts: how many were worked out, those that were not proposed among them.
+    drafts: how many were worked out, those that were not proposed among them; by, by which kind of drafter, where several take turns.
     """
 
     drafting: float
     verifying: float
     whole: float
     drafts: int = 0
+    by: str = ""
 
     @property
     def other(self) -> float:
@@ -37,7 +38,7 @@ class Stopwatch:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._drafting = self._verifying = 0.0
-        self._drafts = 0
+        self._drafts, self._by = 0, ""
 
     def drafts(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Do a drafter's work."""
@@ -49,7 +50,7 @@ class Stopwatch:
 
     def counts(self, draft: Any) -> None:
         """Count the drafts of a round."""
-        self._drafts += len(draft.tokens) + draft.unsent
+        self._drafts, self._by = len(draft.tokens) + draft.unsent, draft.by
 
     def verifies(self, session: Any, context: list[int], keep: int) -> Tensor:
         """Have the target compute."""
@@ -64,8 +65,8 @@ class Stopwatch:
 
     def read(self, whole: float) -> Lap:
         """A round that took so long as a whole."""
-        lap = Lap(self._drafting, self._verifying, whole, self._drafts)
-        self._drafting, self._verifying, self._drafts = 0.0, 0.0, 0
+        lap = Lap(self._drafting, self._verifying, whole, self._drafts, self._by)
+        self._drafting, self._verifying, self._drafts, self._by = 0.0, 0.0, 0, ""
         return lap
 
 

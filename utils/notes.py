@@ -13,7 +13,7 @@ from torch import Tensor
 
 from utils.events import Step
 
-NEAR = 3  # a draft among so many of the target's likeliest is a near miss
+NEAR = 0.1  # of the probability of what the target said: so much makes a near miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DraftNote:
 
     @property
     def is_near(self) -> bool:
-        return self.rank <= NEAR
+        return self.p >= NEAR * self.wanted_p
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ class PastRun:
     prompt: str
     strategy: str
     drafter_kind: Any
+    text: str | None
     tokens: list[int]
     prompt_tokens: int
     interrupted: bool
@@ -49,6 +50,8 @@ class PastRun:
     def differences(self, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each circumstance that was another."""
         for part, names in CIRCUMSTANCES.items():
+            if not self.circumstances[part]:
+                yield f"{part}: not recorded"
             for name in names:
                 then = self.circumstances[part].get(name, now[part][name])
                 if then != now[part][name]:
@@ -98,6 +101,7 @@ def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
         **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
         **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
         **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
+        "text": record.get("text") is None or isinstance(record["text"], str),
         "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
         "prompt_tokens": _is_count(record.get("prompt_tokens")),
         "settings": isinstance(record.get("settings"), dict),
@@ -111,6 +115,7 @@ def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
         prompt=record["prompt"],
         strategy=record["strategy"],
         drafter_kind=record.get("drafter_kind"),
+        text=record.get("text"),
         tokens=record["token_ids"],
         prompt_tokens=record["prompt_tokens"],
         interrupted=record["finish"] == FinishReason.INTERRUPTED,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from io import StringIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -10,15 +11,17 @@ from rich.text import Text
 from utils.printing import Renderer
 
 WIDTH = 110
+# Whatever the terminal is like.
+SAME_ANYWHERE: dict[str, Any] = {"width": WIDTH, "height": 50, "force_terminal": True, "no_color": False, "highlight": False}
 TITLE = "speculative decoding, side by side"
 
 
 def picture(show: Callable[[Renderer], None], form: str) -> str:
     """What `show` puts on a screen of its own, as "html" or "svg"."""
     drawn = StringIO()
-    console = Console(file=drawn, width=WIDTH, force_terminal=True, color_system="standard", highlight=False, markup=False, emoji=False)
+    console = Console(file=drawn, color_system="standard", markup=False, emoji=False, **SAME_ANYWHERE)
     show(Renderer(console, console, colour=True))
-    page = Console(file=StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor", highlight=False)
+    page = Console(file=StringIO(), record=True, color_system="truecolor", **SAME_ANYWHERE)
     page.print(Text.from_ansi(drawn.getvalue()))
     if form == "html":
         return page.export_html(inline_styles=True)

@@ -28,6 +28,8 @@ from utils.strategies import Strategy
 from utils.tables import comparison_table, list_of, table_of, texts_beside
 from utils.text import token_piece, visible
 
+IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
+
 
 class Renderer:
     """Writes results to `out` and messages to `messages`; `colour` says whether results may carry escapes."""
@@ -126,7 +128,7 @@ class Renderer:
 
     def data(self, text: str) -> None:
         """Lines that are to be copied, or drawn: never broken."""
-        self._write(visible(text) + "\n")
+        self._write(self._drawable(visible(text)) + "\n")
 
     def reply(self, text: str) -> None:
         self._line(self._messages, text)
@@ -158,7 +160,11 @@ class Renderer:
 
     def _line(self, console: Console, text: str, style: str = "") -> None:
         """A line of its own: wrapped between words on a terminal, left whole in a file or a pipe."""
-        console.print(Text(visible(text), style=style), soft_wrap=not console.is_terminal)
+        console.print(Text(self._drawable(visible(text)), style=style), soft_wrap=not console.is_terminal)
+
+    def _drawable(self, text: str) -> str:
+        """With frames and dots of our own that the screen has."""
+        return text.translate(IN_ASCII) if self._is_ascii else text
 
     def _paint(self, text: str, colour: str) -> str:
         return colored(text, colour, no_color=not self.colour, force_color=self.colour)

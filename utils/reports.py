@@ -4,7 +4,7 @@ A report is an iterator of events that somebody else draws and records; closing 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.settings import Settings
@@ -42,9 +42,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the same places. series: values by name, some perhaps fewer. ticks: what the places are. below: of the axis."""
+    """Lines over the same places. series: values by name, None where there is none. ticks: what the places are. below: of the axis."""
 
-    series: Mapping[str, Sequence[float]]
+    series: Mapping[str, Sequence[float | None]]
     title: str
     below: str
     ticks: Sequence[str]
@@ -68,3 +68,8 @@ class Report:
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
     chart: Callable[[Sequence[Finding]], Chart | None] = lambda findings: None
     upright: bool = False
+
+    def concluded(self, findings: Sequence[Finding]) -> "Report":
+        """The same with its last word said, and nothing held that it would need for another."""
+        lines, attached = self.conclude(findings), self.attachment(findings)
+        return replace(self, events=iter(()), conclude=lambda findings: lines, attachment=lambda findings: attached)

@@ -1,10 +1,11 @@
 """What the screen shows of one run as its steps pass, and of a finished prompt or report once more."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from utils.bench import Last
+from utils.bench import Last, own_conversations
+from utils.divergence import Divergence
 from utils.events import Step
 from utils.laps import Lap
 from utils.notes import DraftNote
@@ -50,8 +51,8 @@ class RunView:
         self._renderer.figures(run, forwards=self._strategy.uses_target)
 
 
-def show_again(renderer: Renderer, last: Last) -> None:
-    """A prompt's runs once more, round by round, with such notes as were taken."""
+def show_again(renderer: Renderer, last: Last, causes: Mapping[str, Divergence]) -> None:
+    """A prompt's runs once more, round by round, with such notes as were taken. causes: why texts differ, by the strategy's name."""
     renderer.prompt(last.text)
     for strategy, run, _ in last.compared:
         view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.notes else "on")
@@ -59,7 +60,17 @@ def show_again(renderer: Renderer, last: Last) -> None:
         for step, lap, notes in zip(run.steps, run.laps, run.notes or repeat(()), strict=False):
             view.show(step, lap, notes)
         view.end(run)
-    renderer.comparison(last.compared)
+    show_comparison(renderer, last, [(strategy, causes[strategy.name]) for strategy, _, _ in last.compared if strategy.name in causes])
+
+
+def show_comparison(renderer: Renderer, last: Last, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
+    """The table of a prompt's runs, and a line for each text that is another, or an answer to something else."""
+    if last.compared:
+        renderer.comparison(last.compared)
+    for strategy, turn in own_conversations(last):
+        renderer.result(f"{strategy.name}: its conversation is its own since turn {turn}; its text is not compared")
+    for strategy, divergence in causes:
+        renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:

@@ -3,12 +3,12 @@
 What is run, and with which settings, is decided by its caller; decoders are reached through the table of strategies alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from traceback import clear_frames
 
-from utils.bench import Asked, Bench, Last, divergence_of, own_conversations, unlike_target
+from utils.bench import Asked, Bench, Last, Shown, divergence_of, unlike_target
 from utils.conversation import advised
 from utils.divergence import Divergence
 from utils.errors import UserError
@@ -22,7 +22,7 @@ from utils.processes import end_if_together
 from utils.records import RecordFile, generation_records, report_record
 from utils.reports import Finding, Progress, Report
 from utils.results import Generation, collect
-from utils.run_view import RunView, show_report
+from utils.run_view import RunView, show_comparison, show_report
 from utils.seeding import fix_seeds
 from utils.strategies import Job, Strategy
 
@@ -63,7 +63,7 @@ class Runner:
         results: list[Result] = []
         interrupted = self._run_all(asked, results)
         last = Last.of(text, asked, results)
-        self._bench.memory.last, self._bench.memory.found = last, None
+        self._bench.memory.last = last
         self._compare(last, explained=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
@@ -75,25 +75,25 @@ class Runner:
             for strategy, job in asked:
                 fix_seeds(job.settings.seed)
                 try:
-                    run = self._shown(strategy, job)
+                    run = self._shown(strategy, job, results)
                 except Exception as error:
                     explain_error(self._renderer, advised(error, job.history))
                     continue
-                results.append((strategy, run))
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
         except KeyboardInterrupt:
             return True
         return False
 
-    def _shown(self, strategy: Strategy, job: Job) -> Generation:
-        """A run that is seen as it goes."""
+    def _shown(self, strategy: Strategy, job: Job, results: list[Result]) -> Generation:
+        """A run that is seen as it goes, and added to the results whatever becomes of showing it."""
         settings = job.settings
         watch, notebook = Stopwatch(), Notebook(judged=settings.verify == "rejection") if settings.debug == "full" else None
         view = RunView(self._renderer, job.pair.tokenizer, strategy, settings.debug)
         view.begin()
         steps = strategy.steps(replace(job, stopwatch=watch, notebook=notebook))
         run = collect(steps, view.show, stopwatch=watch, notebook=notebook)
+        results.append((strategy, run))
         view.end(run)
         return run
 
@@ -101,19 +101,22 @@ class Runner:
         """The table, and a line for each text that is not the target's. Records are kept even if showing it all is interrupted."""
         causes: dict[str, Divergence] = {}
         try:
-            if last.compared:
-                self._renderer.comparison(last.compared)
-            for strategy, turn in own_conversations(last) if explained else ():
-                self._renderer.result(f"{strategy.name}: its conversation is its own since turn {turn}; its text is not compared")
-            for strategy, run in unlike_target(last) if explained else ():
-                causes[strategy.name] = divergence = divergence_of(last, strategy, run, self._bench.memory.rounding)
-                self._renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
+            show_comparison(self._renderer, last, self._explained(last, causes) if explained else ())
         except Exception as error:  # the runs themselves were fine
             self._renderer.note("Why the texts differ could not be found out:")
             explain_error(self._renderer, error)
         finally:
-            if self._records is not None:
-                self._records.append(generation_records(last, causes))
+            self._keep(Shown(generation_records(last, causes), causes=causes))
+
+    def _explained(self, last: Last, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
+        for strategy, run in unlike_target(last):
+            causes[strategy.name] = divergence_of(last, strategy, run, self._bench.memory.rounding)
+            yield strategy, causes[strategy.name]
+
+    def _keep(self, shown: Shown) -> None:
+        self._bench.memory.shown = shown
+        if self._records is not None:
+            self._records.append(shown.records)
 
     def report(self, report: Report) -> Verdict:
         """Run a report to its end or to Ctrl-C; what it found until then is shown and recorded."""
@@ -121,20 +124,36 @@ class Runner:
         finished = False
         try:
             for event in report.events:
-                if isinstance(event, Progress):
-                    self._renderer.note(event.text)
-                else:
-                    findings.append(event)
+                self._take(event, findings)
             finished = True
         except KeyboardInterrupt:
+            findings += _what_was_done(report.events)
             self._renderer.note("Interrupted; what was finished:" if findings else "Interrupted before anything was finished.")
         finally:
             if findings:
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
+    def _take(self, event: Progress | Finding, findings: list[Finding]) -> None:
+        if isinstance(event, Finding):
+            findings.append(event)
+        else:
+            self._renderer.note(event.text)
+
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        if self._records is not None:
-            self._records.append([report_record(report, findings, self._bench.pair, finished=finished)])
-        self._bench.memory.found = report, findings, finished
+        report = report.concluded(findings)
+        record = report_record(report, findings, self._bench.pair, finished=finished)
+        self._keep(Shown([record], report, findings))
         show_report(self._renderer, report, findings)
+
+
+def _what_was_done(events: Iterator[Progress | Finding]) -> Iterator[Finding]:
+    """What a report has to say when Ctrl-C comes between two of its events, or has come within one."""
+    try:
+        event: Progress | Finding = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        while True:
+            if isinstance(event, Finding):
+                yield event
+            event = next(events)
+    except (KeyboardInterrupt, StopIteration, AttributeError):  # no generator has anything to say
+        return

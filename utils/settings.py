@@ -146,7 +146,7 @@ def restored(given: Mapping[str, Any], limits: Limits) -> tuple[Settings, list[s
                 raise UserError("not recorded.")
             settings = changed(settings, entry, _typed(given[entry.name], entry), limits)
         except UserError as error:
-            lost.append(f"setting {entry.name}: {str(error).rstrip('.')}; it is {shown(settings, entry)} instead")
+            lost.append(f"setting {entry.name}: {str(error).partition(';')[0].rstrip('.')}; it is {shown(settings, entry)} instead")
     return settings, lost
 
 

@@ -144,6 +144,11 @@ class Strategy:
         return self.name == "target"
 
     @property
+    def keeps_texts(self) -> bool:
+        """Whether it drafts from a storage, or from texts, that may be kept between prompts."""
+        return self.drafts and (not self.kinds or "suffix" in self.words)
+
+    @property
     def lossless(self) -> bool:
         """Whether its text follows exactly the target's law."""
         return self.uses_target and self.draws

@@ -15,6 +15,7 @@ _UNSAFE: dict[int, str] = (
     | dict.fromkeys(range(128, 160), _BROKEN)
     | {ord(mark): _BROKEN for mark in _DIRECTION_MARKS}
     | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
+    | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # no characters, which XML does not take
 )
 
 

@@ -96,7 +96,7 @@ class Workbench:
         if kept:
             self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
         if turns:
-            self._renderer.note(f"The conversation begins anew: {counted(turns)} with the old models forgotten.")
+            self._renderer.note(f"The conversation begins anew: {counted(turns)} forgotten.")
         self._past.clear()  # costs and kinds of drafters were the old pair's
         del before
         give_back_memory()

@@ -1,5 +1,7 @@
 """/explain and /columns: what the figures are and came to, and the last texts beside each other."""
 
+import re
+
 from utils.bench import Compared, Last
 from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError, one_of
@@ -14,11 +16,17 @@ NAMES = tuple(figure.name for figure in FIGURES)
 def _explain(argument: str, situation: Situation) -> Outcome:
     if not argument:
         return Outcome(rows=tuple((figure.name, figure.meaning, "") for figure in FIGURES))
-    figure = FIGURES[NAMES.index(one_of(argument.lower(), NAMES, "figure"))]
+    figure = FIGURES[NAMES.index(_name(argument.lower()))]
     last = situation.bench.memory.last
     told = [(strategy.name, figure.fraction(strategy, run, comparison)) for strategy, run, comparison in last.compared] if last else []
     rows = tuple((name, fraction, "") for name, fraction in told if fraction)
-    return Outcome(reply=f"{figure.name}: {figure.meaning}.", rows=rows)
+    return Outcome(rows=((figure.name, figure.meaning, ""), *rows))
+
+
+def _name(word: str) -> str:
+    """A figure's name, from itself or from a word of it. Raises UserError where there is none."""
+    parts = (name for name in NAMES if word in re.findall(r"[\w/]+", name))
+    return word if word in NAMES else next(parts, "") or one_of(word, NAMES, "figure")
 
 
 def _columns(argument: str, situation: Situation) -> Outcome:

@@ -1,57 +1,52 @@
-"""/export: what the last prompt or report showed, as a file: a picture in colours, a chart, or its records."""
+"""/export: what was shown last, as a file: a picture in colours, a chart, or its records."""
 
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-from utils.commands.files import written
+from utils.bench import Shown
+from utils.commands.files import path_in, write_new
 from utils.commands.registry import Command, Outcome, Situation
-from utils.errors import UserError, one_of
-from utils.models.sources import path_of
+from utils.errors import UserError
 from utils.pictures import picture
 from utils.plots import line_png
-from utils.records import generation_records, report_record
 from utils.run_view import show_again, show_report
 
 FORMS = ("html", "svg", "png", "json")
 
 
 def _export(argument: str, situation: Situation) -> Outcome:
-    path = path_of(argument) if argument else Path()
-    if not argument:
-        raise UserError("give a file, for example: /export evening.svg")
-    form = one_of(path.suffix.lower().removeprefix("."), FORMS, "the form of a picture")
-    if path.exists():
-        raise UserError(f"{path} is there already: choose another name.")
-    made = MAKERS[form](situation)
-    written(path, made if isinstance(made, bytes) else made.encode("utf-8", errors="replace"))
-    what = "the last prompt's runs" if situation.bench.memory.found is None else f"/{situation.bench.memory.found[0].name}"
-    return Outcome(reply=f"{what} written to {path}")
+    path = path_in(argument, "/export evening.svg")
+    form = path.suffix.lower().removeprefix(".")
+    if form not in FORMS:
+        raise UserError(f"'{argument}' ends in none of {', '.join(f'.{name}' for name in FORMS)}, for example evening.svg.")
+    shown = situation.bench.memory.shown
+    if shown is None or not shown.records:
+        raise UserError("nothing was shown yet that could be exported: send a prompt first.")
+    made = MAKERS[form](shown, situation)
+    write_new(path, made if isinstance(made, bytes) else made.encode("utf-8", errors="replace"))
+    return Outcome(reply=f"{f'/{shown.report.name}' if shown.report else 'the runs of the last prompt'} written to {path}")
 
 
-def _picture(form: str, situation: Situation) -> str:
-    last, found = situation.bench.last(), situation.bench.memory.found
-    return picture(lambda renderer: show_report(renderer, *found[:2]) if found else show_again(renderer, last), form)
+def _picture(form: str, shown: Shown, situation: Situation) -> str:
+    if report := shown.report:
+        return picture(lambda renderer: show_report(renderer, report, shown.findings), form)
+    return picture(lambda renderer: show_again(renderer, situation.bench.last(), shown.causes), form)
 
 
-def _chart(situation: Situation) -> bytes:
-    found = situation.bench.memory.found
-    chart = found[0].chart(found[1]) if found else None
+def _chart(shown: Shown, situation: Situation) -> bytes:
+    chart = shown.report.chart(shown.findings) if shown.report else None
     if chart is None:
         raise UserError("only what has a plot becomes a PNG: /whatif, /race or /sweep first; .svg and .html take everything.")
     return line_png(chart)
 
 
-def _records(situation: Situation) -> str:
+def _records(shown: Shown, situation: Situation) -> str:
     """As --json appends them, a line each."""
-    last, found = situation.bench.last(), situation.bench.memory.found
-    told = found and [report_record(found[0], found[1], situation.bench.pair, finished=found[2])]
-    rows = told or generation_records(last, {})
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in shown.records)
 
 
-MAKERS: dict[str, Callable[[Situation], str | bytes]] = {
+MAKERS: dict[str, Callable[[Shown, Situation], str | bytes]] = {
     "html": partial(_picture, "html"),
     "svg": partial(_picture, "svg"),
     "png": _chart,

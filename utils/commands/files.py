@@ -9,6 +9,7 @@ from utils.errors import UserError
 from utils.history import history_path, recent
 from utils.kinds import Whole
 from utils.models.sources import path_of
+from utils.processes import is_first, together, told
 from utils.settings import setting_fields, shown
 
 FIRST = "# settings, for /run"
@@ -27,8 +28,24 @@ def _save(argument: str, situation: Situation) -> Outcome:
     return Outcome(reply=f"saved to {path}: /run {argument} sets it all again")
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet. Raises UserError where it is, or cannot be written."""
+    if told(path.exists()):
+        raise UserError(f"{path} is there already: choose another name.")
+    written(path, content)
+
+
 def written(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all, for its owner alone. Raises UserError where it cannot be written."""
+    """Write a file as a whole or not at all, for its owner alone; of processes that work together the first one's.
+
+    Raises UserError where it cannot be written.
+    """
+    if problem := told(_written(path, content) if is_first() or not together() else ""):
+        raise UserError(problem)
+
+
+def _written(path: Path, content: bytes) -> str:
+    """Why it could not be written, or nothing."""
     try:
         file, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
@@ -39,7 +56,8 @@ def written(path: Path, content: bytes) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another place.") from error
+        return f"{path} cannot be written: {error.strerror}. Choose another place."
+    return ""
 
 
 def _run(argument: str, situation: Situation) -> Outcome:

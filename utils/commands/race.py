@@ -55,7 +55,7 @@ def _race(argument: str, situation: Situation) -> Outcome:
 
 def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], repeats: int) -> Iterator[Progress | Finding]:
     heats: dict[str, list[Heat]] = {strategy.name: [] for strategy in chosen}
-    yield Progress(f"warming up, then {repeats} repeats of {', '.join(heats)} ...")
+    yield Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(heats)} ...")
     for strategy in chosen:
         run_last(bench, last, strategy, replace(settings, length=min(settings.length, 4)))
     spent = 0.0

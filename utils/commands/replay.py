@@ -21,10 +21,13 @@ from utils.reports import Finding, Progress, Report, time_left
 from utils.results import Generation, first_difference
 from utils.settings import Settings, restored
 from utils.strategies import Strategy
+from utils.text import decode
 
 HEADINGS = ("line", "strategy", "text", "accepted then -> now", "tokens/s then -> now", "ratio")
 NOISE = 1.15  # machines are no steadier than that
 BRIEF = 4  # tokens of a run that warms up
+FEW = 5  # ratios, fewer than which say nothing of speed
+OTHER_TEXT = "a recorded text is not that of its token ids here: another tokenizer, or the file was edited"
 OTHER_PROMPT = "the prompt gives another number of tokens: another chat template or tokenizer"
 KEPT_STORAGE = "recorded with /reset_in_between off: its drafts may come from prompts before it, so acceptance may differ"
 
@@ -63,9 +66,11 @@ def _again(past: PastRun, situation: Situation, warm: set[tuple[str, ...]]) -> d
     label = strategy.drafter_kind(bench.pair)
     if past.drafter_kind != label:
         differences.append(f"{strategy.name} drafts by: {past.drafter_kind} then, {label} now")
+    if past.text is not None and past.text != decode(bench.pair.tokenizer, past.tokens):
+        differences.append(OTHER_TEXT)
     if len(prompt) != past.prompt_tokens:
         differences.append(OTHER_PROMPT)
-    if strategy.drafts and not settings.reset_in_between:
+    if strategy.keeps_texts and not settings.reset_in_between:
         differences.append(KEPT_STORAGE)
     return _figures(past, differences, run) | {"prompt_tokens": [past.prompt_tokens, len(prompt)]}
 
@@ -146,6 +151,7 @@ def _speed(ratios: Sequence[float]) -> list[str]:
     middle, (low, _, high) = median(ratios), quantiles([*ratios, *ratios], n=4, method="inclusive")
     noise = low <= 1 <= high or 1 / NOISE < middle < NOISE
     told = "within noise" if noise else "faster" if middle > 1 else "slower"
+    told = told if len(ratios) >= FEW else "too few to tell"
     return [f"Speed now / then: median {middle:.2f} ({min(ratios):.2f} - {max(ratios):.2f}), {told}; one run each, then and now."]
 
 

@@ -42,7 +42,7 @@ def _ngrams(argument: str, situation: Situation) -> Outcome:
     grams = ((count, len(context), context, token) for context, counts in storage.contexts() for token, count in counts.items())
     most_often = [(count, (*context, token)) for count, _, context, token in nlargest(most, grams)]
     rows = ((f"{count}x", " ".join(token_piece(tokenizer, token) for token in gram), "") for count, gram in most_often)
-    reply = f"{len(storage)} n-grams; most often ({min(most, len(storage))}), with the token that followed last:"
+    reply = f"{len(storage)} n-grams; most often ({min(most, len(storage))}), the last token followed the others:"
     return Outcome(reply=reply, rows=tuple(rows))
 
 

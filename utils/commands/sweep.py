@@ -27,8 +27,9 @@ EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x5 (five repeats), or /
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One of those that are swept over: how it is called, and the settings with it. heats: by the strategy's name."""
+    """One of those that are swept over: its place, how it is called, and the settings with it. heats: by the strategy's name."""
 
+    place: int
     label: str
     settings: Settings
     heats: dict[str, list[Heat]] = field(default_factory=dict)
@@ -42,7 +43,7 @@ def _sweep(argument: str, situation: Situation) -> Outcome:
         raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
     one_of(name, (*SETTINGS, *PARTS), "setting that can be swept")
     last, bench = situation.bench.last(), situation.bench
-    values = [_value(name, word, situation.settings, situation.limits) for word in words]
+    values = [_value(place, name, word, situation) for place, word in enumerate(words)]
     for value in values:
         bench.enabled(value.settings)  # refused before anything is run
     events = _swept(bench, last, values, repeats)
@@ -55,19 +56,19 @@ def _repeats(given: str, limits: Limits) -> tuple[str, int]:
     return values, Whole(1, MOST).parse(count, REPEATS, limits) if count else REPEATS
 
 
-def _value(name: str, word: str, settings: Settings, limits: Limits) -> Value:
+def _value(place: int, name: str, word: str, situation: Situation) -> Value:
     """Raises UserError for a word that is none."""
-    entry = setting_fields()[PARTS.get(name, name)]
+    settings, entry = situation.settings, setting_fields()[PARTS.get(name, name)]
     text = word
     if name in PARTS:
         kind, *rest = shown(settings, entry).split()
         text = " ".join(["multinomial" if kind == "greedy" else kind, word, *rest[1:]])
-    made = changed(settings, entry, text, limits)
-    return Value(f"{name} {word if name in PARTS else shown(made, entry)}", made)
+    made = changed(settings, entry, text, situation.limits)
+    return Value(place, f"{name} {word if name in PARTS else shown(made, entry)}", made)
 
 
 def _swept(bench: Bench, last: Last, values: Sequence[Value], repeats: int) -> Iterator[Progress | Finding]:
-    yield Progress(f"warming up, then {repeats} repeats of {', '.join(value.label for value in values)} ...")
+    yield Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(value.label for value in values)} ...")
     values = [replace(value, settings=measured(bench, value.settings)) for value in values]  # drafters that were not asked for before
     for value in values:
         for strategy in bench.enabled(value.settings):
@@ -107,6 +108,7 @@ def _finding(value: Value, strategy: Strategy, heats: Sequence[Heat]) -> Finding
     ups, decode = figures["speedups"], figures["decode_tokens_per_second"]
     more: dict[str, Any] = {
         "setting": value.label,
+        "place": value.place,
         "drafted": run.drafted,
         "accepted": run.accepted,
         "tokens_per_target_forward": run.tokens_per_target_forward,
@@ -127,13 +129,12 @@ def _finding(value: Value, strategy: Strategy, heats: Sequence[Heat]) -> Finding
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = [finding.figures for finding in findings if finding.figures["speedups"] and finding.figures["verdict"] != "the baseline"]
-    lines = []
-    if rows:
-        best = max(rows, key=lambda row: median(row["speedups"]))
-        lines.append(f"best: {_named(best)}, {median(best['speedups']):.2f}x ({spread(best['speedups'], '.2f')})")
-        near = [_named(row) for row in rows if row is not best and max(row["speedups"]) >= min(best["speedups"])]
-        lines += [f"within noise of it: {', '.join(near)}"] if near else []
+    rows = [finding.figures for finding in findings]
+    best = max(rows, key=lambda row: median(row["tokens_per_second"]))
+    told = f", {median(best['speedups']):.2f}x target-only there" if best["speedups"] else ""
+    lines = [f"fastest: {_named(best)}, {median(best['tokens_per_second']):.1f} tokens/s{told}"]
+    near = [_named(row) for row in rows if row is not best and max(row["tokens_per_second"]) >= min(best["tokens_per_second"])]
+    lines += [f"within noise of it: {', '.join(near)}"] if near else []
     return [*lines, f"Medians; speed-ups are taken within each repeat. {ENOUGH} repeats (x{ENOUGH}) or more tell small differences apart."]
 
 
@@ -142,12 +143,15 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def _chart(findings: Sequence[Finding]) -> Chart:
+    """Over the values in the order given, one that was given twice twice; where a strategy did not run there is no point."""
     rows = [finding.figures for finding in findings]
-    series: dict[str, list[float]] = {}
-    for row in rows:
-        series.setdefault(row["strategy"], []).append(median(row["tokens_per_second"]))
+    places = max(row["place"] for row in rows) + 1
     name = rows[0]["setting"].partition(" ")[0]
-    ticks = list(dict.fromkeys(row["setting"].removeprefix(f"{name} ") for row in rows))
+    series: dict[str, list[float | None]] = {row["strategy"]: [None] * places for row in rows}
+    ticks = [""] * places
+    for row in rows:
+        series[row["strategy"]][row["place"]] = median(row["tokens_per_second"])
+        ticks[row["place"]] = row["setting"].removeprefix(f"{name} ")
     return Chart(series, "tokens/s", name, ticks)
 
 

@@ -13,6 +13,7 @@ from utils.commands.registry import Command, Outcome, Situation
 from utils.costs import Costs
 from utils.errors import UserError
 from utils.events import Step
+from utils.laps import Lap
 from utils.reports import Chart, Finding, Progress, Report
 from utils.results import Generation, acceptance_of
 from utils.settings import Settings
@@ -41,14 +42,27 @@ class Rate:
         return self.start + self.step * (drafting + sum(1 + costs.window(len(step.drafted)) for step in steps))
 
 
+def target_of(last: Last) -> Generation:
+    """The target's own run. Raises UserError where there is none."""
+    if last.target is not None:
+        return last.target
+    if last.job.settings.target:
+        raise UserError("the last prompt ended before the target's own run: send it again.")
+    raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
+
+
+def drafting(laps: Sequence[Lap], costs: Costs, label: str | None) -> float:
+    """What the drafts of a run take in plain steps, each by the cost of the kind that worked it out."""
+    return sum(lap.drafts * costs.step(lap.by or label) for lap in laps)
+
+
 def _whatif(argument: str, situation: Situation) -> Outcome:
     last, bench = situation.bench.last(), situation.bench
-    if last.target is None:
-        raise UserError("the target's own text is needed: turn it on with /target on, and send a prompt.")
-    rate = Rate.of(last.target)
+    target = target_of(last)
+    rate = Rate.of(target)
     settings = replace(last.job.settings, drafter_kind=situation.settings.drafter_kind, costs=situation.settings.costs)
     chosen = [strategy for strategy in bench.runnable(settings) if strategy.drafts]
-    findings = _findings(bench, _again(last, bench, settings), chosen, last.target, rate)
+    findings = _findings(bench, _again(last, bench, settings), chosen, target, rate)
     report = Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, chart=_chart)
     return Outcome(report=report)
 
@@ -62,9 +76,9 @@ def _again(last: Last, bench: Bench, settings: Settings) -> Job:
 def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:
     yield Progress(f"reading {len(target.tokens)} tokens of the target's, and having {len(chosen)} drafters read along ...")
     costs, plain = job.settings.costs or Costs(), len(target.tokens) / (rate.start + rate.step * len(target.tokens))
-    for strategy, gamma, steps, drafts in bench.probes.foresee(job, chosen, target.tokens):
+    for strategy, gamma, steps, laps in bench.probes.foresee(job, chosen, target.tokens):
         label = str(strategy.drafter_kind(job.pair))
-        seconds = rate.seconds(steps, costs, drafts * costs.step(label))
+        seconds = rate.seconds(steps, costs, drafting(laps, costs, label))
         yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=strategy.repeats_target(job.settings))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.bench import Compared, Last
 from utils.commands.registry import Command, Outcome, Situation
-from utils.commands.whatif import Rate
+from utils.commands.whatif import Rate, drafting, target_of
 from utils.costs import Costs
 from utils.errors import UserError
 from utils.preparing import measured
@@ -23,7 +23,8 @@ HEADINGS = (
     *("stood, by place", "rounds without drafts", "time drafting", "time verifying", "other time"),
 )
 MANY, MUCH = 0.5, 0.1  # rounds without drafts; time outside the models
-MOST = 16
+OFTEN = 4  # a place that was tried less often tells nothing
+WORTH = 1.02  # of what a run made, what another number of drafts must promise
 REPEATS = 9  # of every window, when costs are asked for
 
 
@@ -38,14 +39,14 @@ class Account:
     other: float  # share of the measured time
 
     @classmethod
-    def of(cls, run: Generation, costs: Costs, draft: float) -> "Account":
-        """By measured costs; the rest by the stopwatch."""
+    def of(cls, run: Generation, costs: Costs, label: str | None) -> "Account":
+        """By measured costs, those of drafts by the kind of drafter; the rest by the stopwatch."""
         whole, inside = (sum(parts) for parts in zip(*((lap.whole, lap.drafting + lap.verifying) for lap in run.laps), strict=True))
         return cls(
             len(run.tokens),
             run.target_forwards,
             sum(costs.window(len(step.drafted)) for step in run.steps),
-            draft * sum(lap.drafts for lap in run.laps),
+            drafting(run.laps, costs, label),
             max(0.0, 1 - inside / whole) if whole else 0.0,
         )
 
@@ -57,11 +58,10 @@ class Account:
 
 def _why(argument: str, situation: Situation) -> Outcome:
     last = situation.bench.last()
-    if last.target is None:
-        raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
+    target_of(last)
     if not any(strategy.drafts and run.laps for strategy, run, _ in last.compared):
         raise UserError("a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt.")
-    Rate.of(last.target)  # long enough
+    Rate.of(target_of(last))  # long enough
     return Outcome(report=Report("why", last.text, last.job.settings, HEADINGS, _findings(last, situation), _conclusion, upright=True))
 
 
@@ -70,8 +70,8 @@ def _findings(last: Last, situation: Situation) -> Iterator[Progress | Finding]:
     yield Progress("measuring what drafts and windows cost here ...")
     bench.pair.engine.measure(repeats=REPEATS)
     costs = measured(bench, replace(situation.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)).costs
-    assert costs is not None and last.target is not None
-    rate = Rate.of(last.target)
+    assert costs is not None
+    rate = Rate.of(target_of(last))
     for compared in last.compared:
         if compared[0].drafts and compared[1].laps:
             yield _finding(compared, last, costs, rate)
@@ -79,12 +79,14 @@ def _findings(last: Last, situation: Situation) -> Iterator[Progress | Finding]:
 
 def _finding(compared: Compared, last: Last, costs: Costs, rate: Rate) -> Finding:
     strategy, run, comparison = compared
-    draft = costs.step(strategy.drafter_kind(last.job.pair))
-    account = Account.of(run, costs, draft)
+    account = Account.of(run, costs, strategy.drafter_kind(last.job.pair))
+    worked_out = sum(lap.drafts for lap in run.laps)
+    draft = account.drafting / worked_out if worked_out else costs.step(strategy.drafter_kind(last.job.pair))
     predicted = (rate.start + rate.step * account.tokens) / rate.seconds(run.steps, costs, account.drafting)
-    drafting, verifying, whole = (sum(parts) for parts in zip(*((lap.drafting, lap.verifying, lap.whole) for lap in run.laps), strict=True))
+    times = zip(*((lap.drafting, lap.verifying, lap.whole) for lap in run.laps), strict=True)
+    drafts, verifying, whole = map(sum, times)
     places = [accepted / tried for accepted, tried in run.accepted_by_position if tried]
-    best, gain = _best(places, costs, draft)
+    best, gain = _best(run, costs, draft)
     figures: dict[str, Any] = {
         "strategy": strategy.name,
         "speedup": comparison.speedup,
@@ -93,10 +95,11 @@ def _finding(compared: Compared, last: Last, costs: Costs, rate: Rate) -> Findin
         "window_cost": costs.window(round(run.drafts_per_round or 0)),
         "by_position": places,
         "declined": run.declined_rounds / len(run.steps),
-        "seconds": {"drafting": drafting, "verifying": verifying, "other": whole - drafting - verifying},
+        "seconds": {"drafting": drafts, "verifying": verifying, "other": whole - drafts - verifying},
         "binds": binding(account, run, costs, draft),
         "best_gamma": best,
         "best_rate": gain,
+        "rate": account.tokens / account.steps if account.steps else 1.0,
     }
     cells = (
         strategy.name,
@@ -133,24 +136,37 @@ def binding(account: Account, run: Generation, costs: Costs, draft: float) -> st
     )
 
 
-def _best(places: Sequence[float], costs: Costs, draft: float) -> tuple[int, float]:
-    """The gamma that promises most by acceptance by place, the last of which goes on, and tokens per plain step with it."""
+def _best(run: Generation, costs: Costs, draft: float) -> tuple[int, float]:
+    """The gamma that promises most, and tokens per plain step with it.
+
+    By acceptance by place, as far as places were tried often enough to tell; a round without drafts has none that stands.
+    """
     tokens, reached, rates = 1.0, 1.0, [1.0]
-    for gamma in range(1, MOST + 1):
-        reached *= places[min(gamma, len(places)) - 1] if places else 0.0
+    for place, (accepted, tried) in enumerate(run.accepted_by_position):
+        tried = tried if place else len(run.steps)
+        if tried < OFTEN:
+            break
+        reached *= accepted / tried
         tokens += reached
-        rates.append(tokens / (1 + costs.window(gamma) + gamma * draft))
+        rates.append(tokens / (1 + costs.window(place + 1) + (place + 1) * draft))
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best]
+
+
+def _advice(figures: dict[str, Any]) -> str:
+    """What to change first."""
+    best = figures["best_gamma"]
+    if not figures["by_position"]:
+        return "nothing was drafted, so nothing is known of its drafts: try a fixed /gamma"
+    if figures["best_rate"] < figures["rate"] * WORTH:
+        return "no other /gamma promises more by these figures"
+    return f"try /gamma {best}, by these figures {figures['best_rate']:.2f} tokens per step" if best else "no /gamma would pay"
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for figures in (finding.figures for finding in findings):
-        best = figures["best_gamma"]
-        advice = f"try /gamma {best}, by these figures {figures['best_rate']:.2f} tokens per step" if best else "no /gamma would pay"
-        advice = advice if figures["by_position"] else "nothing was drafted, so nothing is known of its drafts: try a fixed /gamma"
-        lines.append(f"{figures['strategy']}: {figures['binds']}; {advice}.")
+        lines.append(f"{figures['strategy']}: {figures['binds']}; {_advice(figures)}.")
     lines.append("A draft and its window are in plain steps of the target, measured now. /whatif tells every gamma on this very text.")
     return lines
 

@@ -27,11 +27,15 @@ class Pace:
         self._start = START if bound is None else min(START, bound - self.widest)
         self._restart()
 
-    def forward(self, width: int) -> None:
-        """One forward over `width` new tokens; the text starts anew where the model's context is full."""
+    def make_room(self, width: int) -> None:
+        """For so many new tokens: the text starts anew where the model's context is full."""
         room = self._session.room(self._context)
         if room is not None and room < width:
             self._restart()
+
+    def forward(self, width: int) -> None:
+        """One forward over `width` new tokens."""
+        self.make_room(width)
         self._context += sample_ids(width, self._vocabulary)
         float(self._session.feed(self._context, keep=width)[0, 0])  # a GPU is done when its result is here
 
@@ -53,6 +57,7 @@ def window_costs(pace: Pace, clock: Callable[[], float] = time.perf_counter, *, 
     taken: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats):
         for width in widths:
+            pace.make_room(width)  # no window pays for that
             began = clock()
             pace.forward(width)
             taken[width].append(clock() - began)
