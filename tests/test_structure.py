@@ -36,6 +36,19 @@ def test_only_the_renderer_writes_to_the_screen() -> None:
             assert not imports(path) & {"rich", "termcolor"} - lays_out, path
 
 
+INTERFACES = ("speculative_generate", "beam_search_generate", "autoregressive_generate", "ngram_assisted_speculative_generate")
+FOREIGN = ("row_invariant_attention", "forward")  # whoever calls these decides
+
+
+def test_few_parameters_are_told_apart_by_their_place() -> None:
+    for package in MAY_IMPORT:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name not in (*INTERFACES, *FOREIGN):
+                    places = [argument.arg for argument in node.args.posonlyargs + node.args.args if argument.arg not in ("self", "cls")]
+                    assert len(places) <= 4, f"{path}: {node.name}"
+
+
 def test_sizes_stay_readable() -> None:
     """Functions of at most 45 lines; the entry point of at most 180."""
     assert len((ROOT / "infer.py").read_text().splitlines()) <= 180

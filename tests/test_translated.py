@@ -103,3 +103,16 @@ def test_it_cannot_run_alone(tmp_path):
     for line in ("/speculative off", "/drafter on", "w1 w2"):
         bench.handle(line)
     assert "its tokenizer is not the target's" in view.take()[1]
+
+
+def test_drafts_that_were_worked_out_and_could_not_be_said_are_told(monkeypatch):
+    pair = pair_of(tiny_llama(3, vocab_size=300), tiny_tokenizer(chat=False), tiny_tokenizer(chat=False, shift=1))
+    smile = pair.drafter_tokenizer("é🙂")["input_ids"]
+    translation = Translation(pair.tokenizer, pair.drafter_tokenizer)
+    drafter = TranslatedDrafter(lambda: ModelSession(pair.drafter), translation, 300)
+    monkeypatch.setattr(drafter, "_likeliest", lambda heard, count: smile[:-1])
+    context = pair.tokenizer("a")["input_ids"]
+    drafter.begin(context, context)
+    draft = drafter.propose(context, 8)
+    sent = pair.tokenizer("é")["input_ids"]
+    assert draft.tokens == sent and draft.unsent == len(smile) - 1 - len(sent) > 0

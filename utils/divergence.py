@@ -144,7 +144,7 @@ def explain(parting: Parting, rounding: float = 0.0) -> Divergence:
 def _rounding_or_not(parting: Parting, versions: list[Tensor], ours: int, theirs: int, *, known: float) -> tuple[float, Cause]:
     """How far the logits (k, V) of these versions are apart, and whether that explains the two tokens."""
     slack, limit = max(known, Spread.of(versions).difference), most_rounding(versions[0])
-    if slack <= limit and _is_tie(parting, versions[0][-1].cpu().double(), ours, theirs, slack):
+    if slack <= limit and _is_tie(parting, versions[0][-1].cpu().double(), ours, theirs, slack=slack):
         return slack, Cause.ROUNDING
     replayed = _replay(parting, ours, theirs)
     if replayed is None or replayed > limit:
@@ -152,7 +152,7 @@ def _rounding_or_not(parting: Parting, versions: list[Tensor], ours: int, theirs
     return replayed, Cause.ROUNDING
 
 
-def _is_tie(parting: Parting, logits: Tensor, ours: int, theirs: int, slack: float) -> bool:
+def _is_tie(parting: Parting, logits: Tensor, ours: int, theirs: int, *, slack: float) -> bool:
     """Whether logits (V,) that are moved by at most `slack` give either token."""
     return all(
         any(parting.gives(moved, token) for moved in _moved(logits, token, rival, slack))

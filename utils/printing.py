@@ -67,7 +67,7 @@ class Renderer:
         """What the signs of rounds mean."""
         self._line(self._out, legend(ascii_only=self._is_ascii), "dim")
 
-    def round(self, number: int, step: Step, tokenizer: Any, lap: Lap | None = None, notes: Sequence[DraftNote] = ()) -> None:
+    def round(self, number: int, step: Step, tokenizer: Any, *, lap: Lap | None = None, notes: Sequence[DraftNote] = ()) -> None:
         """A line of drafts, the target's token and where the time went; with notes, why a draft fell and where hits came from."""
         pieces = pieces_of(step, tokenizer, notes, ascii_only=self._is_ascii)
         self._pieces(f"{number:4d} ", [*pieces, (time, "dark_grey")] if (time := spent(step, lap)) else pieces)

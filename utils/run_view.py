@@ -38,7 +38,7 @@ class RunView:
         self._count += 1
         text = self._text.add(step.tokens)
         if self._level != "off":
-            self._renderer.round(self._count, step, self._tokenizer, lap, notes)
+            self._renderer.round(self._count, step, self._tokenizer, lap=lap, notes=notes)
             self._held += text
         else:
             self._renderer.stream(self._lines.add(text), self._strategy.colour)

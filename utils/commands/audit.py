@@ -53,10 +53,10 @@ def _findings(bench: Bench, job: Job, trials: int) -> Iterator[Progress | Findin
     runs = f"{trials} x up to {settings.length} tokens by {', '.join(strategy.name for strategy in strategies)}"
     texts: dict[str, set[tuple[int, ...]]] = {}
     yield Progress(f"repeat: {runs}, all alike ...")
-    yield from _runs("repeat", texts, job, bench, [strategies] * trials)
+    yield from _runs("repeat", texts, job, bench, orders=[strategies] * trials)
     yield Progress(f"order: {runs}, shuffled ...")
     shuffled = [source.sample(strategies, len(strategies)) for _ in range(trials)]
-    yield from _runs("order", texts, job, bench, shuffled)
+    yield from _runs("order", texts, job, bench, orders=shuffled)
     cut = replace(job, prompt=job.prompt[:LONGEST_PROMPT])
     audit = _Audit(cut, trials, source, _context(bench, cut))
     for mode, versions in (("width", _widths), ("prefix", _prefixes), ("batch", _batches)):
@@ -65,7 +65,7 @@ def _findings(bench: Bench, job: Job, trials: int) -> Iterator[Progress | Findin
 
 
 def _runs(
-    mode: str, texts: dict[str, set[tuple[int, ...]]], job: Job, bench: Bench, orders: Sequence[Sequence[Strategy]]
+    mode: str, texts: dict[str, set[tuple[int, ...]]], job: Job, bench: Bench, *, orders: Sequence[Sequence[Strategy]]
 ) -> Iterator[Progress | Finding]:
     """Whole runs, each with a storage and sessions of its own; their texts join those of earlier modes."""
     refused: dict[str, str] = {}

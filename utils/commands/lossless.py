@@ -32,11 +32,11 @@ def _lossless(argument: str, situation: Situation) -> Outcome:
     strategies = [strategy for strategy in situation.bench.enabled(settings) if strategy.draws]
     if not strategies:
         raise UserError("no strategy that draws is on; beam search draws nothing. Turn one on, for example with /target on.")
-    findings = _findings(situation.bench, last.job, settings, strategies, draws)
+    findings = _findings(situation.bench, last.job, settings, strategies, draws=draws)
     return Outcome(report=Report("lossless", last.text, settings, HEADINGS, findings, _conclusion))
 
 
-def _findings(bench: Bench, last: Job, settings: Settings, strategies: Sequence[Strategy], draws: int) -> Iterator[Progress | Finding]:
+def _findings(bench: Bench, last: Job, settings: Settings, strategies: Sequence[Strategy], *, draws: int) -> Iterator[Progress | Finding]:
     laws = _first_laws(bench, last.prompt, settings)
     short = replace(settings, length=settings.most_drafts + 1)
     for strategy in strategies:

@@ -49,11 +49,11 @@ class Heat:
 def _race(argument: str, situation: Situation) -> Outcome:
     repeats: int = Whole(1, MOST).parse(argument or str(REPEATS), REPEATS, situation.limits)
     last, bench, settings = situation.bench.last(), situation.bench, situation.settings
-    events = _heats(bench, last, settings, bench.enabled(settings), repeats)
+    events = _heats(bench, last, settings, bench.enabled(settings), repeats=repeats)
     return Outcome(report=Report("race", last.text, settings, HEADINGS, events, _verdicts, chart=_chart))
 
 
-def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], repeats: int) -> Iterator[Progress | Finding]:
+def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], *, repeats: int) -> Iterator[Progress | Finding]:
     heats: dict[str, list[Heat]] = {strategy.name: [] for strategy in chosen}
     yield Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(heats)} ...")
     for strategy in chosen:

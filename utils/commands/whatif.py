@@ -62,7 +62,7 @@ def _whatif(argument: str, situation: Situation) -> Outcome:
     rate = Rate.of(target)
     settings = replace(last.job.settings, drafter_kind=situation.settings.drafter_kind, costs=situation.settings.costs)
     chosen = [strategy for strategy in bench.runnable(settings) if strategy.drafts]
-    findings = _findings(bench, _again(last, bench, settings), chosen, target, rate)
+    findings = _findings(bench, _again(last, bench, settings), chosen, target, rate=rate)
     report = Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, chart=_chart)
     return Outcome(report=report)
 
@@ -73,16 +73,16 @@ def _again(last: Last, bench: Bench, settings: Settings) -> Job:
     return job if settings.reset_in_between else replace(job, storage=bench.memory.storage, kept=bench.memory.kept)
 
 
-def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, rate: Rate) -> Iterator[Progress | Finding]:
+def _findings(bench: Bench, job: Job, chosen: Sequence[Strategy], target: Generation, *, rate: Rate) -> Iterator[Progress | Finding]:
     yield Progress(f"reading {len(target.tokens)} tokens of the target's, and having {len(chosen)} drafters read along ...")
     costs, plain = job.settings.costs or Costs(), len(target.tokens) / (rate.start + rate.step * len(target.tokens))
     for strategy, gamma, steps, laps in bench.probes.foresee(job, chosen, target.tokens):
         label = str(strategy.drafter_kind(job.pair))
         seconds = rate.seconds(steps, costs, drafting(laps, costs, label))
-        yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain, exact=strategy.repeats_target(job.settings))
+        yield _finding(label, gamma, steps, len(target.tokens) / seconds, plain=plain, exact=strategy.repeats_target(job.settings))
 
 
-def _finding(label: str, gamma: int | None, steps: Sequence[Step], speed: float, plain: float, *, exact: bool) -> Finding:
+def _finding(label: str, gamma: int | None, steps: Sequence[Step], speed: float, *, plain: float, exact: bool) -> Finding:
     drafted, accepted = (sum(counts) for counts in zip(*((len(step.drafted), step.accepted) for step in steps), strict=True))
     rate, made = acceptance_of(steps), sum(len(step.tokens) for step in steps)
     name = "auto" if gamma is None else str(gamma)

@@ -129,7 +129,7 @@ def _padding(side: _Side) -> int:
     return max(0, side.rows - 1 - max(side.tokens.values(), default=side.rows - 1))
 
 
-def _named(what: str, ours: _Side, theirs: _Side, told: Callable[[_Side], Any], note: str = "") -> Row:
+def _named(what: str, ours: _Side, theirs: _Side, told: Callable[[_Side], Any], *, note: str = "") -> Row:
     mine, other = told(ours), told(theirs)
     if mine == other:
         return Row(what, _brief(mine), "the same")

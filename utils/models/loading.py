@@ -90,7 +90,7 @@ def load_pair(request: PairRequest, report: Report) -> Pair:
     if head:
         drafter = head_of(head, target, source.name)
     elif separate:
-        drafter = separate_drafter(separate, str(request.drafter_quantize), drafters, target, tokenizer)
+        drafter = separate_drafter(separate, str(request.drafter_quantize), drafters, target, tokenizer=tokenizer)
     else:
         drafter = cut_drafter(target, source.name, depth, str(request.quantize))
     with explained(source.name), quiet():

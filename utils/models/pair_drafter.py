@@ -64,7 +64,7 @@ def head_of(folder: Path, target: PreTrainedModel, name: str) -> LoadedDrafter:
 
 
 def separate_drafter(
-    source: Source, quantize: str, where: Placement, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    source: Source, quantize: str, where: Placement, target: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase
 ) -> LoadedDrafter:
     """A model of its own. Raises UserError where it cannot be loaded, or can be of no use to the target."""
     source = converted(source, where)
