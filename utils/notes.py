@@ -128,7 +128,7 @@ class Notebook:
 
 def probability(row: Tensor, token: int) -> float:
     """Of a token by raw logits (V,)."""
-    return float(row.double().softmax(-1)[token]) if token < len(row) else 0.0
+    return float(row.cpu().double().softmax(-1)[token]) if token < len(row) else 0.0
 
 
 def rank(row: Tensor, token: int) -> int:
