@@ -56,13 +56,17 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
 def table_of(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
     """Rows under headings. On a narrow screen cells are broken between words; on one where that will not do, each row is a list."""
     shown = [[visible(cell) for cell in row] for row in rows]
-    longest = [max((cell_len(word) for text in texts for word in text.split()), default=1) for texts in zip(headings, *shown, strict=True)]
-    gap = next((gap for gap in (2, 1) if sum(longest) + gap * len(longest) <= width), None)
+    columns = list(zip(headings, *shown, strict=True))
+    least = [max(cell_len(word) for text in texts for word in text.split() or [""]) for texts in columns]
+    gap = next((gap for gap in (2, 1) if sum(least) + gap * len(least) <= width), None)
     if gap is None:
         return list_of([pair for row in shown for pair in ((" ", ""), *zip(headings, row, strict=True))][1:], width)
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    for heading, least in zip(headings, longest, strict=True):
-        table.add_column(heading, overflow="fold", min_width=least)
+    left = width - sum(least) - gap * len(least)
+    for heading, texts, size in zip(headings, columns, least, strict=True):  # rich would take from words to give to others
+        more = min(left, max(map(cell_len, texts)) - size)
+        left -= more
+        table.add_column(heading, overflow="fold", width=size + more)
     for row in shown:
         table.add_row(*map(Text, row))
     return table
