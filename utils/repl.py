@@ -111,7 +111,7 @@ def typed_lines(
         multiline=True,
         enable_open_in_editor=True,
         key_bindings=bindings(),
-        prompt_continuation=lambda width, number, wrapped: "." * (width - 1) + " ",
+        prompt_continuation=lambda width, number, wrapped: " " * width if wrapped else "." * (width - 1) + " ",
         bottom_toolbar=lambda: in_lines(status(), get_app().output.get_size().columns) or None,
         color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
     )
