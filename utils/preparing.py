@@ -38,6 +38,11 @@ def measured(bench: Bench, settings: Settings) -> Settings:
     return replace(settings, costs=Costs.of(known.windows, steps))
 
 
+def briefly(settings: Settings) -> Settings:
+    """For a run that only warms up."""
+    return replace(settings, length=min(settings.length, BRIEF))
+
+
 def warm_up(bench: Bench, settings: Settings) -> None:
     """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
     settings = replace(settings, length=_at_most(BRIEF, bench), beams=2)

@@ -5,13 +5,14 @@ within a repeat, and a difference that not all repeats agree on is called noise.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
 from utils.bench import Bench, Last, run_alone
 from utils.commands.registry import Command, Outcome, Situation
 from utils.kinds import Whole
+from utils.preparing import briefly
 from utils.reports import Chart, Finding, Progress, Report, time_left
 from utils.results import Generation, compare
 from utils.settings import Settings
@@ -57,7 +58,7 @@ def _heats(bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strate
     heats: dict[str, list[Heat]] = {strategy.name: [] for strategy in chosen}
     yield Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(heats)} ...")
     for strategy in chosen:
-        run_last(bench, last, strategy, replace(settings, length=min(settings.length, 4)))
+        run_last(bench, last, strategy, briefly(settings))
     spent = 0.0
     try:
         for repeat in range(repeats):

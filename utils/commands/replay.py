@@ -16,6 +16,7 @@ from utils.commands.files import path_in
 from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError, one_of
 from utils.past_runs import PastRun, read_past_runs
+from utils.preparing import briefly
 from utils.records import circumstances
 from utils.reports import Finding, Progress, Report, time_left
 from utils.results import Generation, first_difference
@@ -25,7 +26,6 @@ from utils.text import decode
 
 HEADINGS = ("line", "strategy", "text", "accepted then -> now", "tokens/s then -> now", "ratio")
 NOISE = 1.15  # machines are no steadier than that
-BRIEF = 4  # tokens of a run that warms up
 FEW = 5  # ratios, fewer than which say nothing of speed
 OTHER_TEXT = "a recorded text is not that of its token ids here: another tokenizer, or the file was edited"
 OTHER_PROMPT = "the prompt gives another number of tokens: another chat template or tokenizer"
@@ -58,7 +58,7 @@ def _again(past: PastRun, situation: Situation, warm: set[tuple[str, ...]]) -> d
         strategy = _strategy(past, settings, bench)
         prompt = bench.ids(past.prompt, settings, past.history)
         if (key := (strategy.name, *settings.drafter_kind)) not in warm:
-            run_alone(bench, prompt, strategy, replace(settings, length=min(settings.length, BRIEF)), history=past.history)
+            run_alone(bench, prompt, strategy, briefly(settings), history=past.history)
             warm.add(key)
         run = run_alone(bench, prompt, strategy, settings, history=past.history)
     except UserError as error:

@@ -11,14 +11,13 @@ from utils.commands.race import ENOUGH, Heat, figures_of, in_turns, run_last, sp
 from utils.commands.registry import Command, Outcome, Situation
 from utils.errors import UserError, one_of
 from utils.kinds import Limits, Whole
-from utils.preparing import measured
+from utils.preparing import briefly, measured
 from utils.reports import Chart, Finding, Progress, Report, time_left
 from utils.results import compare
 from utils.settings import Settings, changed, setting_fields, shown
 from utils.strategies import Strategy
 
 REPEATS, MOST = 3, 100
-BRIEF = 4  # tokens of a run that warms up
 HEADINGS = ("setting", "strategy", "tokens/s", "lowest - highest", "decoding", "speed-up", "acceptance", "per forward", "text")
 SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache", "set_ngramstorage", "top_k_filler")
 PARTS = {"temperature": "processor", "order": "set_ngramstorage"}  # of a setting
@@ -72,7 +71,7 @@ def _swept(bench: Bench, last: Last, values: Sequence[Value], repeats: int) -> I
     values = [replace(value, settings=measured(bench, value.settings)) for value in values]  # drafters that were not asked for before
     for value in values:
         for strategy in bench.enabled(value.settings):
-            run_last(bench, last, strategy, replace(value.settings, length=min(value.settings.length, BRIEF)))
+            run_last(bench, last, strategy, briefly(value.settings))
     spent, done = 0.0, 0
     try:
         for repeat in range(repeats):
