@@ -2,7 +2,7 @@
 """The program: flags, models, the table of strategies, then typed lines, piped lines or -c lines.
 
 The only module that sees everything. What a strategy is made of stands here as a row; how it decodes stands in sampling and
-ngram_assisted, how it looks in utils.printing, what a line does in utils.workbench.
+ngram_assisted, how it looks in utils.screen.renderer, what a line does in utils.repl.repl_session.
 """
 
 import os
@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: spinning threads make a step many times slower on a busy machine
 
-from utils.arguments import parse_arguments
+from utils.config.arguments import parse_arguments
 
 if __name__ == "__main__":
     parse_arguments()  # --help and usage errors answer before the heavy imports below
@@ -22,36 +24,29 @@ if __name__ == "__main__":
 
 import argparse
 
-from ngram_assisted import MATCH_KINDS, STORAGES, NGramStorage, load_storage, save_storage, storage_drafter
-from sampling import (
-    MODEL_KINDS,
-    RULES,
-    BeamWidth,
-    autoregressive_steps,
-    beam_search_steps,
-    draft_seconds,
-    foresee,
-    free_drafter,
-    speculative_steps,
-)
-from utils.bench import Probes, StorageTools
+from ngram_assisted import STORAGES, NGramStorage, load_storage, save_storage
+from sampling import RULES, BeamWidth, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.commands import Registry, default_registry
+from utils.comparison.counterfactual import foresee
+from utils.comparison.harness import Probes, StorageTools
+from utils.comparison.model_drafters import MODEL_KINDS, draft_seconds, free_drafter
+from utils.comparison.records import RecordFile
+from utils.comparison.strategies import Job, Strategy, kind_of
+from utils.comparison.text_drafters import MATCH_KINDS, storage_drafter
+from utils.config.settings import Settings, configured
+from utils.config.value_types import Limits
+from utils.decode.steps import Step
+from utils.distributed import heard, is_first, part, share, together
 from utils.errors import UserError
-from utils.events import Step
-from utils.facts import limits_of
-from utils.history import LineHistory, history_path
-from utils.kinds import Limits
-from utils.models.loading import Pair, load_pair
-from utils.models.requests import pair_request
-from utils.printing import Renderer, make_renderer
-from utils.processes import heard, is_first, part, share, together
-from utils.prompt_files import read_prompts
-from utils.records import RecordFile
-from utils.repl import piped_lines, typed_lines
-from utils.runner import Verdict
-from utils.settings import Settings, configured
-from utils.strategies import Job, Strategy, kind_of
-from utils.workbench import PREPARING, Tools, Workbench
+from utils.pairs.load_pair import Pair, load_pair
+from utils.pairs.request import pair_request
+from utils.prompts.prompt_files import read_prompts
+from utils.repl.line_input import piped_lines, typed_lines
+from utils.repl.repl_session import PREPARING, Tools, Workbench
+from utils.repl.runner import Verdict
+from utils.repl.status import limits_of
+from utils.screen.line_history import LineHistory, history_path
+from utils.screen.renderer import Renderer, make_renderer
 
 DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
 
@@ -77,16 +72,31 @@ def _drafter(job: Job) -> Iterator[Step]:
 
 
 def _beam(job: Job) -> Iterator[Step]:
-    yield from beam_search_steps(job.prompt, job.session("target", rewinds=False), job.decoding, BeamWidth(num_beams=job.settings.beams))
+    yield from beam_search_steps(
+        job.prompt, job.session("target", rewinds=False), job.decoding, BeamWidth(num_beams=job.settings.beams)
+    )
 
 
 LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
 
 STRATEGIES = (
-    Strategy("speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, kinds=DRAFTERS),
-    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, lambda pair: "ngram", drafts=True, make=storage_drafter),
+    Strategy(
+        "speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, kinds=DRAFTERS
+    ),
+    Strategy(
+        "ngram",
+        "N-gram assisted (NASD)",
+        "yellow",
+        "ngram",
+        _ngram,
+        lambda pair: "ngram",
+        drafts=True,
+        make=storage_drafter,
+    ),
     Strategy("target", "Target only", "cyan", "target", _target),
-    Strategy("drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True),
+    Strategy(
+        "drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True
+    ),
     Strategy("beam", "Beam search", "blue", "beams", _beam, draws=False),
 )
 
@@ -144,7 +154,11 @@ def serve(work: Iterator[Work], *, interactive: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the program; the exit status: 0, 1 if a line failed or nothing could be loaded, 2 usage, 130 interrupted."""
     arguments = parse_arguments(argv)
-    interactive = not arguments.lines and not arguments.prompts and all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    interactive = (
+        not arguments.lines
+        and not arguments.prompts
+        and all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    )
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_first())
     registry = default_registry()
     try:

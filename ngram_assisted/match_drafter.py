@@ -1,8 +1,8 @@
 """Drafting from what was said before: prompt lookup and suffix decoding, whichever kind of matches is handed in."""
 
-from ngram_assisted.matches import Found, Matches
-from sampling.draft_length import DraftLength, Mark
-from sampling.drafting import Draft, Verified, agreed
+from ngram_assisted.prompt_lookup import Found, Matches
+from sampling.adaptive_gamma import DraftLength, Mark
+from sampling.drafters.model import Draft, Verified, agreed
 
 
 class MatchDrafter:

@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from ngram_assisted.ngram_storage import NGramStorage
-from sampling.draft_length import DraftLength, Mark
-from sampling.drafting import Draft, Verified, agreed
+from sampling.adaptive_gamma import DraftLength, Mark
+from sampling.debug import traced
+from sampling.drafters.model import Draft, Verified, agreed
 from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
 from utils.bounds import MAX_FILLER
-from utils.caching import ModelSession
-from utils.decoding import Decoding, token_ids
+from utils.decode.decoding import Decoding, token_ids
+from utils.decode.model_session import ModelSession
+from utils.decode.noise import Domain, Noise
 from utils.errors import UserError
 from utils.logits_processor import LogitsProcessor, top_tokens
-from utils.printing import traced
-from utils.results import acceptance_of, tokens_of
-from utils.seeding import Domain, Noise
+from utils.metrics.results import acceptance_of, tokens_of
 
 
 class NGramDrafter:
@@ -80,7 +80,9 @@ class NGramDrafter:
 
     def commit(self, context: list[int], verified: Verified) -> None:
         if self._length is not None:
-            self._length.learn(_marks(self._sent), agreed([token for token, _ in self._sent], context[verified.start :]))
+            self._length.learn(
+                _marks(self._sent), agreed([token for token, _ in self._sent], context[verified.start :])
+            )
         for row, index in enumerate(range(verified.start, len(context))):
             best = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
             self._runners_up.append([token for token in best if token != context[index] and token < self._vocab_size])
@@ -121,9 +123,15 @@ def ngram_assisted_speculative_generate(
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     drafter = NGramDrafter(
-        ngramstorage, decoding.noise, filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, vocab_size=session.vocab_size
+        ngramstorage,
+        decoding.noise,
+        filler_top_k=filler_top_k,
+        stop_if_unknown=stop_if_unknown,
+        vocab_size=session.vocab_size,
     )
     rule = choose_rule(verify)
-    rounds = speculative_steps(token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
+    rounds = speculative_steps(
+        token_ids(inputs), drafter, session, decoding, gamma=gamma, first_target=first_target, rule=rule
+    )
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

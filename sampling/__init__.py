@@ -2,21 +2,24 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads make a step many times slower on a busy machine
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: spinning threads make a step many times slower on a busy machine
 
-from sampling.autoregressive import autoregressive_generate, autoregressive_generate_encoder_decoder, autoregressive_steps
+from sampling.adaptive_gamma import DraftLength
+from sampling.autoregressive import (
+    autoregressive_generate,
+    autoregressive_generate_encoder_decoder,
+    autoregressive_steps,
+)
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
-from sampling.chain import ChainDrafter
-from sampling.draft_length import DraftLength
-from sampling.drafters import MODEL_KINDS, draft_length, draft_seconds, free_drafter, loaded_drafter
-from sampling.drafting import Draft, Drafter, ModelDrafter, Verified
-from sampling.foresight import foresee
-from sampling.head_drafter import FreeHead, HeadDrafter, HeadSession
+from sampling.drafters.chain import ChainDrafter
+from sampling.drafters.head import FreeHead, HeadDrafter, HeadSession
+from sampling.drafters.model import Draft, Drafter, ModelDrafter, Verified
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 
 __all__ = [
-    "MODEL_KINDS",
     "RULES",
     "BeamWidth",
     "ChainDrafter",
@@ -35,11 +38,6 @@ __all__ = [
     "beam_search_generate",
     "beam_search_steps",
     "choose_rule",
-    "draft_length",
-    "draft_seconds",
-    "foresee",
-    "free_drafter",
-    "loaded_drafter",
     "speculative_generate",
     "speculative_generate_encoder_decoder",
     "speculative_steps",

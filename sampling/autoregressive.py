@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from utils.caching import ModelSession, Session
-from utils.decoding import Decoding, token_ids
-from utils.events import Step
+from sampling.debug import traced
+from utils.decode.decoding import Decoding, token_ids
+from utils.decode.model_session import ModelSession, Session
+from utils.decode.steps import Step
 from utils.logits_processor import LogitsProcessor
-from utils.printing import traced
-from utils.results import tokens_of
+from utils.metrics.results import tokens_of
 
 
 def autoregressive_steps(prompt: list[int], session: Session, decoding: Decoding) -> Iterator[Step]:

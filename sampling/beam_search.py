@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from utils.caching import ModelSession
-from utils.decoding import Decoding, check_count, named, token_ids
+from sampling.debug import traced
+from utils.decode.decoding import Decoding, check_count, named, token_ids
+from utils.decode.model_session import ModelSession
+from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
-from utils.events import FinishReason, Step
 from utils.logits_processor import highest, leading
-from utils.printing import traced
-from utils.results import tokens_of
+from utils.metrics.results import tokens_of
 
 MAX_PENALTY = 100.0  # of min_length and of the exponent alpha
 
@@ -73,7 +73,9 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
         grown = [beam for beam in beams if beam.finish is not None]
         for row, beam in enumerate(live):
             with named(session.name):
-                grown.extend(_continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit))
+                grown.extend(
+                    _continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit)
+                )
         ended = [beam for beam in grown if beam.finish is not None]
         best = max([best, *ended] if best else ended, key=width.score, default=None)
         beams = sorted(grown, key=width.score, reverse=True)[: width.num_beams]
@@ -81,7 +83,9 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     yield from _steps_of(best, forwards)
 
 
-def _continuations(beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int) -> Iterator[Beam]:
+def _continuations(
+    beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int
+) -> Iterator[Beam]:
     highest(logits)
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
     values, ids = leading(log_probs, min(top_k, len(log_probs)))
@@ -119,4 +123,6 @@ def beam_search_generate(
     decoding = Decoding.of(None, max_gen_len, end_ids=eos_tokens_id, seed=0 if seed is None else seed)
     session = ModelSession(model, rewinds=False, start_token=pad_token_id)
     width = BeamWidth(num_beams, top_k, min_length, alpha)
-    return tokens_of(traced(beam_search_steps(token_ids(inputs), session, decoding, width), enabled=debug, tokenizer=tokenizer))
+    return tokens_of(
+        traced(beam_search_steps(token_ids(inputs), session, decoding, width), enabled=debug, tokenizer=tokenizer)
+    )

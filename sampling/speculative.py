@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sampling.drafting import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
+from sampling.debug import traced
+from sampling.drafters.model import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
 from sampling.verification import REJECTION, choose_rule
-from utils.caching import ModelSession
-from utils.decoding import Decoding, check_count, token_ids
+from utils.decode.decoding import Decoding, check_count, token_ids
+from utils.decode.model_session import ModelSession
+from utils.decode.noise import Noise
+from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
-from utils.events import FinishReason, Step
 from utils.logits_processor import LogitsProcessor
-from utils.printing import traced
-from utils.results import acceptance_of, tokens_of
-from utils.seeding import Noise
+from utils.metrics.results import acceptance_of, tokens_of
 
 
 class Verify(Protocol):
@@ -112,13 +112,17 @@ def speculative_generate(
     "block". Raises UserError (a ValueError) for an unusable prompt, pair, rule, cache or logits.
     """
     if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
-        raise UserError("Drafter and target are of two kinds (decoder-only and encoder-decoder): choose two models of one kind.")
+        raise UserError(
+            "Drafter and target are of two kinds (decoder-only and encoder-decoder): choose two models of one kind."
+        )
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     rule = choose_rule(verify, adjust=not skip_sample_adjustment)
     drafts = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)
     drafting = ModelDrafter(drafts, decoding, session.vocab_size, shares_noise=rule.shares_noise)
-    rounds = speculative_steps(token_ids(inputs), drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule)
+    rounds = speculative_steps(
+        token_ids(inputs), drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule
+    )
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0
 

@@ -11,10 +11,10 @@ from functools import partial
 
 from torch import Tensor
 
-from sampling.drafting import Draft
+from sampling.drafters.model import Draft
 from utils.bounds import RULES as NAMES
+from utils.decode.noise import Domain, Noise
 from utils.errors import UserError, one_of
-from utils.seeding import Domain, Noise
 
 Judge = Callable[..., tuple[int, int]]
 
@@ -83,7 +83,9 @@ def verify_block(law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tupl
         return count, noise.sample(law[-1], start + count)
     for accepted in range(count - 1, -1, -1):
         residual = _residual(law[accepted] * wanted[accepted], draft.probs[accepted])
-        if not accepted or _stands(residual, wanted[accepted], noise.uniform(Domain.ACCEPT, start + accepted - 1, start)):
+        if not accepted or _stands(
+            residual, wanted[accepted], noise.uniform(Domain.ACCEPT, start + accepted - 1, start)
+        ):
             break
     return accepted, _corrected(residual, law[accepted], noise, position=start + accepted, start=start)
 

@@ -10,8 +10,8 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from sampling.drafting import Draft
-from utils.seeding import Domain
+from sampling.drafters.model import Draft
+from utils.decode.noise import Domain
 
 Row = tuple[Fraction, ...]
 Law = Callable[[tuple[int, ...]], Row]  # from the tokens so far to the law of the next one
@@ -138,7 +138,9 @@ def never(text: Text) -> bool:
     return False
 
 
-def one_round(p: Law, q: Law, gamma: int, judge: Judge, noise: Branching, stops: Callable[[Text], bool] = never) -> Text:
+def one_round(
+    p: Law, q: Law, gamma: int, judge: Judge, noise: Branching, stops: Callable[[Text], bool] = never
+) -> Text:
     """Draft by q until it stops behind what it has drafted, judge by p: the tokens of one round."""
     tokens: list[int] = []
     while len(tokens) < gamma and not stops(tuple(tokens)):
@@ -168,7 +170,12 @@ def joint(law: Law, length: int, prefix: Text = ()) -> dict[Text, Fraction]:
     """The probability of every text of `length` tokens that begins with `prefix`, given the prefix."""
     texts = {prefix: Fraction(1)}
     for _ in range(length - len(prefix)):
-        texts = {(*text, token): mass * weight for text, mass in texts.items() for token, weight in enumerate(law(text)) if weight}
+        texts = {
+            (*text, token): mass * weight
+            for text, mass in texts.items()
+            for token, weight in enumerate(law(text))
+            if weight
+        }
     return texts
 
 

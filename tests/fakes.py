@@ -12,19 +12,19 @@ from rich.console import Console
 from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
-from sampling import foresee
-from utils.bench import Probes
 from utils.commands import default_registry
+from utils.comparison.counterfactual import foresee
+from utils.comparison.harness import Probes
+from utils.comparison.records import RecordFile
+from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings
 from utils.engine import Engine
-from utils.models.fit import fit_of
-from utils.models.requests import PairRequest
-from utils.models.weights import stored_bytes
-from utils.printing import Renderer
-from utils.records import RecordFile
-from utils.runner import Verdict
-from utils.settings import Settings
-from utils.strategies import Strategy
-from utils.workbench import Tools, Workbench
+from utils.pairs.compatibility import fit_of
+from utils.pairs.request import PairRequest
+from utils.pairs.weights import stored_bytes
+from utils.repl.repl_session import Tools, Workbench
+from utils.repl.runner import Verdict
+from utils.screen.renderer import Renderer
 
 VOCABULARY = 300
 
@@ -49,14 +49,16 @@ class Screen:
 def screen(width: int = 400, colour: bool = False) -> Screen:
     out, messages = StringIO(), StringIO()
     consoles = [
-        Console(file=buffer, width=width, no_color=not colour, force_terminal=colour or None, highlight=False, markup=False)
+        Console(
+            file=buffer, width=width, no_color=not colour, force_terminal=colour or None, highlight=False, markup=False
+        )
         for buffer in (out, messages)
     ]
     return Screen(out, messages, Renderer(*consoles, colour=colour))
 
 
 def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", **overrides: Any) -> SimpleNamespace:
-    """A pair as utils.models.loading.Pair describes it."""
+    """A pair as utils.pairs.load_pair.Pair describes it."""
     build = {"llama": tiny_llama, "t5": tiny_t5}[kind]
     tokenizer = tiny_tokenizer(VOCABULARY, chat=chat)
     models = [build(seed=seed, vocab_size=VOCABULARY, **overrides) for seed in range(2 if drafter else 1)]
@@ -119,15 +121,28 @@ def with_speculative(steps: Any) -> tuple[Strategy, ...]:
 class Restless(torch.nn.Module):
     """A model that answers differently from call to call, in windows, in batches, or behind a cache."""
 
-    def __init__(self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0) -> None:
+    def __init__(
+        self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0
+    ) -> None:
         super().__init__()
-        self.inner, self.config, self.generation_config, self.device = model, model.config, model.generation_config, model.device
+        self.inner, self.config, self.generation_config, self.device = (
+            model,
+            model.config,
+            model.generation_config,
+            model.device,
+        )
         self._moves, self._calls = (by_call, by_rows, by_batch, by_cache), 0
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any) -> Any:
-        output = self.inner(input_ids=input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **arguments)
+    def forward(
+        self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any
+    ) -> Any:
+        output = self.inner(
+            input_ids=input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **arguments
+        )
         self._calls += 1
         moved = torch.arange(output.logits.shape[-1]) % 7
         causes = (self._calls % 5, input_ids.shape[-1] > 1, len(input_ids) > 1, past_key_values is not None)
-        output.logits = output.logits + moved * sum(move * cause for move, cause in zip(self._moves, causes, strict=True))
+        output.logits = output.logits + moved * sum(
+            move * cause for move, cause in zip(self._moves, causes, strict=True)
+        )
         return output

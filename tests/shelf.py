@@ -10,11 +10,14 @@ from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from utils.errors import UserError
-from utils.models.loading import Pair, PairRequest, load_pair
+from utils.pairs.load_pair import Pair, PairRequest, load_pair
 
 
 def load(target: Path | str, drafter: Path | str | None = None, **words: str) -> Pair:
-    return load_pair(PairRequest(str(target), None if drafter is None else str(drafter), **{"device": "cpu"} | words), lambda line: None)
+    return load_pair(
+        PairRequest(str(target), None if drafter is None else str(drafter), **{"device": "cpu"} | words),
+        lambda line: None,
+    )
 
 
 def refusal(target: Path | str, drafter: Path | str | None = None, **words: str) -> str:

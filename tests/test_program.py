@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from fakes import records_of
+from paths import ROOT
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
 import infer
 from utils.errors import UserError
-from utils.prompt_files import read_prompts
-
-ROOT = Path(__file__).parent.parent
+from utils.prompts.prompt_files import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,7 @@ def test_help_and_version_answer_without_the_heavy_imports() -> None:
     for flag in ("--help", "--version"):
         result = program(flag)
         assert result.returncode == 0 and result.stdout and not result.stderr
-    probe = (
-        "import sys; sys.argv = ['infer.py', '--help']\ntry: runpy = __import__('runpy'); runpy.run_path('infer.py', run_name='__main__')\n"
-    )
+    probe = "import sys; sys.argv = ['infer.py', '--help']\ntry: runpy = __import__('runpy'); runpy.run_path('infer.py', run_name='__main__')\n"
     probe += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
 
@@ -70,7 +67,9 @@ def test_wrong_flags_are_usage_errors(flags: list[str]) -> None:
 
 def test_lines_of_dash_c_run_in_order_and_results_and_messages_are_apart(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    result = program("--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello")
+    result = program(
+        "--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello"
+    )
     assert result.returncode == 0, result.stderr
     assert "Target only" in result.stdout and "gamma: 2" in result.stderr and "gamma: 2" not in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
@@ -104,7 +103,18 @@ def test_prompt_files_hold_plain_and_json_lines_and_never_commands(folder: Path,
     prompts, file = tmp_path / "prompts", tmp_path / "runs.jsonl"
     prompts.write_text('/quit\n\na\\nb\n{"prompt": "c\\nd", "id": 3}\n{"prompt": "e\\\\nf"}', encoding="utf-8")
     result = program(
-        "--target", folder, "--prompts", prompts, "--json", file, "-c", "/length 2", "-c", "/speculative off", "-c", "/ngram off"
+        "--target",
+        folder,
+        "--prompts",
+        prompts,
+        "--json",
+        file,
+        "-c",
+        "/length 2",
+        "-c",
+        "/speculative off",
+        "-c",
+        "/ngram off",
     )
     assert result.returncode == 0, result.stderr
     assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
@@ -164,14 +174,40 @@ def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: 
     result = program("--target", tmp_path / "t5", "--json", file, "-c", "/length 5", "-c", "Hello")
     assert result.returncode == 0, result.stderr
     assert "no drafter" in result.stderr.lower()
-    assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"] and all(row["same_as_target"] for row in records_of(file))
+    assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"] and all(
+        row["same_as_target"] for row in records_of(file)
+    )
 
 
 def test_an_interrupt_keeps_what_was_made_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "infer.py"), "--target", str(folder), "--json", str(file), "-c", "/length 240", "-c", "/cache off"]
-        + ["-c", "/speculative off", "-c", "/ngram off", "-c", "/beams 16", "-c", "Hello", "-c", "Hello", "-c", "Hello"],
+        [
+            sys.executable,
+            str(ROOT / "infer.py"),
+            "--target",
+            str(folder),
+            "--json",
+            str(file),
+            "-c",
+            "/length 240",
+            "-c",
+            "/cache off",
+        ]
+        + [
+            "-c",
+            "/speculative off",
+            "-c",
+            "/ngram off",
+            "-c",
+            "/beams 16",
+            "-c",
+            "Hello",
+            "-c",
+            "Hello",
+            "-c",
+            "Hello",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

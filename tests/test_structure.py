@@ -1,58 +1,147 @@
-"""The import order: utils <- sampling <- ngram_assisted <- infer.py; and one place each for printing and for model calls."""
+"""The shape of the source: packages import downwards only, one module writes to the screen, functions and lines stay short."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
-MAY_IMPORT = {"utils": {"utils"}, "sampling": {"utils", "sampling"}, "ngram_assisted": {"utils", "sampling", "ngram_assisted"}}
-OURS = {*MAY_IMPORT, "infer", "tests"}
+# From the top to the bottom: each package imports only from rows below its own. `utils` stands for the modules at its top level.
+LADDER = (
+    "infer",
+    "sampling.distill",
+    "utils.repl",
+    "utils.commands",
+    "utils.screen",
+    "utils.comparison",
+    "utils.config",
+    "utils.pairs",
+    "utils.prompts",
+    "ngram_assisted",
+    "sampling",
+    "utils.models",
+    "utils.engine",
+    "utils.metrics",
+    "utils.decode",
+    "utils",
+)
+# debug=True of the library functions prints rounds; the import runs only when it is asked for.
+EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
+# Started by --help, so they must not import torch.
+LIGHT = ("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request")
+SCREEN_LIBRARIES = {"rich", "termcolor"}
+LAYS_OUT = {"utils.screen.renderer", "utils.screen.tables", "utils.screen.screenshots"}
+# Signatures that users of the library call by position, and overrides whose caller is another library.
+PUBLIC = (
+    "speculative_generate",
+    "beam_search_generate",
+    "autoregressive_generate",
+    "ngram_assisted_speculative_generate",
+)
+OVERRIDES = ("row_invariant_attention", "forward")
+MOST_POSITIONAL, MOST_FUNCTION_LINES, MOST_FILE_LINES = 4, 45, 260
 
 
-def imports(path: Path) -> set[str]:
-    """Top-level names of every module that a file imports."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    module_name(path): path
+    for path in (
+        ROOT / "infer.py",
+        *(path for top in ("utils", "sampling", "ngram_assisted") for path in (ROOT / top).rglob("*.py")),
+    )
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+def imported(name: str) -> Iterator[str]:
+    """The modules that a module imports, anywhere in it, by their full names."""
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").split(".")[0])
-    return names
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (
+                full if (full := f"{node.module}.{alias.name}") in SOURCES else node.module for alias in node.names
+            )
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_import_downwards_only(package: str) -> None:
-    files = list((ROOT / package).rglob("*.py"))
-    assert files
-    for path in files:
-        assert imports(path) & OURS <= MAY_IMPORT[package], path
+def row_of(name: str) -> int:
+    """The row of a module's package. Modules directly in `utils` are the lowest row."""
+    return max(
+        (row for row in range(len(LADDER)) if f"{name}.".startswith(f"{LADDER[row]}.")),
+        key=lambda row: len(LADDER[row]),
+    )
 
 
-def test_only_the_renderer_writes_to_the_screen() -> None:
-    for path in [ROOT / "infer.py", *(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))]:
-        if path != ROOT / "utils" / "printing.py":
-            lays_out = {"rich"} if path.name in ("tables.py", "pictures.py") else set()  # for it, or for a file
-            assert not imports(path) & {"rich", "termcolor"} - lays_out, path
+@pytest.mark.parametrize("name", SOURCES)
+def test_packages_import_downwards_only(name: str) -> None:
+    ours = [other for other in imported(name) if other in SOURCES and (name, other) not in EXCEPTIONS]
+    upward = [other for other in ours if row_of(other) < row_of(name)]
+    assert not upward, f"{name} ({LADDER[row_of(name)]}) imports upwards: {upward}"
 
 
-INTERFACES = ("speculative_generate", "beam_search_generate", "autoregressive_generate", "ngram_assisted_speculative_generate")
-FOREIGN = ("row_invariant_attention", "forward")  # whoever calls these decides
+def test_every_package_has_a_row() -> None:
+    packages = {module_name(path) for path in SOURCES.values() if path.name == "__init__.py"}
+    nested = {"utils.commands.experiments", "sampling.drafters"}
+    assert packages - nested == set(LADDER) - {"infer"}
 
 
-def test_few_parameters_are_told_apart_by_their_place() -> None:
-    for package in MAY_IMPORT:
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and node.name not in (*INTERFACES, *FOREIGN):
-                    places = [argument.arg for argument in node.args.posonlyargs + node.args.args if argument.arg not in ("self", "cls")]
-                    assert len(places) <= 4, f"{path}: {node.name}"
+def test_an_upward_import_is_noticed() -> None:
+    """A mutant of the ladder itself: the lowest decoder row must be seen as lower than the screen."""
+    assert (
+        row_of("utils.screen.renderer")
+        < row_of("sampling.speculative")
+        < row_of("utils.decode.steps")
+        < row_of("utils.errors")
+    )
 
 
-def test_sizes_stay_readable() -> None:
-    """Functions of at most 45 lines; the entry point of at most 180."""
-    assert len((ROOT / "infer.py").read_text().splitlines()) <= 180
-    for path in [ROOT / "infer.py", *(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 45, f"{path}: {node.name}"
+def test_commands_do_not_import_each_other() -> None:
+    shared = {"utils.commands.registry", "utils.commands.experiments.repeated_runs", "utils.commands.paths"}
+    for name in SOURCES:
+        if name.startswith("utils.commands.") and name not in shared:
+            others = {other for other in imported(name) if other.startswith("utils.commands.")} - shared
+            assert not others, f"{name} imports {others}"
+
+
+def test_flags_and_the_config_file_import_no_torch() -> None:
+    seen, waiting = set(), list(LIGHT)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [other for other in imported(name) if other in SOURCES]
+            assert not any(other.split(".")[0] in ("torch", "transformers") for other in imported(name)), name
+
+
+def test_only_the_screen_package_writes_to_the_screen() -> None:
+    for name in SOURCES:
+        libraries = {other.split(".")[0] for other in imported(name) if other != "rich.filesize"}
+        assert name in LAYS_OUT or not libraries & SCREEN_LIBRARIES, name
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for name, tree in TREES.items():
+        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def test_functions_take_few_positional_parameters() -> None:
+    for name, node in functions():
+        if node.name not in (*PUBLIC, *OVERRIDES):
+            positional = [
+                argument.arg
+                for argument in node.args.posonlyargs + node.args.args
+                if argument.arg not in ("self", "cls")
+            ]
+            assert len(positional) <= MOST_POSITIONAL, f"{name}: {node.name}"
+
+
+def test_functions_and_files_stay_readable() -> None:
+    for name, node in functions():
+        assert (node.end_lineno or 0) - node.lineno < MOST_FUNCTION_LINES, f"{name}: {node.name}"
+    for name, path in SOURCES.items():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES, name

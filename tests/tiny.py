@@ -28,7 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from utils.models.heads import Grafted, Head, shape_for
+from utils.models.draft_head import Grafted, Head, shape_for
 
 CHATML = (
     "{% for message in messages %}"
@@ -130,7 +130,12 @@ def tiny_bart(seed: int = 0, **overrides: Any) -> BartForConditionalGeneration:
 
 def tiny_marian(seed: int = 3, **overrides: Any) -> MarianMTModel:
     """A translation model: positions by sines, an answer that begins with the padding, which is forbidden everywhere else."""
-    fields = tiny_bart().config.to_dict() | {"pad_token_id": 63, "decoder_start_token_id": 63, "init_std": 0.1, "scale_embedding": True}
+    fields = tiny_bart().config.to_dict() | {
+        "pad_token_id": 63,
+        "decoder_start_token_id": 63,
+        "init_std": 0.1,
+        "scale_embedding": True,
+    }
     model = build(MarianMTModel, MarianConfig(**fields | overrides), seed)
     model.generation_config.bad_words_ids = [[63]]
     crosses = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
@@ -158,7 +163,9 @@ def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> 
     shift: another one makes another tokenizer, whose bytes have other ids.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={symbol: (index + shift) % len(alphabet) for index, symbol in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={symbol: (index + shift) % len(alphabet) for index, symbol in enumerate(alphabet)}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -188,7 +195,9 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
     with torch.no_grad():
         if model.config.is_encoder_decoder:
             start = model.generation_config.decoder_start_token_id or 0
-            return model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits[0, -1]
+            return model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *made]])).logits[
+                0, -1
+            ]
         return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from utils.caching import ModelSession
-from utils.decoding import Decoding
+from utils.decode.decoding import Decoding
+from utils.decode.model_session import ModelSession
+from utils.decode.noise import Noise
 from utils.logits_processor import LogitsProcessor, MultinomialProcessor
-from utils.seeding import Noise
 
 PATH = [0, 7, 3, 9, 4, 8, 2, 6, 1, 5]  # a text for `chain`
 
@@ -34,10 +34,14 @@ class ToyModel(nn.Module):
         super().__init__()
         self.table = table
         self.device = torch.device("cpu")
-        self.config = ToyConfig(vocab_size=table.shape[-1], max_position_embeddings=context, is_encoder_decoder=False, _name_or_path="toy")
+        self.config = ToyConfig(
+            vocab_size=table.shape[-1], max_position_embeddings=context, is_encoder_decoder=False, _name_or_path="toy"
+        )
         self.calls: list[int] = []
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False, return_dict: bool = True, logits_to_keep: int = 0) -> SimpleNamespace:
+    def forward(
+        self, input_ids: Tensor, use_cache: bool = False, return_dict: bool = True, logits_to_keep: int = 0
+    ) -> SimpleNamespace:
         self.calls.append(input_ids.shape[-1])
         return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
 
@@ -66,7 +70,9 @@ def session(model: nn.Module, **options: bool) -> ModelSession:
     return ModelSession(model, **{"use_cache": False, **options})
 
 
-def decoding(max_new: int, *, processor: LogitsProcessor | None = None, seed: int = 0, ends: Iterable[int] = ()) -> Decoding:
+def decoding(
+    max_new: int, *, processor: LogitsProcessor | None = None, seed: int = 0, ends: Iterable[int] = ()
+) -> Decoding:
     return Decoding(processor or MultinomialProcessor(1.0), max_new, frozenset(ends), Noise(seed))
 
 
@@ -83,7 +89,9 @@ def joint_law(model: ToyModel, processor: LogitsProcessor, start: int, length: i
     return law
 
 
-def chi_square(sample: Callable[[int], tuple[int, ...]], law: dict[tuple[int, ...], float], trials: int) -> tuple[float, float]:
+def chi_square(
+    sample: Callable[[int], tuple[int, ...]], law: dict[tuple[int, ...], float], trials: int
+) -> tuple[float, float]:
     """(statistic, threshold) of `trials` samples, one per seed, against a law.
 
     Cells expected under 5 are merged. The threshold df + 10 sqrt(2 df) is passed by chance with probability under 1e-8 for df >= 15,
@@ -104,4 +112,8 @@ def statistic_of(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], fl
     if small:
         large.append((sum(seen for seen, _ in small), sum(expected for _, expected in small)))
     freedom = len(large) - 1
-    return sum((seen - expected) ** 2 / expected for seen, expected in large), freedom + 10 * (2 * freedom) ** 0.5, freedom
+    return (
+        sum((seen - expected) ** 2 / expected for seen, expected in large),
+        freedom + 10 * (2 * freedom) ** 0.5,
+        freedom,
+    )

@@ -37,7 +37,9 @@ def highest(logits: Tensor) -> Tensor:
 
 def _finite(top: Tensor) -> Tensor:
     if not all(map(isfinite, top.flatten().tolist())):
-        raise UnusableLogits("The model returned logits that are NaN or infinite, so no token can be drawn; try float32 or load it again.")
+        raise UnusableLogits(
+            "The model returned logits that are NaN or infinite, so no token can be drawn; try float32 or load it again."
+        )
     return top
 
 

@@ -55,7 +55,9 @@ class TextStream:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._anchor = self._shown = 0  # decoding starts at the anchor, so that a token's text may depend on the one before
+        self._anchor = self._shown = (
+            0  # decoding starts at the anchor, so that a token's text may depend on the one before
+        )
 
     def add(self, tokens: tuple[int, ...]) -> str:
         """The newly readable text."""

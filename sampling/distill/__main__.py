@@ -4,18 +4,18 @@ import json
 import signal
 import sys
 
-from sampling.distill.plan import read_order
+from sampling.distill.options import read_order
 from utils.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Carry out the order of the command line; the exit status: 0, 1 for what a user can mend, 130 interrupted."""
-    from utils.printing import make_renderer
+    from utils.screen.renderer import make_renderer
 
     renderer = make_renderer(interactive=False, plain=False)
     try:
         order = read_order(argv)
-        from sampling.distill.workshop import Workshop
+        from sampling.distill.pipeline import Workshop
 
         workshop = Workshop(order, renderer.note)
         if order.measure:
@@ -37,7 +37,7 @@ def explained_failure(error: Exception) -> str:
     """A sentence for what a user can mend; nothing for a bug."""
     from safetensors import SafetensorError
 
-    from utils.models.failures import is_out_of_memory
+    from utils.models.load_errors import is_out_of_memory
 
     if isinstance(error, UserError):
         return str(error)

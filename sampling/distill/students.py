@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sampling.distill.corpus import Corpus
-from sampling.distill.plan import Plan
-from sampling.distill.training import HeadStudent, ModelStudent, Student
-from utils.caching import context_length, vocabulary_size
+from sampling.distill.dataset import Corpus
+from sampling.distill.loss import HeadStudent, ModelStudent, Student
+from sampling.distill.options import Plan
+from utils.decode.model_session import context_length, vocabulary_size
 from utils.errors import UserError
 from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
-from utils.models.failures import quiet
+from utils.models.draft_head import Head, feature_layers, shape_for
 from utils.models.head_file import CONFIG, HeadFile, is_head, read_head, save_head
-from utils.models.heads import Head, feature_layers, shape_for
+from utils.models.load_errors import quiet
 from utils.models.sources import locate
 
 
@@ -58,16 +58,22 @@ def finished(folder: Path, target: Any) -> HeadStudent | ModelStudent:
     if is_head(folder):
         head, vocabulary = read_head(folder, target)
         return head_student(head.to(target.device), target, vocabulary)
-    model = load_model(locate(str(folder), lambda line: None), "none", Placement(str(target.device), torch.float32, lambda line: None))
+    model = load_model(
+        locate(str(folder), lambda line: None), "none", Placement(str(target.device), torch.float32, lambda line: None)
+    )
     if vocabulary_size(model) != vocabulary_size(target):
-        raise UserError(f"The drafter in {folder} has another vocabulary than the target: {vocabulary_size(model):,} ids.")
+        raise UserError(
+            f"The drafter in {folder} has another vocabulary than the target: {vocabulary_size(model):,} ids."
+        )
     return ModelStudent(model)
 
 
 def head_student(head: Head, target: Any, vocabulary: Tensor) -> HeadStudent:
     """A head with what it borrows."""
     vocabulary = vocabulary.to(target.device)
-    return HeadStudent(head, target.get_input_embeddings(), target.get_output_embeddings().weight.detach()[vocabulary], vocabulary)
+    return HeadStudent(
+        head, target.get_input_embeddings(), target.get_output_embeddings().weight.detach()[vocabulary], vocabulary
+    )
 
 
 @torch.no_grad()

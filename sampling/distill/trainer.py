@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sampling.distill.corpus import Corpus
-from sampling.distill.plan import Plan
-from sampling.distill.training import Acceptance, Student, count_acceptance, loss_of
-from sampling.distill.writing import Page
+from sampling.distill.dataset import Corpus
+from sampling.distill.generate import Page
+from sampling.distill.loss import Acceptance, Student, count_acceptance, loss_of
+from sampling.distill.options import Plan
 
 WARM_UP = 20  # steps
 STATE = "trainer.safetensors"
@@ -44,7 +44,9 @@ class Trainer:
         self.student, self._schooling, self._plan, self.total = student, schooling, plan, total
         self.step, self.loss = 0, float("nan")
         self.whole = True  # whether no step is half done
-        matrices = [part for name, part in student.weights.named_parameters() if part.dim() == 2 and "embed" not in name]
+        matrices = [
+            part for name, part in student.weights.named_parameters() if part.dim() == 2 and "embed" not in name
+        ]
         known = {id(part) for part in matrices}
         rest = [part for part in student.weights.parameters() if id(part) not in known]
         self._optimizers: list[Any] = [
@@ -86,7 +88,9 @@ class Trainer:
         around, place = divmod(turn, self._count)
         order = _shuffled(self._count, plan.seed, around)
         page = self._page(order[place])
-        rows = torch.tensor(_shuffled(page.tokens.shape[0], plan.seed, turn)[part * plan.batch : (part + 1) * plan.batch])
+        rows = torch.tensor(
+            _shuffled(page.tokens.shape[0], plan.seed, turn)[part * plan.batch : (part + 1) * plan.batch]
+        )
         device = self._schooling.head.device
         return page.rows(rows, device)
 
@@ -105,7 +109,10 @@ class Trainer:
         parts = {f"weights.{name}": part.contiguous() for name, part in self.student.weights.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, state in optimizer.state_dict()["state"].items():
-                parts |= {f"optimizer.{number}.{index}.{name}": torch.as_tensor(value).contiguous() for name, value in state.items()}
+                parts |= {
+                    f"optimizer.{number}.{index}.{name}": torch.as_tensor(value).contiguous()
+                    for name, value in state.items()
+                }
         about = {"step": str(self.step), "total": str(self.total), "loss": repr(self.loss)}
         save_file(_unshared(parts), folder / f"{STATE}.part", metadata=about)
         os.replace(folder / f"{STATE}.part", folder / STATE)

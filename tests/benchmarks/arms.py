@@ -12,17 +12,17 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import infer
-from sampling import draft_seconds
 from utils.bounds import LOADED
-from utils.costs import Costs
+from utils.comparison.model_drafters import draft_seconds
+from utils.comparison.strategies import Job, kind_of
+from utils.comparison.warm_up import MEASURED
+from utils.config.settings import Settings
+from utils.config.value_types import StorageSpec
 from utils.engine import threads
-from utils.engine.pace import Pace
-from utils.kinds import StorageSpec
-from utils.models.failures import quiet
-from utils.preparing import MEASURED
-from utils.results import collect
-from utils.settings import Settings
-from utils.strategies import Job, kind_of
+from utils.engine.forward_timing import Pace
+from utils.metrics.costs import Costs
+from utils.metrics.results import collect
+from utils.models.load_errors import quiet
 
 DRAFT = 10  # most n-gram drafts per round, ours and prompt lookup's
 STORAGE = StorageSpec("basic", 4)
@@ -76,7 +76,10 @@ def our_arms(pair: Any, gammas: Sequence[int] = (), kinds: Sequence[str] = ()) -
     arms.append(_our_arm(pair, rows["ngram"], "ours ngram", Settings(costs=costs, **storage)))
     arms.append(_our_arm(pair, rows["speculative"], "ours speculative", Settings(costs=costs)))
     arms += [_our_arm(pair, rows["speculative"], f"ours gamma {gamma}", Settings(gamma=gamma)) for gamma in gammas]
-    arms += [_our_arm(pair, rows["speculative"], f"ours {kind}", Settings(costs=costs, drafter_kind=(kind,))) for kind in kinds]
+    arms += [
+        _our_arm(pair, rows["speculative"], f"ours {kind}", Settings(costs=costs, drafter_kind=(kind,)))
+        for kind in kinds
+    ]
     return arms
 
 
@@ -120,7 +123,11 @@ def peer_arms(pair: Any) -> list[Arm]:
     return [
         _peer_arm("generate", pair, count),
         _peer_arm("generate, prompt lookup", pair, count, prompt_lookup_num_tokens=DRAFT),
-        *([_peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter)] if hasattr(pair.drafter, "generate") else []),
+        *(
+            [_peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter)]
+            if hasattr(pair.drafter, "generate")
+            else []
+        ),
     ]
 
 

@@ -23,10 +23,10 @@ import probes
 from arms import DRAFT, STORAGE, Arm, Run, our_arms, peer_arms
 from picture import draw
 
-from utils.models.loading import Pair, PairRequest, load_pair
-from utils.models.prompting import prompt_ids
-from utils.printing import Renderer, make_renderer
-from utils.records import versions
+from utils.comparison.records import versions
+from utils.pairs.load_pair import Pair, PairRequest, load_pair
+from utils.prompts.chat_template import prompt_ids
+from utils.screen.renderer import Renderer, make_renderer
 
 OURS = ("ours target", "ours ngram", "ours speculative")
 FEW = 5  # prompts; tasks with fewer are pooled
@@ -47,20 +47,32 @@ Rows = list[tuple[str, list[int]]]  # (task, prompt ids)
 def main() -> None:
     """Run everything that was asked for."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'")
+    parser.add_argument(
+        "--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'"
+    )
     parser.add_argument("--tokens", type=int, default=40, help="most new tokens (default: 40)")
     parser.add_argument("--repeats", type=int, default=2, help="of every arm on every prompt (default: 2)")
     parser.add_argument("--drafter", default="head", help="of both sides where it is a model (default: head)")
-    parser.add_argument("--gammas", type=int, nargs="*", default=[], metavar="N", help="fixed numbers of drafts to run too")
+    parser.add_argument(
+        "--gammas", type=int, nargs="*", default=[], metavar="N", help="fixed numbers of drafts to run too"
+    )
     parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="other kinds of drafters to run too")
-    parser.add_argument("--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)")
+    parser.add_argument(
+        "--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)"
+    )
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, where llama-cpp-python is installed")
-    parser.add_argument("--skip", action="append", default=[], metavar="ARM", help="leave an arm out, for example 'generate, assistant'")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="ARM", help="leave an arm out, for example 'generate, assistant'"
+    )
     parser.add_argument("--only-texts", action="store_true", help="leave the single figures out")
-    parser.add_argument("--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)"
+    )
     given = parser.parse_args()
     screen = make_renderer(interactive=False)
-    ours = load_pair(PairRequest("embedded", given.drafter, device="cpu", engine_weights=given.engine_weights), screen.note)
+    ours = load_pair(
+        PairRequest("embedded", given.drafter, device="cpu", engine_weights=given.engine_weights), screen.note
+    )
     theirs = load_pair(PairRequest("embedded", given.drafter, device="cpu"), screen.note)
     ours.engine.use("auto", 0)
     every = [*our_arms(ours, given.gammas, given.kinds), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
@@ -72,7 +84,9 @@ def main() -> None:
     texts = [_measured(screen, ours, arms, prompt, given) for prompt in prompts]
     found: dict[str, Any] = {"setting": setting, "texts": texts, "ratios": ratios(texts)}
     if not given.only_texts:
-        found["figures"] = _figures(screen, ours, theirs, arms, [(row["task"], prompt_of(ours, row)) for row in prompts], given.tokens)
+        found["figures"] = _figures(
+            screen, ours, theirs, arms, [(row["task"], prompt_of(ours, row)) for row in prompts], given.tokens
+        )
     _show(screen, found)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -101,7 +115,9 @@ def prompt_of(pair: Pair, row: dict[str, Any]) -> list[int]:
     return prompt_ids(pair.tokenizer, row["prompt"], chat=True, system=None)
 
 
-def _measured(screen: Renderer, pair: Pair, arms: list[Arm], row: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+def _measured(
+    screen: Renderer, pair: Pair, arms: list[Arm], row: dict[str, Any], given: argparse.Namespace
+) -> dict[str, Any]:
     """Every arm on a prompt, in turns, after a warm-up; medians over the repeats, with the lowest and the highest."""
     ids = prompt_of(pair, row)
     runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
@@ -117,7 +133,13 @@ def _measured(screen: Renderer, pair: Pair, arms: list[Arm], row: dict[str, Any]
         cells[name]["same_text"] = all(run.tokens == base for run in made)
     rates = ", ".join(f"{name} {cell['decode']:.1f}" if cell["decode"] else f"{name} -" for name, cell in cells.items())
     screen.result(f"{row.get('task', '')} ({len(ids)} + {len(base)} tokens): {rates} tokens/s")
-    return {"id": row.get("id"), "task": row.get("task", ""), "prompt_tokens": len(ids), "new_tokens": len(base), "arms": cells}
+    return {
+        "id": row.get("id"),
+        "task": row.get("task", ""),
+        "prompt_tokens": len(ids),
+        "new_tokens": len(base),
+        "arms": cells,
+    }
 
 
 def _cell(runs: list[Run]) -> dict[str, Any]:
@@ -139,7 +161,10 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     tasks = [text["task"] for text in texts]
     named = [task if tasks.count(task) >= FEW else "others" for task in tasks]
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for label, mine, peer in (*PAIRS, *((f"{name.removeprefix('ours ')} / own plain", name, "ours target") for name in extra)):
+    for label, mine, peer in (
+        *PAIRS,
+        *((f"{name.removeprefix('ours ')} / own plain", name, "ours target") for name in extra),
+    ):
         for task in [*dict.fromkeys(named), "all"]:
             chosen = [text["arms"] for text, name in zip(texts, named, strict=True) if task in (name, "all")]
             both = [(cells[mine], cells[peer]) for cells in chosen if mine in cells and peer in cells]
@@ -148,7 +173,12 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
                 decode = [ours["decode"] / theirs["decode"] for ours, theirs in usable]
                 whole = [ours["whole"] / theirs["whole"] for ours, theirs in usable]
                 spread = quantiles(decode, n=4)[::2] if len(decode) > 1 else [decode[0], decode[0]]
-                figures = {"decode": geometric_mean(decode), "whole": geometric_mean(whole), "quartiles": spread, "prompts": len(usable)}
+                figures = {
+                    "decode": geometric_mean(decode),
+                    "whole": geometric_mean(whole),
+                    "quartiles": spread,
+                    "prompts": len(usable),
+                }
                 found.setdefault(label, {})[task] = figures
     return found
 
@@ -156,13 +186,19 @@ def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
 def _figures(screen: Renderer, ours: Pair, theirs: Pair, arms: list[Arm], rows: Rows, length: int) -> dict[str, Any]:
     prompts = [ids for _, ids in rows[:3]]
     counts = {arm.name: arm.threads for arm in arms}
-    models = {"ours": (ours.target, counts["ours target"]), "plain": (theirs.target, counts.get("generate", counts["ours target"]))}
+    models = {
+        "ours": (ours.target, counts["ours target"]),
+        "plain": (theirs.target, counts.get("generate", counts["ours target"])),
+    }
     screen.note("acceptance, windows, contexts, storage, start-up ...")
     return {
         "acceptance": probes.acceptance(ours, rows, length),
         "window_ms": probes.windows(models),
         "inside_forwards": probes.inside_forwards(
-            [arm for arm in arms if arm.name in OURS], [ours.target, getattr(ours.drafter, "head", ours.drafter)], prompts, 48
+            [arm for arm in arms if arm.name in OURS],
+            [ours.target, getattr(ours.drafter, "head", ours.drafter)],
+            prompts,
+            48,
         ),
         "context_ms": probes.by_context(ours.target, counts["ours target"]),
         "storage": probes.storage(),
@@ -175,7 +211,16 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
     for label, by_task in found["ratios"].items():
         for task, cell in by_task.items():
             low, high = cell["quartiles"]
-            rows.append((label, task, str(cell["prompts"]), f"{cell['decode']:.2f}", f"{low:.2f}-{high:.2f}", f"{cell['whole']:.2f}"))
+            rows.append(
+                (
+                    label,
+                    task,
+                    str(cell["prompts"]),
+                    f"{cell['decode']:.2f}",
+                    f"{low:.2f}-{high:.2f}",
+                    f"{cell['whole']:.2f}",
+                )
+            )
     screen.table(("ours / peer", "task", "prompts", "decode", "quartiles", "whole run"), rows)
     if "figures" not in found:
         return
@@ -184,7 +229,8 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
     cells = [(name, *(f"{by[width]:.0f} ({by[width] / by[1]:.2f})" for width in by)) for name, by in widths.items()]
     screen.table(("window, ms (of one)", *(str(width) for width in next(iter(widths.values())))), cells)
     screen.table(
-        ("context, tokens", *map(str, figures["context_ms"])), [("ms per token", *(f"{ms:.0f}" for ms in figures["context_ms"].values()))]
+        ("context, tokens", *map(str, figures["context_ms"])),
+        [("ms per token", *(f"{ms:.0f}" for ms in figures["context_ms"].values()))],
     )
     places = [f"place {place + 1}" for place in range(probes.PLACES)]
     for name, by_task in figures["acceptance"].items():
@@ -195,7 +241,10 @@ def _show(screen: Renderer, found: dict[str, Any]) -> None:
     screen.rows(
         [
             ("inside forwards", ", ".join(f"{name} {share:.3f}" for name, share in inside.items())),
-            ("n-gram storage", f"{filled}, {held['lookup_us']:.1f} us a lookup, {held['bytes_per_gram']:.0f} bytes an n-gram"),
+            (
+                "n-gram storage",
+                f"{filled}, {held['lookup_us']:.1f} us a lookup, {held['bytes_per_gram']:.0f} bytes an n-gram",
+            ),
             *((f"program, --engine {engine}", _program(cell)) for engine, cell in figures["program"].items()),
         ]
     )

@@ -20,7 +20,10 @@ def arms(gguf: Path | None, pair: Any) -> list[Arm]:
     ends = pair.end_ids
     made = {count: _maker(gguf, ends, count) for count in {1, threads.available_threads()}}
     best = max(made, key=lambda count: made[count]([1, 2, 3, 4], TRIED).rate)
-    return [Arm("llama.cpp", best, made[best]), Arm("llama.cpp, prompt lookup", best, _maker(gguf, ends, best, lookup=True))]
+    return [
+        Arm("llama.cpp", best, made[best]),
+        Arm("llama.cpp, prompt lookup", best, _maker(gguf, ends, best, lookup=True)),
+    ]
 
 
 def _maker(gguf: Path, ends: frozenset[int], count: int, *, lookup: bool = False) -> Callable[[list[int], int], Run]:
@@ -28,7 +31,15 @@ def _maker(gguf: Path, ends: frozenset[int], count: int, *, lookup: bool = False
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     draft = LlamaPromptLookupDecoding(num_pred_tokens=DRAFT) if lookup else None
-    model = Llama(str(gguf), n_ctx=8192, n_threads=count, n_threads_batch=count, verbose=False, draft_model=draft, logits_all=lookup)
+    model = Llama(
+        str(gguf),
+        n_ctx=8192,
+        n_threads=count,
+        n_threads_batch=count,
+        verbose=False,
+        draft_model=draft,
+        logits_all=lookup,
+    )
 
     def make(ids: list[int], length: int) -> Run:
         tokens: list[int] = []

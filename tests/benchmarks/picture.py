@@ -13,7 +13,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """A panel per pair of arms: decoding speed over the peer's, by task, with the quartiles between prompts."""
     ratios = found["ratios"]
     tasks = list(next(iter(ratios.values())))
-    figure, panels = pyplot.subplots(1, len(ratios), figsize=(4 * len(ratios), 0.6 * len(tasks) + 1.6), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(ratios), figsize=(4 * len(ratios), 0.6 * len(tasks) + 1.6), sharey=True, squeeze=False
+    )
     for panel, (label, by_task) in zip(panels[0], ratios.items(), strict=True):
         cells = [by_task[task] for task in tasks if task in by_task]
         names = [task for task in tasks if task in by_task]

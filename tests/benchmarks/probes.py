@@ -17,13 +17,13 @@ from arms import Arm
 import infer
 from ngram_assisted import NGramStorage
 from utils.bounds import LOADED
-from utils.caching import ModelSession
-from utils.engine.pace import sample_ids
-from utils.kinds import ProcessorKind
+from utils.comparison.strategies import Job
+from utils.config.settings import Settings
+from utils.config.value_types import ProcessorKind
+from utils.decode.model_session import ModelSession
+from utils.engine.forward_timing import sample_ids
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.results import collect
-from utils.settings import Settings
-from utils.strategies import Job
+from utils.metrics.results import collect
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -49,7 +49,9 @@ def windows(models: dict[str, tuple[Any, int]], repeats: int = 7) -> dict[str, d
                 if repeat:
                     seconds[name][width].append(time.perf_counter() - began)
                 session.rewind(CACHED)
-    return {name: {width: 1000 * median(found[-repeats:]) for width, found in by.items()} for name, by in seconds.items()}
+    return {
+        name: {width: 1000 * median(found[-repeats:]) for width, found in by.items()} for name, by in seconds.items()
+    }
 
 
 def acceptance(pair: Any, rows: list[tuple[str, list[int]]], length: int) -> dict[str, dict[str, list[list[int]]]]:
@@ -81,7 +83,9 @@ def _timed(models: list[Any]) -> Iterator[list[float]]:
     def after(module: Any, inputs: Any, output: Any) -> None:
         spent[0] += time.perf_counter() - began.pop()
 
-    hooks = [model.register_forward_pre_hook(before) for model in models] + [model.register_forward_hook(after) for model in models]
+    hooks = [model.register_forward_pre_hook(before) for model in models] + [
+        model.register_forward_hook(after) for model in models
+    ]
     try:
         yield spent
     finally:
@@ -118,7 +122,9 @@ def by_context(model: Any, threads: int) -> dict[int, float]:
 def storage() -> dict[str, float]:
     """A million tokens into an n-gram storage: seconds, the last fifth against the first, microseconds per lookup, bytes."""
     source = random.Random(0)
-    ids = [min(49151, int(49152 ** source.random())) for _ in range(STORED)]  # few tokens often, most seldom, as in text
+    ids = [
+        min(49151, int(49152 ** source.random())) for _ in range(STORED)
+    ]  # few tokens often, most seldom, as in text
     held, times = NGramStorage(3, 49152, limit=10_000_000), []
     for begin in range(0, STORED, CHUNK):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """/reset: the conversations begin anew."""
 
 from utils.commands.registry import Action, Command, Outcome, Situation
-from utils.conversation import counted
+from utils.prompts.conversation import counted
 
 
 def _reset(argument: str, situation: Situation) -> Outcome:

@@ -2,12 +2,12 @@
 
 import re
 
-from utils.bench import Compared, Last
 from utils.commands.registry import Command, Outcome, Situation
+from utils.comparison.glossary import FIGURES
+from utils.comparison.harness import Compared, Last
+from utils.comparison.reports import Column
 from utils.errors import UserError, one_of
-from utils.figures import FIGURES
-from utils.reports import Column
-from utils.results import first_difference
+from utils.metrics.results import first_difference
 from utils.text import decode
 
 NAMES = tuple(figure.name for figure in FIGURES)
@@ -18,7 +18,11 @@ def _explain(argument: str, situation: Situation) -> Outcome:
         return Outcome(rows=tuple((figure.name, figure.meaning, "") for figure in FIGURES))
     figure = FIGURES[NAMES.index(_name(argument.lower()))]
     last = situation.bench.memory.last
-    told = [(strategy.name, figure.fraction(strategy, run, comparison)) for strategy, run, comparison in last.compared] if last else []
+    told = (
+        [(strategy.name, figure.fraction(strategy, run, comparison)) for strategy, run, comparison in last.compared]
+        if last
+        else []
+    )
     rows = tuple((name, fraction, "") for name, fraction in told if fraction)
     return Outcome(rows=((figure.name, figure.meaning, ""), *rows))
 
@@ -53,5 +57,11 @@ def _column(last: Last, group: list[Compared]) -> Column:
     return Column([row[0].name for row in group], about, text[:shared], "" if shared is None else text[shared:])
 
 
-EXPLAIN = Command("explain", "[NAME]", "what the figures mean, and the fraction that one came to in the last runs", _explain, words=NAMES)
+EXPLAIN = Command(
+    "explain",
+    "[NAME]",
+    "what the figures mean, and the fraction that one came to in the last runs",
+    _explain,
+    words=NAMES,
+)
 COLUMNS = Command("columns", "", "the last texts beside each other, each marked where it leaves the target's", _columns)

@@ -1,8 +1,8 @@
 """/load, /pair and /pairs: other models, without leaving the session, and whether they fit."""
 
 from utils.commands.registry import Command, Outcome, Situation
-from utils.models.pairs import PAIRS, PairSpec
-from utils.models.requests import requested
+from utils.pairs.known_pairs import PAIRS, PairSpec
+from utils.pairs.request import requested
 
 
 def _load(argument: str, situation: Situation) -> Outcome:

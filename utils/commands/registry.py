@@ -11,12 +11,12 @@ from difflib import get_close_matches
 from enum import Enum, auto
 from typing import Any
 
-from utils.bench import Bench
+from utils.comparison.harness import Bench
+from utils.comparison.reports import Column, Report
+from utils.config.settings import Settings
+from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.kinds import Limits
-from utils.models.pairs import PAIRS, PairSpec
-from utils.reports import Column, Report
-from utils.settings import Settings
+from utils.pairs.known_pairs import PAIRS, PairSpec
 
 
 class Action(Enum):
@@ -33,7 +33,7 @@ class Outcome:
     """A command's answer: new settings, a reply, rows or columns to show, a prompt to generate from, models to run, an action.
 
     lines: to be carried out one after the other, as if typed. storage: an n-gram storage to go on with. load: models to go on with, a
-    utils.models.requests.PairRequest.
+    utils.pairs.request.PairRequest.
     """
 
     settings: Settings | None = None
@@ -110,4 +110,6 @@ class Registry:
 
     def help_rows(self, settings: Settings) -> tuple[tuple[str, str, str], ...]:
         """(usage, current value, summary) of every command."""
-        return tuple((f"/{command.name} {command.usage}".strip(), command.current(settings), command.summary) for command in self)
+        return tuple(
+            (f"/{command.name} {command.usage}".strip(), command.current(settings), command.summary) for command in self
+        )

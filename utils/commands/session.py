@@ -1,8 +1,8 @@
 """The commands of the session itself: say, show, help, clear, quit."""
 
 from utils.commands.registry import Action, Command, Outcome, Situation
+from utils.config.settings import setting_fields, shown
 from utils.errors import UserError
-from utils.settings import setting_fields, shown
 
 
 def _say(argument: str, situation: Situation) -> Outcome:
@@ -20,7 +20,9 @@ def _help(argument: str, situation: Situation) -> Outcome:
     if not argument:
         return Outcome(rows=situation.registry.help_rows(situation.settings))
     command = situation.registry.find(argument.removeprefix("/"))
-    return Outcome(rows=((f"/{command.name} {command.usage}".strip(), command.current(situation.settings), command.summary),))
+    return Outcome(
+        rows=((f"/{command.name} {command.usage}".strip(), command.current(situation.settings), command.summary),)
+    )
 
 
 def _clear(argument: str, situation: Situation) -> Outcome:

@@ -6,8 +6,8 @@ from heapq import nlargest
 from pathlib import Path
 
 from utils.commands.registry import Command, Outcome, Situation
+from utils.config.value_types import StorageSpec, Whole
 from utils.errors import UserError
-from utils.kinds import StorageSpec, Whole
 from utils.text import token_piece
 
 SHOWN, MOST_SHOWN = 20, 1000
@@ -39,7 +39,11 @@ def _ngrams(argument: str, situation: Situation) -> Outcome:
     storage, tokenizer = situation.bench.memory.storage, situation.bench.pair.tokenizer
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt with /ngram on first.")
-    grams = ((count, len(context), context, token) for context, counts in storage.contexts() for token, count in counts.items())
+    grams = (
+        (count, len(context), context, token)
+        for context, counts in storage.contexts()
+        for token, count in counts.items()
+    )
     most_often = [(count, (*context, token)) for count, _, context, token in nlargest(most, grams)]
     rows = ((f"{count}x", " ".join(token_piece(tokenizer, token) for token in gram), "") for count, gram in most_often)
     reply = f"{len(storage)} n-grams; most often ({min(most, len(storage))}), the last token followed the others:"

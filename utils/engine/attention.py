@@ -44,7 +44,9 @@ def row_invariant_attention(
     for index in range(count):
         end = keys - count + index + 1
         begin = 0 if sliding_window is None else max(0, end - sliding_window)
-        packed = query[:, :, index].view(batch, groups, heads // groups, size)  # query heads of one group share its keys
+        packed = query[:, :, index].view(
+            batch, groups, heads // groups, size
+        )  # query heads of one group share its keys
         row = scaled_dot_product_attention(packed, key[:, :, begin:end], value[:, :, begin:end], scale=scaling)
         rows.append(row.reshape(batch, 1, heads, -1))
     return (rows[0] if count == 1 else torch.cat(rows, dim=1)), None

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.caching import is_spread
+from utils.decode.kv_cache import growing_cache
+from utils.decode.model_session import is_spread
+from utils.distributed import told
 from utils.engine import attention, selftest, threads
+from utils.engine.forward_timing import REPEATS, Pace, window_costs
 from utils.engine.kernels import Blocked, Bytes, Kernel, packing
-from utils.engine.pace import REPEATS, Pace, window_costs
-from utils.engine.swap import EngineLinear, restore, swap
+from utils.engine.module_swap import EngineLinear, restore, swap
 from utils.errors import UserError
 from utils.freed_memory import give_back_memory
-from utils.growing_cache import growing_cache
-from utils.processes import told
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ class Engine:
         Raises UserError where `invariant` is asked for and cannot be had, or `plain` where the weights are gone; all is then as before.
         """
         if word == "plain" and self._bytewise:
-            raise UserError("Only the invariant engine reads weights of one byte: start without --engine-weights for the plain one.")
+            raise UserError(
+                "Only the invariant engine reads weights of one byte: start without --engine-weights for the plain one."
+            )
         why = "" if word == "plain" else self._unfit() or (self._not_auto() if word == "auto" else "")
         if word == "plain" or why:
             if why and word == "invariant":
@@ -109,7 +111,9 @@ class Engine:
         """Take note of the number of threads, and test one that has not been tested; the promise holds for those that passed."""
         why = "" if self.state.kind == "invariant" else self.state.reason
         if self.state.kind == "invariant" and count not in self._tested_counts:
-            why = next(filter(None, (selftest.same_bits(model, [count], every_width=False) for model in self._models)), "")
+            why = next(
+                filter(None, (selftest.same_bits(model, [count], every_width=False) for model in self._models)), ""
+            )
             if not why:
                 self._tested_counts.add(count)
         self.state = replace(self.state, threads=count, verified=count in self._tested_counts, reason=why)
@@ -143,7 +147,11 @@ class Engine:
             if model.dtype != torch.float32:
                 return "the invariant engine is the faster one in float32 only"
             linears = any(type(part) in (nn.Linear, EngineLinear) for part in model.modules())
-            if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None) or not linears:
+            if (
+                getattr(model, "is_quantized", False)
+                or getattr(model.config, "quantization_config", None)
+                or not linears
+            ):
                 return "quantized layers keep their own kernels"
         return ""
 
@@ -174,7 +182,9 @@ class Engine:
             if not self._bytewise:
                 self._to_plain(f"{word}: the self-test failed, {why}")
             if self._bytewise or word == "invariant":
-                raise UserError(f"The invariant engine failed its self-test: {why}. The plain engine (/engine plain) has no such promise.")
+                raise UserError(
+                    f"The invariant engine failed its self-test: {why}. The plain engine (/engine plain) has no such promise."
+                )
             return
         self._tested_counts = set(counts)
         self.state = replace(self.state, kind="invariant", weights=self._weights(), verified=True, reason="")
@@ -220,4 +230,8 @@ def _slides(model: Any) -> bool:
 
 
 def _dtype(model: Any) -> str:
-    return "quantized" if getattr(model, "is_quantized", False) else str(next(model.parameters()).dtype).removeprefix("torch.")
+    return (
+        "quantized"
+        if getattr(model, "is_quantized", False)
+        else str(next(model.parameters()).dtype).removeprefix("torch.")
+    )

@@ -105,7 +105,9 @@ def packing(threads: Iterable[int]) -> Callable[[Tensor, Tensor | None], Kernel 
     def pack(weight: Tensor, bias: Tensor | None) -> Kernel | None:
         if weight.shape not in found:
             whole = (parts for parts in _PARTS if weight.shape[1] % parts == 0)
-            found[weight.shape] = next((parts for parts in whole if bits_agree(Packed(weight, None, parts), weight.shape[1], counts)), None)
+            found[weight.shape] = next(
+                (parts for parts in whole if bits_agree(Packed(weight, None, parts), weight.shape[1], counts)), None
+            )
         parts = found[weight.shape]
         return None if parts is None else Packed(weight, bias, parts)
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_GAMMA
-from utils.caching import ModelSession, context_length, vocabulary_size
-from utils.engine.pace import sample_ids
+from utils.decode.layer_cut import first_layers
+from utils.decode.logit_drift import Spread, by_width, most_rounding
+from utils.decode.model_session import ModelSession, context_length, vocabulary_size
+from utils.engine.forward_timing import sample_ids
 from utils.errors import UserError
-from utils.models.layer_cut import first_layers
-from utils.rounding import Spread, by_width, most_rounding
 
 WIDEST = MAX_GAMMA + 1
 PREFIX = 13  # tokens before the windows

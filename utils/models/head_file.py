@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models.heads import Grafted, Head, HeadShape
+from utils.models.draft_head import Grafted, Head, HeadShape
 
 FORMAT, VERSION = "speculative head", 1
 CONFIG, WEIGHTS = "head.json", "model.safetensors"
@@ -41,16 +41,26 @@ class HeadFile:
 
 def save_head(folder: Path, made: HeadFile) -> None:
     """Write a head, weights in bfloat16. Raises UserError where the folder cannot be written."""
-    tensors = {name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in made.head.state_dict().items()}
+    tensors = {
+        name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in made.head.state_dict().items()
+    }
     tensors |= {"vocabulary": made.vocabulary.to("cpu", torch.int32), "mark": made.mark.cpu()}
-    about = {"format": FORMAT, "version": VERSION, "target": made.target, "size": made.size, "shape": asdict(made.head.shape)}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "target": made.target,
+        "size": made.size,
+        "shape": asdict(made.head.shape),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / f"{WEIGHTS}.part")
         os.replace(folder / f"{WEIGHTS}.part", folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}. Choose another place.") from error
+        raise UserError(
+            f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}. Choose another place."
+        ) from error
 
 
 def is_head(folder: Path) -> bool:
@@ -90,7 +100,9 @@ def _check_target(target: Any, mark: Tensor, about: dict[str, Any], folder: Path
     own, size = fingerprint(target), target_size(target)
     # Number formats are less than this apart, and any two models more.
     if size != about["size"] or own.shape != mark.shape or (own - mark).norm() > 0.02 * mark.norm():
-        raise UserError(f"The head in {folder} reads the hidden states of {about['target']}, and the target is another model: {REMEDY}.")
+        raise UserError(
+            f"The head in {folder} reads the hidden states of {about['target']}, and the target is another model: {REMEDY}."
+        )
 
 
 def target_size(target: Any) -> list[int]:
@@ -106,6 +118,8 @@ def fingerprint(target: Any) -> Tensor:
     """
     embedding = target.get_input_embeddings().weight.detach()
     rows = torch.linspace(0, embedding.shape[0] - 1, 64, device=embedding.device).long()
-    norms = [part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name]
+    norms = [
+        part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name
+    ]
     parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
     return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])

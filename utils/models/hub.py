@@ -17,13 +17,15 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.file_download import repo_folder_name
 
 from utils.errors import UserError
-from utils.models.cache_folders import digest
+from utils.models.artifact_cache import digest
 from utils.models.embedded import Report
-from utils.models.failures import explanation, is_offline, quiet
+from utils.models.load_errors import explanation, is_offline, quiet
 from utils.units import in_units
 
 PATIENCE = 8.0  # seconds
-WANTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)")  # of the files at the top of a repository
+WANTED = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)"
+)  # of the files at the top of a repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +73,26 @@ def sound(name: str) -> Iterator[None]:
         for blob in damaged:
             blob.unlink(missing_ok=True)
         if damaged:
-            raise UserError(f"'{name}' arrived damaged ({len(damaged)} of its files differ from the hub's): load it again.")
+            raise UserError(
+                f"'{name}' arrived damaged ({len(damaged)} of its files differ from the hub's): load it again."
+            )
 
 
 def _announce(told: Any, name: str, word: str, report: Report) -> None:
     """Say what will be fetched, if there is room for it."""
     files = [file for file in told.siblings or () if WANTED.fullmatch(file.rfilename)]
-    lacking = [file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=told.sha), str)]
+    lacking = [
+        file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=told.sha), str)
+    ]
     size = sum(file.size or 0 for file in lacking)
     if not any(file.rfilename.endswith(".safetensors") for file in lacking):
         return
     place = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
     if free < size:
-        raise UserError(f"'{word}' takes {in_units(size)} and the disk of {place} has {in_units(free)} left: make room, or set HF_HOME.")
+        raise UserError(
+            f"'{word}' takes {in_units(size)} and the disk of {place} has {in_units(free)} left: make room, or set HF_HOME."
+        )
     report(f"fetching {word}, {in_units(size)} in {len(lacking)} files, to {place} ...")
 
 

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
 from utils.freed_memory import give_back_memory
-from utils.models.failures import is_out_of_memory
+from utils.models.load_errors import is_out_of_memory
 
 QUANTO, BITSANDBYTES = ("int8", "int4"), ("bnb-int8", "nf4")
 OUTLIER = 6.0  # LLM.int8's threshold, and transformers' default
@@ -66,7 +66,11 @@ def loading_arguments(kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)}
     # The weights are stored in 4 bits; what is multiplied has to have a format of its own.
     compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)}
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        )
+    }
 
 
 def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
@@ -107,7 +111,9 @@ def has_nf4_kernel() -> bool:
 def _layers(model: PreTrainedModel) -> list[str]:
     """The names of the linear layers to quantize."""
     head = model.get_output_embeddings()
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # T5's inputs follow the format of one layer's weight
+    kept = set(
+        getattr(model, "_keep_in_fp32_modules", None) or ()
+    )  # T5's inputs follow the format of one layer's weight
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     return [name for name in linears if not kept & set(name.split("."))]
 
@@ -138,7 +144,9 @@ def _replace_extensions() -> None:
 
     for known in extension._extensions.values():
         known._lib = SimpleNamespace(unpack=_unpack)
-    extension._extensions.pop("quanto_cuda", None)  # its other kernels are looked for here; without them, torch's are used
+    extension._extensions.pop(
+        "quanto_cuda", None
+    )  # its other kernels are looked for here; without them, torch's are used
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -152,7 +160,9 @@ def _bitsandbytes_linear(layer: Any, kind: str) -> nn.Module:
     shape = (layer.in_features, layer.out_features, layer.bias is not None)
     weight, device = layer.weight.data, layer.weight.device
     if kind == "nf4":
-        made: nn.Module = Linear4bit(*shape, compute_dtype=weight.dtype, compress_statistics=False, quant_type="nf4", device="meta")
+        made: nn.Module = Linear4bit(
+            *shape, compute_dtype=weight.dtype, compress_statistics=False, quant_type="nf4", device="meta"
+        )
         made.weight = Params4bit(weight, compress_statistics=False, quant_type="nf4", module=made).to(device)
     else:
         made = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIER, device="meta")
@@ -188,4 +198,6 @@ def _check_runs(model: PreTrainedModel, kind: str, name: str) -> None:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0][:200].rstrip(".") or type(error).__name__
-        raise UserError(f"'{name}' does not run in {kind} on {model.device}, {model.dtype} ({reason}): use another --quantize.") from error
+        raise UserError(
+            f"'{name}' does not run in {kind} on {model.device}, {model.dtype} ({reason}): use another --quantize."
+        ) from error

@@ -16,7 +16,14 @@ from utils.errors import UserError
 from utils.models.embedded import MODEL_NAME, Report, embedded_folder
 from utils.models.hub import ask_hub
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,9 @@ def locate(word: str, report: Report) -> Source:
         return Source(str(path), path.resolve().name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise UserError(f"'{word}' is a file but no .gguf file: give a GGUF file, or the folder that holds config.json.")
+            raise UserError(
+                f"'{word}' is a file but no .gguf file: give a GGUF file, or the folder that holds config.json."
+            )
         return Source(str(path.parent), path.name, path.name)
     # What looks like a path is never sent to the hub: it would answer with a riddle, or not at all for half a minute.
     if word.startswith((".", "/", "~")) or word.lower().endswith(".gguf") or word.count("/") > 1 or not word.strip():
@@ -71,14 +80,17 @@ def path_of(word: str) -> Path:
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()
     except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
-        raise UserError(f"'{word[:80]}' cannot be a path ({getattr(error, 'strerror', None) or error}): check the spelling.") from error
+        raise UserError(
+            f"'{word[:80]}' cannot be a path ({getattr(error, 'strerror', None) or error}): check the spelling."
+        ) from error
     return path
 
 
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint brings a tokenizer of its own; a GGUF file always does."""
     return source.gguf is not None or any(
-        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub or {}) for name in TOKENIZER_FILES
+        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub or {})
+        for name in TOKENIZER_FILES
     )
 
 
@@ -87,8 +99,12 @@ def _check_folder(path: Path) -> None:
     ggufs = sorted(path.glob("*.gguf"))
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").exists():
-            raise UserError(f"The folder '{path}' holds an adapter: merge it into its base model, and give the folder of that.")
-        remedy = f"give the file itself, {ggufs[0]}" if ggufs else "give the folder that holds config.json and the weights"
+            raise UserError(
+                f"The folder '{path}' holds an adapter: merge it into its base model, and give the folder of that."
+            )
+        remedy = (
+            f"give the file itself, {ggufs[0]}" if ggufs else "give the folder that holds config.json and the weights"
+        )
         raise UserError(f"The folder '{path}' holds no config.json: {remedy}.")
     if odd := next((file for file in path.glob("*.safetensors") if not file.is_file()), None):
         raise UserError(f"'{odd}' is no file: copy the weights again.")

@@ -1,0 +1,15 @@
+"""debug=True of the library functions: the only place where a decoder reaches the screen, and only when it is asked to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from utils.decode.steps import Step
+
+
+def traced(steps: Iterator[Step], *, enabled: bool, tokenizer: Any = None) -> Iterator[Step]:
+    """The same steps, each printed as it passes if `enabled`."""
+    if not enabled:
+        return steps
+    from utils.screen.debug_print import print_steps
+
+    return print_steps(steps, tokenizer)

@@ -1,0 +1,183 @@
+"""N-gram storages at scale: bounded, fast by construction, and the same after a file."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import Screen, checked, workbench
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from ngram_assisted import STORAGES, NGramStorage, OneLevelNGramStorage, load_storage, save_storage
+from ngram_assisted.ngram_file import ARRAYS
+from utils.errors import UserError
+from utils.repl.runner import Verdict
+
+TOKENS = st.integers(0, 6)
+
+
+def held(storage: NGramStorage) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Everything in it, in order."""
+    return [(context, list(counts.items())) for context, counts in storage.contexts()]
+
+
+@settings(max_examples=120, deadline=None)
+@given(n=st.integers(2, 5), ids=st.lists(TOKENS, max_size=60), limit=st.integers(1, 30))
+@pytest.mark.parametrize("storage_class", [NGramStorage, OneLevelNGramStorage])
+def test_the_limit_holds_and_the_oldest_contexts_go(
+    storage_class: type[NGramStorage], n: int, ids: list[int], limit: int
+) -> None:
+    free, bound = storage_class(n, 7), storage_class(n, 7, limit)
+    for left, right in pairwise(ids):
+        for storage in (free, bound):
+            storage.update([left], [right])
+        assert len(bound) == sum(len(counts) for _, counts in bound.contexts()) <= limit
+    for storage in (free, bound):
+        storage.initialize(ids)
+    assert len(bound) <= limit
+    grams = {(*context, token) for context, counts in bound.contexts() for token in counts}
+    assert all(bound.has_gram(gram) for gram in grams) and all(free.has_gram(gram) for gram in grams)
+    bound.limit = 1
+    assert len(bound) <= 1
+    bound.reset()
+    assert len(bound) == 0 and held(bound) == []
+
+
+def test_what_was_entered_first_is_forgotten_first() -> None:
+    storage = NGramStorage(2, 100, limit=3)
+    for context in (1, 2, 3, 4):
+        storage.update([context], [context + 50])
+    assert [context for context, _ in storage.contexts()] == [(2,), (3,), (4,)]
+    assert storage.next_token([1]) is None and storage.next_token([4]) == 54
+    storage.update([2], [9])  # seen again, but first seen long ago
+    assert storage.next_token([2]) is None
+
+
+def test_a_context_longer_than_the_limit_goes_too() -> None:
+    storage = NGramStorage(2, 100, limit=2)
+    storage.update([1], [5, 6, 7])
+    assert len(storage) == 0 and storage.next_token([1]) is None
+
+
+@pytest.mark.parametrize("limit", [0, -1, 10**9])
+def test_limits_out_of_range_are_refused(limit: int) -> None:
+    with pytest.raises(UserError, match="out of range"):
+        NGramStorage(2, 5, limit)
+
+
+def test_nothing_is_walked_through_as_a_storage_grows() -> None:
+    """Constant time per token, counted and not timed: a full storage takes as many dictionary operations as an empty one."""
+
+    class Counting(dict):
+        looks = 0
+
+        def get(self, *arguments):
+            Counting.looks += 1
+            return super().get(*arguments)
+
+        def __iter__(self):
+            raise AssertionError("a level was walked through")
+
+    storage = NGramStorage(3, 1000, limit=4000)
+    storage._levels = {size: Counting() for size in storage._levels}
+    source, looks = random.Random(1), []
+    for _ in range(5):
+        Counting.looks = 0
+        storage.initialize([source.randrange(1000) for _ in range(2000)])
+        storage.next_token([1, 2])
+        looks.append(Counting.looks)
+    assert max(looks) - min(looks) <= 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    n=st.integers(2, 5),
+    ids=st.lists(TOKENS, max_size=50),
+    limit=st.integers(5, 60),
+    query=st.lists(TOKENS, min_size=1, max_size=5),
+)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_file_brings_back_the_very_storage(
+    tmp_path_factory, kind: str, n: int, ids: list, limit: int, query: list
+) -> None:
+    storage = STORAGES[kind](n, 7, limit)
+    storage.initialize(ids)
+    storage.update(ids[-3:] or [1], [2, 2, 3])
+    path = tmp_path_factory.mktemp("ngrams") / "a.ngrams"
+    save_storage(storage, path, "a model")
+    loaded, found, model = load_storage(path, 7, limit)
+    assert (found, model, type(loaded), loaded.n, len(loaded)) == (kind, "a model", type(storage), n, len(storage))
+    assert held(loaded) == held(storage)
+    for one in (storage, loaded):  # and both go on alike
+        one.update(query, [1, 4])
+        one.initialize(query)
+    assert held(loaded) == held(storage)
+    assert loaded.look_up(query) == storage.look_up(query)
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_files_that_are_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.ngrams"
+    storage = NGramStorage(3, 50)
+    storage.initialize([1, 2, 3, 1, 2, 4])
+    save_storage(storage, path)
+    good = load_file(path)
+    about = {"format": "n-gram storage", "version": "1", "kind": "basic", "order": "3", "vocabulary": "50", "model": ""}
+
+    def refused(arrays: dict, words: dict, match: str) -> None:
+        save_file(arrays, path, metadata=words)
+        with pytest.raises(UserError, match=match):
+            load_storage(path, 50, 100)
+
+    refused(good, about | {"version": "2"}, "version 2")
+    refused(good, about | {"format": "weights"}, "no file of /ngram_save")
+    refused(good, about | {"vocabulary": "60"}, "60 token ids, and the target has 50")
+    refused(good, about | {"kind": "tree"}, "damaged")
+    refused(good, about | {"order": "two"}, "damaged")
+    refused(good, about | {"order": "2"}, "order")
+    refused(good | {"counts": -good["counts"]}, about, "order")
+    refused(good | {"followers": good["followers"] + 50}, about, "outside the vocabulary")
+    refused(good | {"followers": good["followers"][:-1]}, about, "damaged")
+    refused({name: good[name] for name in ARRAYS[1:]}, about, "damaged")
+    refused(good | {"sizes": np.append(good["sizes"], 1)}, about, "damaged")
+    path.write_bytes(b"\x80\x04 not a pickle that anybody opens")
+    with pytest.raises(UserError, match="damaged"):
+        load_storage(path, 50, 100)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_storage(tmp_path / "none", 50, 100)
+    with pytest.raises(UserError, match="cannot be written"):
+        save_storage(storage, tmp_path / "none" / "a.ngrams")
+
+
+def test_a_storage_outlives_its_session(view: Screen, tmp_path: Path) -> None:
+    file, path = tmp_path / "runs.jsonl", tmp_path / "a.ngrams"
+    first = workbench(view, records=file)
+    for line in ("/target off", "/speculative off", "/length 30"):
+        first.handle(line)
+    cold = checked(first, file, "Hello there")
+    assert first.handle(f"/ngram_save {path}") is Verdict.DONE
+    assert "n-grams written to" in view.take()[1]
+
+    second = workbench(view, records=file)
+    for line in ("/target off", "/speculative off", "/length 30"):
+        second.handle(line)
+    assert second.handle("/ngram_save nowhere.ngrams") is Verdict.FAILED  # nothing in it yet
+    assert second.handle(f"/ngram_load {path}") is Verdict.DONE
+    assert "/reset_in_between is off now" in view.take()[1]
+    assert not second.settings.reset_in_between
+    warm = checked(second, file, "Hello there")
+    assert warm["token_ids"] == cold["token_ids"]
+    assert warm["accepted"] > cold["accepted"]
+    for line in (
+        "/ngram_load",
+        f"/ngram_load {tmp_path / 'none'}",
+        "/ngram_limit 0",
+        "/ngram_limit x",
+        "/ngram_save ~nobody-knows/x",
+    ):
+        assert second.handle(line) is Verdict.FAILED, line
+    assert checked(second, file, "/ngram_limit 3", "Hello there")["settings"]["ngram_limit"] == 3
+    assert len(second._bench.memory.storage) <= 3

@@ -1,0 +1,257 @@
+"""Under greedy every strategy's text is the target's own: all processors' greedy forms, cached or not, any gamma, any drafter, any kind.
+
+The oracle is written here from `model(...)` alone: no session, no cache, no processor.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import next_logits, tiny_bart, tiny_llama, tiny_sliding, tiny_t5
+
+from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
+from sampling import (
+    ModelDrafter,
+    autoregressive_generate,
+    autoregressive_generate_encoder_decoder,
+    speculative_generate,
+    speculative_generate_encoder_decoder,
+    speculative_steps,
+)
+from utils.decode.decoding import Decoding
+from utils.decode.model_session import ModelSession
+from utils.logits_processor import (
+    GreedyProcessor,
+    MultinomialProcessor,
+    NucleusProcessor,
+    TopKNucleusProcessor,
+    TopKProcessor,
+)
+from utils.metrics.results import tokens_of
+
+PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
+LENGTH = 14
+NO_END = -1
+GREEDY_FORMS = [
+    GreedyProcessor(),
+    GreedyProcessor(3.0),
+    MultinomialProcessor(0),
+    TopKProcessor(1.0, 1),
+    NucleusProcessor(1.0, 1e-9),
+    TopKNucleusProcessor(0.0, 5, 0.9),
+]
+BUILDERS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart}
+DRAFTERS = ["itself", "another", "opposed", "random"]
+
+
+def oracle(model: Any, prompt: list[int], length: int) -> list[int]:
+    """Greedy decoding with a whole uncached forward per token."""
+    made: list[int] = []
+    for _ in range(length):
+        made.append(int(next_logits(model, prompt, made).argmax()))
+    return made
+
+
+class Negated(torch.nn.Module):
+    """A model whose favourites are another model's last choices."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.config, self.generation_config, self.device = (
+            model,
+            model.config,
+            model.generation_config,
+            model.device,
+        )
+        self._is_stateful = False
+
+    def forward(
+        self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any
+    ) -> Any:
+        output = self.inner(input_ids=input_ids, past_key_values=past_key_values, **arguments)
+        output.logits = -output.logits
+        return output
+
+
+def drafter_for(kind: str, name: str, target: Any) -> Any:
+    if name == "itself":
+        return target
+    if name == "opposed":
+        return Negated(target)
+    model = BUILDERS[kind](seed=1)
+    if name == "random":
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.01)
+    return model
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, Any]:
+    return {kind: build(seed=0) for kind, build in BUILDERS.items()}
+
+
+@pytest.fixture(scope="module")
+def oracles(targets: dict[str, Any]) -> dict[str, list[int]]:
+    texts = {kind: oracle(model, PROMPT, LENGTH) for kind, model in targets.items()}
+    assert all(len(set(text)) > 4 for text in texts.values()), "a text of one repeated token would prove little"
+    return texts
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_plain_decoding_equals_the_oracle(kind: str, use_cache: bool, targets: dict, oracles: dict) -> None:
+    for processor in GREEDY_FORMS:
+        made = autoregressive_generate(PROMPT, targets[kind], LENGTH, processor, NO_END, use_cache=use_cache, seed=1)
+        assert made == oracles[kind], processor
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("gamma", range(7))
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_speculative_text_equals_the_oracle(
+    kind: str, name: str, gamma: int, use_cache: bool, targets: dict, oracles: dict
+) -> None:
+    drafter = drafter_for(kind, name, targets[kind])
+    for first_target, processor in (
+        (True, GREEDY_FORMS[0]),
+        (False, GREEDY_FORMS[(gamma + len(name)) % len(GREEDY_FORMS)]),
+    ):
+        made, rate = speculative_generate(
+            PROMPT,
+            drafter,
+            targets[kind],
+            gamma=gamma,
+            logits_processor=processor,
+            max_gen_len=LENGTH,
+            eos_tokens_id=NO_END,
+            use_cache=use_cache,
+            first_target=first_target,
+            seed=2,
+            verify=("rejection", "block", "coupled")[(gamma + len(kind)) % 3] if first_target else "block",
+        )
+        assert made == oracles[kind]
+        assert rate == (0.0 if gamma == 0 else 1.0) if name == "itself" else rate < 1.0
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("gamma", range(7))
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_ngram_assisted_text_equals_the_oracle(
+    kind: str, gamma: int, use_cache: bool, targets: dict, oracles: dict
+) -> None:
+    for order, storage_class in ((2, NGramStorage), (3, OneLevelNGramStorage), (4, NGramStorage)):
+        for stop_if_unknown in (True, False):
+            made, rate = ngram_assisted_speculative_generate(
+                PROMPT,
+                storage_class(order, 64),
+                targets[kind],
+                gamma=gamma,
+                max_gen_len=LENGTH,
+                eos_tokens_id=NO_END,
+                use_cache=use_cache,
+                first_target=not stop_if_unknown,
+                stop_if_unknown=stop_if_unknown,
+                seed=3,
+            )
+            assert made == oracles[kind]
+            assert 0.0 <= rate <= 1.0
+
+
+def test_a_storage_that_knows_the_text_is_always_right(targets: dict, oracles: dict) -> None:
+    storage = OneLevelNGramStorage(9, 64)
+    storage.initialize(PROMPT + oracles["llama"])
+    made, rate = ngram_assisted_speculative_generate(
+        PROMPT, storage, targets["llama"], gamma=5, max_gen_len=LENGTH, eos_tokens_id=NO_END, first_target=False, seed=0
+    )
+    assert (made, rate) == (oracles["llama"], 1.0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_short_texts_are_cut_exactly(length: int, targets: dict, oracles: dict) -> None:
+    for gamma in (1, 4, 9):
+        made, _ = speculative_generate(
+            PROMPT,
+            targets["llama"],
+            targets["llama"],
+            gamma=gamma,
+            max_gen_len=length,
+            eos_tokens_id=NO_END,
+            first_target=False,
+        )
+        assert made == oracles["llama"][:length]
+
+
+def test_the_encoder_decoder_names_are_the_same_functions(targets: dict, oracles: dict) -> None:
+    made = autoregressive_generate_encoder_decoder(PROMPT, targets["t5"], LENGTH, eos_tokens_id=NO_END)
+    assert made == oracles["t5"]
+    assert (
+        speculative_generate_encoder_decoder(
+            PROMPT, targets["t5"], targets["t5"], max_gen_len=LENGTH, eos_tokens_id=NO_END
+        )[0]
+        == made
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding", "t5"])
+@pytest.mark.parametrize("offset", [1, -1])
+def test_a_rewind_that_is_off_by_one_is_noticed(kind: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that these equalities exist for, over a few models: a model may happen not to look at the wrong row."""
+    honest = ModelSession.rewind
+
+    def crooked(self: ModelSession, length: int) -> None:
+        # One stale row stays in the cache, or one row goes that the next feed believes to be there.
+        honest(self, length + offset)
+        self._cached = min(self._cached + max(-offset, 0), length)
+
+    monkeypatch.setattr(ModelSession, "rewind", crooked)
+    wrong = 0
+    for seed in range(4):
+        target, drafter = BUILDERS[kind](seed=seed), BUILDERS[kind](seed=seed + 10)
+        made, _ = speculative_generate(
+            PROMPT, drafter, target, gamma=4, max_gen_len=30, eos_tokens_id=NO_END, first_target=False
+        )
+        wrong += made != oracle(target, PROMPT, 30)
+    assert wrong > 0
+
+
+def test_soft_greedy_is_noticed(targets: dict, oracles: dict) -> None:
+    """The original's mistake: greedy drafts, but judged by p/q on the full softmax, so a draft may stand that greedy would not say."""
+    greedy = Decoding.of(GreedyProcessor(), LENGTH, end_ids=None, seed=0)
+    soft = Decoding.of(MultinomialProcessor(1.0), LENGTH, end_ids=None, seed=0)
+    target = ModelSession(targets["llama"])
+    drafter = ModelDrafter(ModelSession(BUILDERS["llama"](seed=1)), greedy, target.vocab_size)
+    assert tokens_of(speculative_steps(PROMPT, drafter, target, soft, gamma=4)) != oracles["llama"]
+
+
+def test_equality_holds_past_the_sliding_window_and_over_a_long_text() -> None:
+    target, drafter = tiny_sliding(seed=4), tiny_sliding(seed=5)
+    expected = oracle(target, PROMPT, 80)
+    for gamma in (1, 3, 6, 12):
+        assert (
+            speculative_generate(PROMPT, drafter, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0]
+            == expected
+        )
+        assert (
+            speculative_generate(PROMPT, target, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0]
+            == expected
+        )
+        storage = NGramStorage(3, 64)
+        assert (
+            ngram_assisted_speculative_generate(
+                PROMPT, storage, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END
+            )[0]
+            == expected
+        )
+
+
+def test_vocabularies_that_differ_in_padding_work_both_ways() -> None:
+    target = tiny_llama(seed=0)
+    expected = oracle(target, PROMPT, LENGTH)
+    for size in (72, 60):
+        drafter = tiny_llama(seed=1, vocab_size=size)
+        for processor in (GreedyProcessor(), MultinomialProcessor(1.0), TopKProcessor(1.0, 62)):
+            made, _ = speculative_generate(PROMPT, drafter, target, None, 4, processor, LENGTH, NO_END, seed=5)
+            assert len(made) == LENGTH
+            assert made == expected or not isinstance(processor, GreedyProcessor)

@@ -1,0 +1,127 @@
+"""What library callers may hand in, and the sentence they get for what they may not."""
+
+import pytest
+from tiny import tiny_llama, tiny_t5
+from toys import PATH, ToyModel, chain, decoding, session
+
+from ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from sampling import (
+    BeamWidth,
+    ModelDrafter,
+    autoregressive_generate,
+    autoregressive_steps,
+    beam_search_steps,
+    speculative_generate,
+    speculative_steps,
+)
+from utils.errors import UserError
+from utils.metrics.results import tokens_of
+
+
+@pytest.mark.parametrize("prompt", [[], [64], [-1], [3, 99]])
+def test_unusable_prompts_are_refused_in_a_sentence(prompt: list[int]) -> None:
+    model = tiny_llama()
+    with pytest.raises(UserError, match=r"^The prompt .*\.$|^The prompt .*needed\.$"):
+        autoregressive_generate(prompt, model)
+    with pytest.raises(UserError):
+        ngram_assisted_speculative_generate(prompt, NGramStorage(3, 64), model)
+
+
+def test_arrays_and_tensors_of_ids_are_as_good_as_lists() -> None:
+    import numpy as np
+    import torch
+
+    model, ids = tiny_llama(), [3, 9, 4]
+    end = autoregressive_generate(ids, model, 9, eos_tokens_id=-1)[5]
+    expected = autoregressive_generate(ids, model, 9, eos_tokens_id=end)
+    for inputs in (tuple(ids), np.array(ids), torch.tensor(ids), iter(ids)):
+        for ends in (np.int64(end), torch.tensor(end), torch.tensor([end, 63]), np.array([end])):
+            assert autoregressive_generate(ids, model, 9, eos_tokens_id=ends)[: len(expected)] == expected
+        made = speculative_generate(inputs, model, model, max_gen_len=9, eos_tokens_id=np.int64(end))[0]
+        assert made == expected and all(type(token) is int for token in made)
+    assert (
+        ngram_assisted_speculative_generate(
+            torch.tensor(ids), NGramStorage(3, 64), model, max_gen_len=9, eos_tokens_id=(end,)
+        )[0]
+        == expected
+    )
+    for inputs in ([ids], "text", torch.tensor([ids, ids]), 5, [1.5]):
+        with pytest.raises(UserError, match="flat list of token ids"):
+            autoregressive_generate(inputs, model)
+
+
+def test_pairs_of_two_kinds_are_refused() -> None:
+    with pytest.raises(UserError, match="two kinds"):
+        speculative_generate([1], tiny_llama(), tiny_t5())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_unusable_logits_are_an_error_with_the_models_name(bad: float) -> None:
+    model = chain(PATH, 10)
+    model.table[7, :] = bad
+    with pytest.raises(UserError, match="toy returned logits"):
+        list(autoregressive_steps([0], session(model), decoding(3)))
+
+
+def test_beams_and_drafters_name_their_model_too() -> None:
+    broken, sound = chain(PATH, 10), chain(PATH, 10)
+    broken.table[7, :] = float("nan")
+    broken.name_or_path = "the broken one"
+    with pytest.raises(UserError, match="^the broken one returned logits"):
+        list(beam_search_steps([0], session(broken), decoding(3), BeamWidth()))
+    with pytest.raises(UserError, match="^the broken one returned logits"):
+        list(
+            speculative_steps([0], ModelDrafter(session(broken), decoding(9), 10), session(sound), decoding(9), gamma=3)
+        )
+
+
+def test_arguments_that_are_no_counts_are_refused_in_a_sentence() -> None:
+    model = tiny_llama()
+    for arguments in (
+        {"gamma": None},
+        {"gamma": 2.0},
+        {"max_gen_len": None},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"seed": 3.7},
+    ):
+        with pytest.raises(UserError, match="out of range"):
+            speculative_generate([1], model, model, **arguments)
+    for ends in ([[1]], "x", 1.5):
+        with pytest.raises(UserError, match="eos_tokens_id"):
+            autoregressive_generate([1], model, eos_tokens_id=ends)
+    assert autoregressive_generate([1], model, 3, eos_tokens_id=[None, -1]) == autoregressive_generate(
+        [1], model, 3, eos_tokens_id=None
+    )
+
+
+def test_a_processor_of_ones_own_may_return_any_float_format() -> None:
+    import torch
+
+    model = tiny_llama()
+    made = autoregressive_generate([1], model, 5, lambda logits: torch.softmax(logits, -1).bfloat16(), -1, seed=0)
+    assert len(made) == 5
+
+
+def test_minus_infinity_is_probability_zero() -> None:
+    table = chain(PATH, 10).table
+    table[:, 3] = float("-inf")
+    for seed in range(50):
+        assert 3 not in tokens_of(autoregressive_steps([7], session(ToyModel(table)), decoding(8, seed=seed)))
+
+
+def test_a_seed_repeats_a_call_and_none_draws_one_from_torch() -> None:
+    import torch
+
+    from utils.logits_processor import MultinomialProcessor
+
+    model, sampler = tiny_llama(), MultinomialProcessor(1.5)
+    runs = [
+        speculative_generate([1, 2], model, model, logits_processor=sampler, eos_tokens_id=-1, seed=s)[0]
+        for s in (5, 5, 6)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    torch.manual_seed(3)
+    first, second = (autoregressive_generate([1, 2], model, 20, sampler, -1) for _ in range(2))
+    torch.manual_seed(3)
+    assert autoregressive_generate([1, 2], model, 20, sampler, -1) == first != second

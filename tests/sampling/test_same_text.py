@@ -1,0 +1,289 @@
+"""One seed, one text: under greedy and `coupled` any drafter's text is plain decoding's own, n-gram assisted text is so under every rule.
+
+Token lists are compared, not laws. The toy models are tables, so nothing here can turn on rounding; tiny random models stand at the end.
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from tiny import tiny_bart, tiny_llama, tiny_sliding, tiny_t5
+from toys import ToyModel, decoding, opposed, session, toy
+
+from ngram_assisted import NGramDrafter, NGramStorage, ngram_assisted_speculative_generate
+from sampling import (
+    RULES,
+    Draft,
+    Drafter,
+    ModelDrafter,
+    Rule,
+    Verified,
+    autoregressive_generate,
+    autoregressive_steps,
+    speculative_generate,
+    speculative_steps,
+)
+from utils.bounds import RULES as RULE_NAMES
+from utils.decode.decoding import Decoding
+from utils.decode.noise import Domain, Noise
+from utils.errors import UserError
+from utils.logits_processor import (
+    GreedyProcessor,
+    LogitsProcessor,
+    MultinomialProcessor,
+    NucleusProcessor,
+    TopKNucleusProcessor,
+    TopKProcessor,
+)
+from utils.metrics.results import acceptance_of, tokens_of
+
+SIZE, LENGTH, PROMPT = 8, 12, [3, 0, 1, 3, 0]
+PROCESSORS: list[LogitsProcessor] = [
+    GreedyProcessor(),
+    MultinomialProcessor(0.6),
+    MultinomialProcessor(1.2),
+    TopKProcessor(1.0, 4),
+    NucleusProcessor(0.9, 0.9),
+    TopKNucleusProcessor(1.2, 6, 0.95),
+]
+
+
+class Adaptive(ModelDrafter):
+    """Drafts as many tokens as its last drafts earned, and stops behind one that it finds unlikely itself."""
+
+    allowed = 1
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = super().propose(context, min(count, self.allowed))
+        self._end = len(context) + len(draft.tokens)
+        return draft
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self.allowed = self.allowed + 1 if len(context) > self._end else max(1, self.allowed - 2)
+        super().commit(context, verified)
+
+
+class Guessing:
+    """Drafts at random, law and all."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._noise = Noise(decoding.noise.seed + 1)
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        place = len(context)
+        tokens = [int(self._noise.uniform(Domain.FILL, place, index) * SIZE) for index in range(count)]
+        return Draft(tokens, torch.full((count, SIZE), 1 / SIZE, dtype=torch.float64) if count else None)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        """Nothing to learn."""
+
+
+def model_drafter(model: ToyModel, plan: Decoding, rule: Rule, kind: type[ModelDrafter] = ModelDrafter) -> ModelDrafter:
+    return kind(session(model), plan, SIZE, shares_noise=rule.shares_noise)
+
+
+DRAFTERS: dict[str, Callable[[ToyModel, Decoding, Rule], Drafter]] = {
+    "the target itself": model_drafter,
+    "always wrong": lambda target, plan, rule: model_drafter(opposed(target), plan, rule),
+    "random": lambda target, plan, rule: Guessing(plan),
+    "n-gram": lambda target, plan, rule: NGramDrafter(NGramStorage(3, SIZE), plan.noise),
+    "adaptive": lambda target, plan, rule: model_drafter(toy(5, SIZE), plan, rule, Adaptive),
+}
+COUPLED = RULES["coupled"]
+
+
+def plain(target: ToyModel, plan: Decoding) -> list[int]:
+    return tokens_of(autoregressive_steps(PROMPT, session(target), plan))
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_coupled_text_is_plain_decodings_own_for_every_drafter_and_gamma(name: str, processor: LogitsProcessor) -> None:
+    target = toy(9, SIZE)
+    for seed, gamma in product(range(5), range(9)):
+        plan = decoding(LENGTH, processor=processor, seed=seed)
+        steps = list(
+            speculative_steps(
+                PROMPT, DRAFTERS[name](target, plan, COUPLED), session(target), plan, gamma=gamma, rule=COUPLED
+            )
+        )
+        assert tokens_of(steps) == plain(target, plan), (seed, gamma)
+        if name == "the target itself":
+            assert acceptance_of(steps) in (1.0, None)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("processor", PROCESSORS, ids=str)
+def test_ngram_assisted_text_is_plain_decodings_own_under_every_rule(processor: LogitsProcessor, rule: Rule) -> None:
+    target = toy(9, SIZE)
+    for seed, gamma in product(range(5), range(9)):
+        plan = decoding(LENGTH, processor=processor, seed=seed)
+        drafter = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=bool(seed % 2))
+        assert tokens_of(speculative_steps(PROMPT, drafter, session(target), plan, gamma=gamma, rule=rule)) == plain(
+            target, plan
+        )
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_is_plain_decodings_own_under_every_rule(name: str, rule: Rule) -> None:
+    target = toy(9, SIZE)
+    plan = decoding(LENGTH, processor=GreedyProcessor())
+    for gamma in range(9):
+        made = tokens_of(
+            speculative_steps(PROMPT, DRAFTERS[name](target, plan, rule), session(target), plan, gamma=gamma, rule=rule)
+        )
+        assert made == plain(target, plan), gamma
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_target_as_its_own_drafter_is_always_right_but_says_something_else(rule: str) -> None:
+    """p/q of equal laws accepts everything, with the drafter's numbers: why one seed is not one text under these rules."""
+    target, texts = toy(9, SIZE), 0
+    for seed in range(20):
+        plan = decoding(LENGTH, seed=seed)
+        steps = list(
+            speculative_steps(
+                PROMPT, ModelDrafter(session(target), plan, SIZE), session(target), plan, gamma=3, rule=RULES[rule]
+            )
+        )
+        assert acceptance_of(steps) == 1.0
+        texts += tokens_of(steps) == plain(target, plan)
+    assert texts < 5
+
+
+def test_a_drafter_that_shares_the_noise_hands_over_no_law() -> None:
+    """With a law beside them such drafts could be judged by p/q, which would be biased; without, every rule is exact for them."""
+    target, plan = toy(9, SIZE), decoding(LENGTH)
+    drafter = model_drafter(toy(5, SIZE), plan, COUPLED)
+    drafter.begin(PROMPT, PROMPT)
+    assert drafter.propose(PROMPT, 3).probs is None
+    for rule in RULES.values():
+        made = tokens_of(
+            speculative_steps(
+                PROMPT, model_drafter(toy(5, SIZE), plan, COUPLED), session(target), plan, gamma=3, rule=rule
+            )
+        )
+        assert made == plain(target, plan)
+
+
+def test_noise_that_is_drawn_in_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that all this is about: numbers that depend on how many were drawn before."""
+    drawn: list[int] = []
+
+    def in_turn(self: Noise, domain: Domain, position: int, start: int, *, count: int):
+        drawn.append(1)
+        return honest(self, domain, len(drawn), 0, count=count)
+
+    honest = Noise._raw
+    monkeypatch.setattr(Noise, "_raw", in_turn)
+    target, plan = toy(9, SIZE), decoding(LENGTH)
+    drawn.clear()
+    expected = plain(target, plan)
+    drawn.clear()
+    made = tokens_of(
+        speculative_steps(
+            PROMPT, model_drafter(toy(5, SIZE), plan, COUPLED), session(target), plan, gamma=3, rule=COUPLED
+        )
+    )
+    assert made != expected
+
+
+@pytest.mark.parametrize(("p_seed", "q_seed"), [(0, 1), (2, 3), (4, 5)])
+def test_coupled_acceptance_is_its_closed_form(p_seed: int, q_seed: int) -> None:
+    """Pr[match] = sum_j 1 / sum_i max(p_i/p_j, q_i/q_j); 20,000 first drafts, off by 5 sigma with probability under 1e-6."""
+    p, q = (torch.softmax(toy(seed, 6).table[0].double(), 0) for seed in (p_seed, q_seed))
+    expected = sum(1 / sum(max(float(p[i] / p[j]), float(q[i] / q[j])) for i in range(6)) for j in range(6))
+    trials = 20_000
+    accepted = sum(
+        RULES["coupled"](torch.stack([p, p]), Draft([Noise(seed).sample(q, 0)]), Noise(seed), start=0)[0]
+        for seed in range(trials)
+    )
+    assert abs(accepted / trials - expected) < 5 * (expected * (1 - expected) / trials) ** 0.5
+    overlap = float(torch.minimum(p, q).sum())
+    assert overlap / (2 - overlap) <= expected <= overlap  # what sharing noise costs at most, and at least
+
+
+MODELS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS[1:], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_cached_models_say_one_text_through_the_library(kind: str, processor: LogitsProcessor) -> None:
+    target, drafter, prompt = MODELS[kind](seed=0), MODELS[kind](seed=1), [5, 9, 13, 9, 5]
+    for seed in range(4):
+        expected = autoregressive_generate(prompt, target, 16, processor, -1, seed=seed)
+        for gamma, use_cache in ((1, True), (4, True), (7, seed % 2 == 0)):
+            options = {
+                "gamma": gamma,
+                "logits_processor": processor,
+                "max_gen_len": 16,
+                "eos_tokens_id": -1,
+                "use_cache": use_cache,
+            }
+            assert speculative_generate(prompt, drafter, target, **options, seed=seed, verify="coupled")[0] == expected
+            for rule in RULE_NAMES:
+                made = ngram_assisted_speculative_generate(
+                    prompt, NGramStorage(2, 64), target, **options, seed=seed, verify=rule
+                )
+                assert made[0] == expected
+
+
+def test_the_keyword_is_checked() -> None:
+    model = tiny_llama()
+    with pytest.raises(UserError, match="choose one of rejection, coupled, block"):
+        speculative_generate([1], model, model, verify="exact")
+    with pytest.raises(UserError, match="verification rule 'rejecton' is unknown.*Did you mean rejection"):
+        ngram_assisted_speculative_generate([1], NGramStorage(2, 64), model, verify="rejecton")
+    for rule in ("coupled", "block"):
+        with pytest.raises(UserError, match="skip_sample_adjustment belongs to verify='rejection'"):
+            speculative_generate([1], model, model, skip_sample_adjustment=True, verify=rule)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_texts_are_as_diverse_as_plain_ones(rule: Rule) -> None:
+    """Distinct texts of 1,000 seeds against the number that the law leads one to expect; off by 5 sigma with probability under 1e-6."""
+    expected, deviation = diversity(PROCESSORS[2], trials=1000)
+    assert abs(len(texts_of(rule, noise=Noise)) - expected) < 5 * deviation
+
+
+def test_noise_that_is_shared_by_the_drafts_of_a_round_loses_diversity() -> None:
+    class Shared(Noise):
+        """Every draft of a round is drawn with the same number."""
+
+        __slots__ = ()
+
+        def pick(self, weights: torch.Tensor, domain: Domain, position: int, start: int) -> int:
+            return Noise.pick(self, weights, domain, start, start)
+
+    expected, deviation = diversity(PROCESSORS[2], trials=1000)
+    assert len(texts_of(RULES["rejection"], noise=Shared)) < expected - 5 * deviation
+
+
+SHORT = 4  # tokens, so that some texts come up more than once
+
+
+def texts_of(rule: Rule, *, noise: type[Noise]) -> set[tuple[int, ...]]:
+    target, drafter = toy(9, SIZE), toy(9, SIZE, spread=1.4)  # a drafter that is often right
+    texts = set()
+    for seed in range(1000):
+        plan = Decoding(PROCESSORS[2], SHORT, frozenset(), noise(seed))
+        drafting = ModelDrafter(session(drafter), plan, SIZE, shares_noise=rule.shares_noise)
+        texts.add(tuple(tokens_of(speculative_steps(PROMPT, drafting, session(target), plan, gamma=3, rule=rule))))
+    return texts
+
+
+def diversity(processor: LogitsProcessor, trials: int) -> tuple[float, float]:
+    """Expected number of distinct texts in independent draws from the target's law, and a bound on its standard deviation."""
+    rows = processor(toy(9, SIZE).table).tolist()
+    missing = []
+    for text in product(range(SIZE), repeat=SHORT):
+        probability = 1.0
+        for before, token in zip((PROMPT[-1], *text), text, strict=False):
+            probability *= rows[before][token]
+        missing.append((1 - probability) ** trials)
+    return sum(1 - miss for miss in missing), sum(miss * (1 - miss) for miss in missing) ** 0.5

@@ -1,0 +1,137 @@
+"""The embedded pair, as `make run` loads it: greedy texts of all strategies are one text, and that of transformers' own generate."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from fakes import Screen, records_of
+from test_engine import stepped, walked
+from toys import decoding
+
+import infer
+from sampling import autoregressive_steps
+from utils.commands import default_registry
+from utils.comparison.records import RecordFile
+from utils.comparison.strategies import Job
+from utils.config.settings import Settings
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession, context_length
+from utils.logits_processor import GreedyProcessor, NucleusProcessor
+from utils.metrics.results import collect, tokens_of
+from utils.pairs.load_pair import Pair, PairRequest, load_pair
+from utils.prompts.chat_template import prompt_ids
+from utils.repl.repl_session import Tools, Workbench
+from utils.repl.runner import Verdict
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "Repeat after me: one two three, one two three, one two three.",
+    "List three fruits.",
+    "Übersetze ins Englische: Guten Morgen 🌞",
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(PairRequest("embedded", "head"), lambda message: None)
+
+
+def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
+    return Workbench(
+        pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings()
+    )
+
+
+def test_the_heads_first_guesses_are_right_more_often_than_not(pair: Pair) -> None:
+    """Of 60 greedy tokens per prompt; the card says how often on many more."""
+    first = [0, 0]
+    settings = Settings(gamma=1, length=60)
+    speculative = next(row for row in infer.STRATEGIES if row.kinds)
+    for prompt in PROMPTS:
+        job = Job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), pair, settings, None)
+        accepted, tried = collect(speculative.steps(job)).accepted_by_position[0]
+        first = [first[0] + accepted, first[1] + tried]
+    assert first[1] > 100 and first[0] / first[1] > 0.5, first
+
+
+def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(
+    pair: Pair, view: Screen, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    for line in ("/length 24", "/drafter_kind loaded layers:10 chain"):
+        bench.handle(line)
+    for prompt in PROMPTS:
+        assert bench.handle(prompt) is Verdict.DONE
+    assert len(records_of(file)) == 5 * len(PROMPTS)
+    for index, prompt in enumerate(PROMPTS):
+        ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
+        whole = pair.target.generate(
+            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=list(pair.end_ids)
+        )
+        expected = whole[0, len(ids) :].tolist()
+        for row in records_of(file)[5 * index : 5 * index + 5]:
+            assert row["token_ids"] == expected, (prompt, row["strategy"])
+            assert row["same_as_target"] is True
+
+
+def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    for line in (
+        "/chat off",
+        "/length 12",
+        "The three primary colours are",
+        "/cache off",
+        "The three primary colours are",
+    ):
+        assert bench.handle(line) is Verdict.DONE
+    assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
+
+
+def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = bench_on(pair, view, file)
+    lines = ["/verify coupled", "/length 20", "/gamma 3"]
+    for prompt, processor in zip(
+        PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False
+    ):
+        lines += [f"/processor {processor}", prompt]
+    for line in lines:
+        assert bench.handle(line) is Verdict.DONE
+    rows = records_of(file)
+    assert len(rows) == 4 * 3
+    assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
+
+
+def test_windows_have_the_very_bits_of_single_steps_whoever_computes(pair: Pair) -> None:
+    """The engine on the real weights: target and drafter, random widths and rewinds, and no cache at all."""
+    state = pair.engine.use("auto", 0)
+    assert (state.kind, state.verified) == ("invariant", True), state
+    context = [token for prompt in PROMPTS for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
+    for seed, model in enumerate((pair.target, first_layers(pair.target, 10))):
+        walked(model, context, Random(seed))
+        uncached = ModelSession(model, use_cache=False).feed(context, keep=5)
+        assert torch.equal(uncached, stepped(model, context)[-5:])
+
+
+def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:
+    assert pair.end_ids == {pair.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert context_length(pair.target) == 8192
+    ids = prompt_ids(pair.tokenizer, "Say yes.", chat=True, system="Answer with one word.")
+    plan = decoding(60, processor=GreedyProcessor(), ends=pair.end_ids)
+    made = tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))
+    assert len(made) < 60 and made[-1] in pair.end_ids
+
+
+def test_sampling_stays_inside_the_nucleus(pair: Pair) -> None:
+    """Every sampled token lies in the nucleus that a whole uncached forward gives."""
+    ids = prompt_ids(pair.tokenizer, PROMPTS[0], chat=True, system=None)
+    processor = NucleusProcessor(1.0, 0.7)
+    made = tokens_of(autoregressive_steps(ids, ModelSession(pair.target), decoding(20, processor=processor, seed=9)))
+    with torch.no_grad():
+        law = processor(pair.target(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1])
+    assert all(float(row[token]) > 0 for row, token in zip(law, made, strict=True))

@@ -1,0 +1,149 @@
+"""Ten thousand lines of nonsense: none ends the session, shows a traceback or leaves a setting that could not have been typed."""
+
+import random
+
+import pytest
+from fakes import screen, tiny_pair, workbench
+
+from utils.commands import default_registry
+from utils.config.settings import changed, setting_fields, shown
+from utils.pairs.load_pair import load_pair
+from utils.repl.runner import Verdict
+
+SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams"}
+SLOW |= {"save", "run", "why", "whatif", "race", "sweep"}
+WORDS = (
+    *(
+        "on",
+        "off",
+        "auto",
+        "none",
+        "default",
+        "greedy",
+        "topk",
+        "nucleus",
+        "topknucleus",
+        "multinomial",
+        "rejection",
+        "block",
+        "coupled",
+    ),
+    *(
+        "basic",
+        "onelevel",
+        "0",
+        "1",
+        "2",
+        "3",
+        "-1",
+        "1.5",
+        "nan",
+        "inf",
+        "1e999",
+        "0x10",
+        "٣",
+        "²",
+        "1_0",
+        "99999999999999999999",
+        "0.9",
+    ),
+    *(
+        "lookup",
+        "suffix",
+        "layers:1",
+        "layers:-3",
+        "layers:",
+        "model",
+        "head",
+        "target=",
+        "target=./nowhere",
+        "drafter=layers:9",
+        "x=y",
+        "=",
+    ),
+    *(
+        "'",
+        '"',
+        "\\",
+        "\x00",
+        "\x1b[31m",
+        "<|im_end|>",
+        "[bold]",
+        "{}",
+        "%s",
+        "\u202e",
+        "🙂",
+        "é",
+        "\ud800",
+        "/",
+        "//",
+        "#",
+        ";",
+        "`ls`",
+        "$HOME",
+    ),
+)
+
+
+def line(chance: random.Random, names: list[str]) -> str:
+    """A command, nearly a command, or anything."""
+    kind = chance.random()
+    if kind < 0.6:
+        name = chance.choice(names)
+    elif kind < 0.8:
+        name = "".join(chance.sample(chance.choice(names), k=2)) + chance.choice(["", "x", "é", "\t"])
+    else:
+        name = "".join(
+            chr(chance.choice([chance.randrange(1, 128), chance.randrange(0x20, 0x2FFF)]))
+            for _ in range(chance.randrange(6))
+        )
+    blank = chance.choice([" ", " ", " ", "  ", "\t", "\n", "\u3000"])
+    return (
+        chance.choice(["/", "/", "/", " /", "//"])
+        + name
+        + "".join(blank + chance.choice(WORDS) for _ in range(chance.randrange(4)))
+    )
+
+
+def text(chance: random.Random) -> str:
+    """A prompt of any characters, and of words that mean something elsewhere."""
+    letters = (
+        chr(chance.choice([chance.randrange(128), chance.randrange(0x110000)])) for _ in range(chance.randrange(1, 12))
+    )
+    return "".join(letters) + chance.choice(WORDS)
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_a_thousand_command_lines(seed: int) -> None:
+    chance, view, registry = random.Random(seed), screen(), default_registry()
+    bench = workbench(view, tiny_pair(), load=load_pair)
+    names = [command.name for command in registry if command.name not in SLOW]
+    for _ in range(1000):
+        typed = line(chance, names)
+        verdict = bench.handle("/length 1") and bench.handle(typed)
+        said = "".join(view.take())
+        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
+        for entry in setting_fields().values():
+            value = shown(bench.settings, entry)
+            assert changed(bench.settings, entry, value, bench._limits) == bench.settings, (typed, entry.name, value)
+    assert bench.handle("/gamma 2") is Verdict.DONE and bench.handle("hello") is Verdict.DONE
+
+
+def test_a_thousand_prompts() -> None:
+    chance, view = random.Random(9), screen()
+    bench = workbench(view, tiny_pair())
+    for setup in ("/length 1", "/speculative off", "/ngram off"):
+        bench.handle(setup)
+    for _ in range(1000):
+        typed = text(chance)
+        verdict = bench.send(typed)
+        out, said = view.take()
+        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
+        assert "\x1b" not in out + said and "\x00" not in out + said
+
+
+def test_a_prompt_of_a_million_characters_is_refused_or_read() -> None:
+    view = screen()
+    bench = workbench(view, tiny_pair(max_position_embeddings=512))
+    assert bench.send("a\u0301🙂" * 333_334) is Verdict.FAILED
+    assert "context of 512" in view.take()[1]

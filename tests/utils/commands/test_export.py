@@ -1,0 +1,212 @@
+"""What was shown last, as a file: colours and shapes in pictures, plots as PNG, and the records as --json has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from statistics import median
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from fakes import Screen, records_of, tiny_pair, with_speculative, workbench
+
+from utils.commands.experiments import race
+from utils.repl.repl_session import Workbench
+from utils.repl.runner import Verdict
+from utils.screen.plots import drawn, line_plot
+
+
+@pytest.fixture
+def bench(view: Screen, tmp_path: Path) -> Workbench:
+    made = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 12", "/debug full", "one two <b>one</b> &amp; two"):
+        assert made.handle(line) is Verdict.DONE
+    return made
+
+
+def words_of(svg: str) -> str:
+    return "".join(
+        "".join(part.itertext()) for part in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    )
+
+
+def test_the_rounds_of_the_last_prompt_in_their_colours(bench: Workbench, view: Screen, tmp_path: Path) -> None:
+    shown = view.take()[0]
+    for form in ("svg", "html"):
+        assert bench.handle(f"/export {tmp_path / form}.{form}") is Verdict.DONE
+        assert (tmp_path / f"{form}.{form}").stat().st_mode & 0o777 == 0o600
+    svg, html = (tmp_path / "svg.svg").read_text(encoding="utf-8"), (tmp_path / "html.html").read_text(encoding="utf-8")
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")
+    pictured = "".join(words_of(svg).split())
+    for line in shown.splitlines():  # all that was on the screen, wherever lines are broken
+        assert "".join(line.split()).replace("─", "") in pictured.replace("─", ""), line
+    assert "<b>one</b>" not in html and "&lt;b&gt;one" in html and "+" in unescape(re.sub("<[^>]*>", "", html))
+    colours = set(re.findall(r"color: (#\w+)", html))
+    assert len(colours) >= 4, "accepted, rejected, the target's and the figures"
+
+
+def test_a_report_becomes_a_picture_and_its_plot_a_png(bench: Workbench, view: Screen, tmp_path: Path) -> None:
+    assert (
+        bench.handle(f"/export {tmp_path / 'none.png'}") is Verdict.FAILED and "only what has a plot" in view.take()[1]
+    )
+    for command, word in (
+        ("/whatif", "predicted tokens/s"),
+        ("/race 2", "within each repeat"),
+        ("/sweep gamma 1 2", "fastest:"),
+    ):
+        assert bench.handle(command) is Verdict.DONE
+        name = tmp_path / word.replace("/", "").replace(" ", "").replace(":", "")
+        for form in ("png", "svg"):
+            assert bench.handle(f"/export {name}.{form}") is Verdict.DONE
+        assert "".join(word.split()) in "".join(words_of(Path(f"{name}.svg").read_text(encoding="utf-8")).split())
+        png = Path(f"{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+
+def test_a_plot_has_the_values_that_were_found_at_their_places(bench: Workbench) -> None:
+    for line in ("/sweep drafter_kind loaded, loaded suffix, loaded x1",):
+        assert bench.handle(line) is Verdict.DONE
+    shown = bench._bench.memory.shown
+    assert shown is not None and shown.report is not None
+    chart = shown.report.chart(shown.findings)
+    assert (
+        chart is not None
+        and list(chart.ticks) == ["loaded", "loaded suffix", "loaded"]
+        and chart.below == "drafter_kind"
+    )
+    found = {
+        (row["setting"], row["strategy"]): median(row["tokens_per_second"])
+        for row in (one.figures for one in shown.findings)
+    }
+    suffix = found["drafter_kind loaded suffix", "speculative suffix"]
+    assert chart.series["speculative suffix"] == [None, suffix, None] and None not in chart.series["target"]
+    assert chart.series["speculative"][1] is None and chart.series["speculative"][0] is not None
+    lines = {
+        line.get_label(): line for line in drawn(chart).axes[0].get_lines() if not line.get_label().startswith("_")
+    }
+    assert list(lines["speculative suffix"].get_xdata()) == [1] and list(lines["speculative suffix"].get_ydata()) == [
+        suffix
+    ]
+    assert list(lines["target"].get_xdata()) == [0, 1, 2]
+    assert "speculative suffix" in line_plot(chart, width=80)
+
+
+def test_records_are_those_of_the_records_file(bench: Workbench, tmp_path: Path) -> None:
+    assert bench.handle(f"/export {tmp_path / 'runs.json'}") is Verdict.DONE
+    assert records_of(tmp_path / "runs.json") == records_of(tmp_path / "records.jsonl")
+    bench.handle("/race 2")
+    assert bench.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
+    assert records_of(tmp_path / "race.json") == records_of(tmp_path / "records.jsonl")[-1:]
+
+
+def test_an_interrupted_report_is_exported_as_such(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = race.run_alone, iter(range(100))
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        if next(count) == 7:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(race, "run_alone", run)
+    assert bench.handle("/race 5") is Verdict.INTERRUPTED
+    assert bench.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
+    assert json.loads((tmp_path / "race.json").read_text())["finished"] is False
+
+
+def test_a_prompt_after_a_report_is_what_was_shown_last(bench: Workbench, tmp_path: Path) -> None:
+    bench.handle("/whatif")
+    bench.handle("/debug off")
+    bench.handle("three")
+    assert bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
+    words = words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
+    assert "three" in words and "predicted" not in words and "verify" in words, (
+        "with its rounds, though they were not shown"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("", "give a file"),
+        ("x.bmp", "ends in none of .html, .svg, .png, .json"),
+        ("x", "ends in none of"),
+        ("nowhere/x.svg", "cannot be written"),
+        ("there.svg", "is there already"),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(
+    bench: Workbench, view: Screen, tmp_path: Path, name: str, sentence: str
+) -> None:
+    (tmp_path / "there.svg").write_text("mine")
+    view.take()
+    assert bench.handle(f"/export {tmp_path / name if name else ''}") is Verdict.FAILED
+    messages = view.take()[1]
+    assert sentence in messages and messages.count("\n") == 1
+    assert (tmp_path / "there.svg").read_text() == "mine"
+
+
+def test_nothing_to_export_yet(view: Screen, tmp_path: Path) -> None:
+    assert workbench(view, tiny_pair()).handle(f"/export {tmp_path / 'x.svg'}") is Verdict.FAILED
+    assert "nothing was shown yet" in view.take()[1]
+
+
+def test_what_was_shown_is_kept_as_it_was(view: Screen, tmp_path: Path) -> None:
+    """Other engine settings since, and why texts differ, are in the file as they were on the screen."""
+    bench = workbench(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 12", "/processor multinomial 1", "Hello there"):
+        assert bench.handle(line) is Verdict.DONE
+    told = next(line for line in view.take()[0].splitlines() if "speculative differs at token" in line)
+    assert bench.handle("/threads 2") is Verdict.DONE and bench.handle("/seed 9") is Verdict.DONE
+    for form in ("json", "html"):
+        assert bench.handle(f"/export {tmp_path / 'x'}.{form}") is Verdict.DONE
+    assert records_of(tmp_path / "x.json") == records_of(tmp_path / "records.jsonl")
+    assert records_of(tmp_path / "x.json")[0]["divergence"]["cause"] == "sampling"
+    html = unescape(re.sub("<[^>]*>", "", (tmp_path / "x.html").read_text(encoding="utf-8")))
+    assert "".join(told.split()) in "".join(html.split())
+
+
+def test_a_report_that_needs_no_prompt_can_be_exported(view: Screen, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one two\nthree\n")
+    bench = workbench(view)
+    for line in ("/length 4", f"/suite {tmp_path / 'prompts.txt'}"):
+        assert bench.handle(line) is Verdict.DONE
+    view.take()
+    assert bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE and "/suite written to" in view.take()[1]
+    assert "speculative" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
+
+
+def test_signs_that_no_picture_takes_are_replaced(view: Screen, tmp_path: Path) -> None:
+    bench = workbench(view)
+    for line in ("/length 2", "a\uffff b\ufffe"):
+        assert bench.handle(line) is Verdict.DONE
+    assert (
+        bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
+        and "the runs of the last prompt written" in view.take()[1]
+    )
+    assert "a\ufffd b\ufffd" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8")).replace("\xa0", " ")
+
+
+def test_pictures_do_not_depend_on_the_terminal(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.handle(f"/export {tmp_path / 'a.html'}") is Verdict.DONE
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "40")):
+        monkeypatch.setenv(name, value)
+    assert bench.handle(f"/export {tmp_path / 'b.html'}") is Verdict.DONE
+    assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
+
+
+def test_nothing_was_finished(view: Screen, tmp_path: Path) -> None:
+    def interrupted(job: Any) -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    bench = workbench(view, strategies=with_speculative(interrupted))
+    assert bench.handle("Hello") is Verdict.INTERRUPTED
+    assert bench.handle(f"/export {tmp_path / 'x.json'}") in (Verdict.DONE, Verdict.FAILED)
+    assert not (tmp_path / "x.json").exists() or records_of(tmp_path / "x.json")

@@ -1,0 +1,154 @@
+"""/whatif says what real runs come to: rounds, drafts and acceptance, for every gamma and for auto, of every kind of drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_llama, tiny_t5, tiny_tokenizer
+
+import infer
+from ngram_assisted import NGramStorage
+from utils.comparison.counterfactual import chained, foresee
+from utils.comparison.strategies import Job, Strategy
+from utils.config.settings import Settings
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor
+from utils.metrics.costs import Costs
+from utils.metrics.results import collect, tokens_of
+from utils.metrics.stopwatch import Stopwatch
+
+PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
+COSTS = Costs(windows=(0.05, 0.1, 0.2, 0.3), steps=(("model", 0.1), ("head", 0.05), ("layers:1", 0.2)))
+WORDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
+
+
+@cache
+def pair(kind: str) -> Any:
+    """A target with a drafter that agrees now and then: itself with noise on the weights, a head, or itself under other ids."""
+    build = tiny_t5 if kind == "t5" else tiny_llama
+    target, drafter = build(vocab_size=64), build(vocab_size=64)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(
+                torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std(correction=0) * 0.05
+            )
+    made = SimpleNamespace(
+        target=target, drafter=drafter, drafter_kind="model", drafter_tokenizer=None, end_ids=frozenset({7})
+    )
+    if kind == "head":
+        made.drafter, made.drafter_kind = tiny_head(target), "head"
+    return made
+
+
+def rounds(steps: Any) -> list[tuple[int, int, int | None]]:
+    return [(len(step.drafted), step.accepted, step.token) for step in steps]
+
+
+def strategy_of(word: str, pair: Any) -> Strategy:
+    name, words = ("ngram", ("loaded",)) if word == "ngram" else ("speculative", (word,))
+    return next(row for row in infer.STRATEGIES if row.name == name).variants(words, pair)[0]
+
+
+def fresh(kind: str, settings: Settings) -> Job:
+    return Job(PROMPT, pair(kind), settings, NGramStorage(3, 64))
+
+
+@pytest.mark.parametrize("kind", ["model", "head", "t5"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(length=24, costs=COSTS, processor=GreedyProcessor()),
+        Settings(length=24, costs=COSTS, processor=MultinomialProcessor(0.8), verify="coupled", seed=3),
+        Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9), verify="coupled", seed=5, cache=False),
+    ],
+    ids=["greedy", "coupled", "coupled, nucleus, no cache"],
+)
+def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Settings) -> None:
+    text = tokens_of(strategy_of("lookup", pair(kind)).steps(fresh(kind, replace(settings, gamma=0))))
+    words = [word for word in WORDS if kind != "t5" or word != "layers:1"]
+    chosen = [strategy_of(word, pair(kind)) for word in words]
+    told = {
+        (row.drafter_kind(pair(kind)), gamma): rounds(steps)
+        for row, gamma, steps, _ in foresee(fresh(kind, settings), chosen, text)
+    }
+    assert len(told) == 18 * len(chosen)
+    for row in chosen:
+        for gamma in (0, 1, 2, 4, 7, 16, None):
+            real = list(row.steps(fresh(kind, replace(settings, gamma=gamma))))
+            assert tokens_of(real) == text
+            assert told[row.drafter_kind(pair(kind)), gamma] == rounds(real), (row.name, gamma)
+    stood = {label: sum(accepted for _, accepted, _ in told[label, 4]) for label, gamma in told if gamma == 4}
+    assert kind == "head" or (stood["model"] > 9 and sum(map(bool, stood.values())) > 1), stood
+
+
+@pytest.mark.parametrize(
+    "drawn", [{}, {"processor": MultinomialProcessor(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
+)
+def test_drafts_that_are_worked_out_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
+    dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.steps)
+    settings = Settings(length=24, costs=dear, **drawn)
+    text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
+    chosen = [strategy_of(word, pair("model")) for word in WORDS]
+    unsent = 0
+    for row, gamma, steps, laps in foresee(fresh("model", settings), chosen, text):
+        if gamma in (3, None):
+            watch = Stopwatch()
+            real = collect(
+                row.steps(replace(fresh("model", replace(settings, gamma=gamma)), stopwatch=watch)), stopwatch=watch
+            )
+            told, seen = ([(lap.drafts, lap.by if lap.drafts else "") for lap in some] for some in (laps, real.laps))
+            assert told == seen and rounds(steps) == rounds(real.steps), (row.name, gamma)
+            unsent += sum(lap.drafts for lap in laps) - real.drafted
+    assert unsent > 0, "auto works out drafts that it does not send"
+
+
+def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
+    settings = Settings(length=40, costs=COSTS)
+    whole = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
+    ends = SimpleNamespace(**vars(pair("model")) | {"end_ids": frozenset({whole[9]})})
+    text = whole[: whole.index(whole[9]) + 1]
+    for word in ("loaded", "ngram", "suffix"):
+        row = strategy_of(word, ends)
+        job = replace(fresh("model", settings), pair=ends)
+        for _, gamma, steps, _ in foresee(job, [row], text):
+            real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
+            assert rounds(steps) == rounds(real), (word, gamma)
+
+
+def test_what_a_session_has_kept_is_used_and_left_as_it_was() -> None:
+    settings = Settings(length=20, costs=COSTS, gamma=3)
+    job = fresh("model", settings)
+    rows = [strategy_of(word, pair("model")) for word in ("suffix", "ngram")]
+    text = tokens_of(rows[0].steps(job))
+    before = (dict(job.kept.texts)["suffix"].size, len(job.storage))
+    told = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in foresee(job, rows, text)}
+    assert (job.kept.texts["suffix"].size, len(job.storage)) == before
+    assert told[rows[0].name, 3] == rounds(rows[0].steps(job)), "the text has been said before by now"
+    assert sum(accepted for _, accepted, _ in told[rows[0].name, 3]) > 8
+
+
+def test_drafts_one_by_one_become_rounds() -> None:
+    assert chained([[1], [2], [3]], 2) == [[1, 2], [2, 3], [3, -1]]
+    assert chained([[1], [], [3]], 3) == [[1], [], [3, -1, -1]], "a drafter that declines drafts no further"
+
+
+def test_other_tokenizers_are_told_too() -> None:
+    target = tiny_llama(vocab_size=300)
+    translated = SimpleNamespace(
+        target=target,
+        drafter=tiny_llama(vocab_size=300),
+        drafter_kind="model",
+        tokenizer=tiny_tokenizer(),
+        drafter_tokenizer=tiny_tokenizer(shift=1),
+        end_ids=frozenset(),
+    )
+    row, settings = strategy_of("loaded", translated), Settings(length=10, costs=COSTS)
+    job = replace(fresh("model", settings), pair=translated, storage=NGramStorage(3, 300))
+    text = tokens_of(row.steps(replace(job, settings=replace(settings, gamma=0))))
+    for _, gamma, steps, _ in foresee(job, [row], text):
+        if gamma in (None, 0, 1, 4):
+            assert rounds(steps) == rounds(row.steps(replace(job, settings=replace(settings, gamma=gamma)))), gamma

@@ -1,0 +1,140 @@
+"""/drafter_kind: every kind drafts in the same loop for the same text, several run side by side, costs are measured per kind."""
+
+import pytest
+from fakes import Screen, checked, records_of, tiny_pair, workbench
+from tiny import tiny_head
+
+from utils.comparison.model_drafters import draft_seconds
+from utils.config.settings import as_json
+from utils.metrics.costs import Costs
+from utils.repl.runner import Verdict
+
+REPEATS = "one two three one two three one two"
+
+
+@pytest.fixture
+def pair():
+    made = tiny_pair(num_hidden_layers=4)
+    made.drafter, made.drafter_kind, made.drafter_name = tiny_head(made.target), "head", "head of tiny-target"
+    return made
+
+
+KINDS = ("head", "layers:2", "lookup", "suffix", "chain")
+
+
+@pytest.mark.parametrize("verify", ["rejection", "coupled", "block"])
+def test_all_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, pair, file)
+    checked(bench, file, f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(KINDS)}", REPEATS)
+    rows = records_of(file)
+    assert [(row["strategy"], row["drafter_kind"]) for row in rows[:-1]] == [
+        (f"speculative {kind}", kind) for kind in KINDS
+    ]
+    assert rows[-1]["strategy"] == "target" and all(row["same_as_target"] for row in rows)
+    assert all(row["drafted"] for row in rows[:-1])
+    shown = view.take()[0]
+    assert all(f"Speculative, {kind}" in shown for kind in KINDS)
+
+
+def test_one_kind_keeps_the_strategys_name(view: Screen, pair, tmp_path):
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, pair, file)
+    checked(bench, file, "/drafter_kind suffix", REPEATS)
+    assert [(row["strategy"], row["drafter_kind"]) for row in records_of(file)[:2]] == [
+        ("speculative", "suffix"),
+        ("ngram", "ngram"),
+    ]
+    checked(bench, file, "/drafter_kind loaded", REPEATS)
+    assert records_of(file)[3]["drafter_kind"] == "head"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("", "drafter_kind: loaded"),
+        ("sufix", "Did you mean suffix"),
+        ("layers:", "layers:4"),
+        ("layers:0", "layers:4"),
+        ("layers:x", "layers:4"),
+        ("layers:k", "layers:4"),
+    ],
+)
+def test_words_that_mean_nothing(view: Screen, pair, words, answer):
+    bench = workbench(view, pair)
+    bench.handle(f"/drafter_kind {words}")
+    assert answer in "".join(view.take()) and bench.settings.drafter_kind == ("loaded",)
+
+
+def test_kinds_that_this_pair_has_not_got_leave_the_settings_alone(view: Screen, pair):
+    bench = workbench(view, pair, draft_seconds=draft_seconds)
+    assert bench.handle("/drafter_kind model") is Verdict.FAILED
+    assert "is head, not model" in "".join(view.take()) and bench.settings.drafter_kind == ("loaded",)
+    assert bench.handle("/drafter_kind layers:9") is Verdict.FAILED
+    assert "it has 4 layers" in "".join(view.take()) and bench.settings.drafter_kind == ("loaded",)
+
+
+def test_without_a_loaded_drafter_the_others_still_draft(view: Screen, tmp_path):
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(drafter=False), file)
+    checked(bench, file, "/drafter_kind suffix lookup layers:1", REPEATS)
+    assert [row["drafter_kind"] for row in records_of(file)] == ["suffix", "lookup", "layers:1", "ngram", None]
+    bench.handle("/drafter_kind chain suffix")
+    view.take()
+    assert bench.handle(REPEATS) is Verdict.DONE and "No drafter is loaded" in "".join(view.take())
+
+
+def test_suffixes_are_forgotten_between_prompts_unless_they_are_kept(view: Screen, pair, tmp_path):
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, pair, file)
+    first = checked(bench, file, "/ngram off", "/target off", "/drafter_kind suffix", REPEATS)
+    assert checked(bench, file, REPEATS)["accepted"] == first["accepted"]
+    kept = checked(bench, file, "/reset_in_between off", REPEATS)
+    assert kept["token_ids"] == first["token_ids"] and kept["accepted"] > first["accepted"]
+
+
+def test_costs_are_measured_per_kind_and_written_into_the_settings(view: Screen, pair, tmp_path):
+    file = tmp_path / "runs.jsonl"
+    times = iter([0.5, 0.25, 0.125, 0.75])
+    bench = workbench(view, pair, file, draft_seconds=lambda job, kind: next(times))
+    pair.engine.step_seconds = 1.0
+    assert dict(bench.settings.costs.steps)["head"] > 0
+    bench.handle("/costs measure")
+    assert bench.settings.costs.steps == (("head", 0.25),)
+    bench.handle("/drafter_kind head suffix")
+    assert bench.settings.costs.steps == (("head", 0.25), ("suffix", 0.125))
+    table = as_json(bench.settings)["costs"]
+    bench.handle("/costs windows 0.5 0.75; head 0.1; suffix 0")
+    assert bench.settings.costs == Costs((0.5, 0.75), (("head", 0.1), ("suffix", 0.0)))
+    bench.handle(f"/costs {table}")
+    assert as_json(bench.settings)["costs"] == table == checked(bench, file, "/length 3", "Hi")["settings"]["costs"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "windows x",
+        "head 0.1",
+        "windows 1; head",
+        "windows 1; head 2 3",
+        "windows -1",
+        "windows nan",
+        ";",
+        "windows 1e9",
+    ],
+)
+def test_tables_that_are_none(view: Screen, pair, text):
+    bench = workbench(view, pair)
+    before = bench.settings
+    assert bench.handle(f"/costs {text}") is Verdict.FAILED
+    assert "windows 0.1 0.15 0.2; head 0.07" in "".join(view.take()) and bench.settings == before
+
+
+def test_a_table_of_costs_decides_how_much_is_drafted_not_what_is_said(view: Screen, pair, tmp_path):
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, pair, file)
+    lines = ("/gamma auto", "/ngram off", "/target off", "/length 30", "/drafter_kind suffix")
+    cheap = checked(bench, file, *lines, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)
+    dear = checked(bench, file, "/costs windows 9 9 9; head 9; suffix 9", REPEATS)
+    assert cheap["token_ids"] == dear["token_ids"] and dear["drafted"] < cheap["drafted"]
+    assert checked(bench, file, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)["drafted"] == cheap["drafted"]

@@ -1,0 +1,54 @@
+"""The cache that grows in place, held against transformers' own after any mixture of what is done to caches."""
+
+import copy
+from random import Random
+
+import pytest
+import torch
+from tiny import tiny_llama, tiny_sliding
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from utils.decode.kv_cache import GrowingLayer, growing_cache
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_holds_what_the_concatenating_layer_holds(seed: int) -> None:
+    source = Random(seed)
+    torch.manual_seed(seed)
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    for _ in range(40):
+        new = [torch.randn(2, 3, source.choice((1, 1, 4, 200)), 8) for _ in range(2)]
+        new[1] = torch.randn(new[0].shape)
+        for left, right in zip(ours.update(*new), theirs.update(*new), strict=True):
+            assert torch.equal(left, right)
+        act = source.choice(("crop", "rows", "copy", "nothing", "reset"))
+        if act == "crop":
+            excess = source.randint(0, min(5, ours.get_seq_length()))
+            ours.crop(-excess)
+            theirs.crop(-excess)
+        elif act == "rows":
+            rows = torch.tensor([source.randrange(2), source.randrange(2)])
+            ours.reorder_cache(rows)
+            theirs.reorder_cache(rows)
+        elif act == "copy":
+            twin = copy.deepcopy(ours)
+            twin.update(*new)
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        elif act == "reset" and source.random() < 0.2:
+            ours.reset()
+            theirs.reset()
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_growing_copies_seldom() -> None:
+    layer, addresses = GrowingLayer(), set()
+    for _ in range(2000):
+        layer.update(torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
+        addresses.add(layer.keys.data_ptr())
+    assert len(addresses) < 10
+
+
+def test_only_full_attention_layers_are_exchanged() -> None:
+    assert {type(layer) for layer in growing_cache(tiny_llama().config).layers} == {GrowingLayer}
+    assert {type(layer) for layer in growing_cache(tiny_sliding().config).layers} == {DynamicSlidingWindowLayer}
+    assert type(DynamicLayer()) is DynamicLayer

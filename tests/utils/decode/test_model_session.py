@@ -1,0 +1,100 @@
+"""What a session computes: no more than its cache lacks, an encoder once, and no recurrent state that would have to go back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import Restless
+from tiny import DECODER, build, tiny_llama, tiny_mamba, tiny_t5
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+from ngram_assisted import NGramDrafter, NGramStorage, ngram_assisted_speculative_generate
+from sampling import (
+    autoregressive_generate,
+    speculative_generate,
+    speculative_steps,
+)
+from utils.decode.decoding import Decoding
+from utils.decode.model_session import ModelSession
+from utils.errors import UserError
+
+
+def test_each_feed_computes_only_what_the_cache_lacks() -> None:
+    """Prefill once, then one row per plain step and gamma + 1 rows (at most one more) per round."""
+    widths: list[tuple[int, int]] = []
+    model = tiny_llama()
+    model.register_forward_hook(
+        lambda module, args, kwargs, output: widths.append((kwargs["input_ids"].shape[1], output.logits.shape[1])),
+        with_kwargs=True,
+    )
+    autoregressive_generate([1] * 9, model, 5, eos_tokens_id=-1)
+    assert widths == [(9, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
+    widths.clear()
+    plan = Decoding.of(None, 12, end_ids=None, seed=0)
+    drafter = NGramDrafter(NGramStorage(2, 64), plan.noise, stop_if_unknown=False)
+    list(speculative_steps([1] * 9, drafter, ModelSession(model), plan, gamma=3))
+    assert widths[0] == (12, 4)
+    assert all(rows == kept <= 4 for rows, kept in widths[1:])
+
+
+def test_an_encoder_runs_once() -> None:
+    model, calls = tiny_t5(), []
+    model.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    autoregressive_generate([1, 2, 3], model, 6, eos_tokens_id=-1)
+    assert len(calls) == 1
+
+
+def test_a_recurrent_cache_is_refused_before_the_first_token_with_the_remedy() -> None:
+    model = tiny_mamba()
+    with pytest.raises(UserError, match="recurrent.*use_cache=False"):
+        speculative_generate([1, 2], model, model)
+    with pytest.raises(UserError, match="recurrent"):
+        ngram_assisted_speculative_generate([1, 2], NGramStorage(2, 64), model)
+    expected = autoregressive_generate([1, 2], model, 6, eos_tokens_id=-1)
+    assert speculative_generate([1, 2], model, model, max_gen_len=6, eos_tokens_id=-1, use_cache=False)[0] == expected
+
+
+def tiny_hybrid(seed: int = 0) -> Any:
+    """One layer of attention, one with a state."""
+    return build(
+        Lfm2ForCausalLM,
+        Lfm2Config(**DECODER | {"layer_types": ["full_attention", "conv"], "block_multiple_of": 8}),
+        seed,
+    )
+
+
+def test_what_goes_with_a_recurrent_state_is_computed_once_more_and_nothing_else() -> None:
+    """Beside a drafter that is always wrong: after each round the token that was fed before its drafts."""
+    widths: dict[str, list[int]] = {"target": [], "drafter": []}
+    models = {"target": tiny_hybrid(), "drafter": tiny_hybrid(5)}
+    for name, model in models.items():
+        note: Callable[..., None] = lambda *call, name=name: widths[name].append(call[2]["input_ids"].shape[1])  # noqa: E731
+        model.register_forward_hook(note, with_kwargs=True)
+    ModelSession(models["target"]), ModelSession(models["drafter"])
+    for seen in widths.values():
+        seen.clear()  # of what tries the models once
+    speculative_generate([1] * 9, models["drafter"], models["target"], gamma=3, max_gen_len=30, eos_tokens_id=-1)
+    assert widths["target"][:5] == [9, 4, 1, 4, 1] and max(widths["target"][1:]) == 4
+    assert widths["drafter"][0] == 10 and set(widths["drafter"][1:]) == {1}
+
+
+def test_a_forks_way_back_is_its_own() -> None:
+    model, prompt = tiny_hybrid(), [3, 1, 4, 1, 5]
+    session = ModelSession(model)
+    session.feed([*prompt, 9, 2], keep=3)
+    twin = session.fork()
+    twin.rewind(5)
+    twin.feed([*prompt, 8, 6, 7], keep=2)  # 8 has been accepted
+    for one, text in ((session, [*prompt, 9, 2, 4]), (twin, [*prompt, 8, 6, 7, 1])):
+        whole = ModelSession(model, use_cache=False).feed(text, keep=1)
+        assert torch.allclose(one.feed(text, keep=1), whole, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("move", "said"), [(0.01, "otherwise than one by one"), (1.0, "in a form that cannot be used here")]
+)
+def test_a_state_whose_logits_are_not_those_of_the_whole_text_is_found_out(move: float, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ModelSession(Restless(tiny_hybrid(), by_rows=move))
+    assert ModelSession(tiny_hybrid()).feed([1, 2], keep=1).shape == (1, 64)

@@ -1,0 +1,104 @@
+"""Noise is a function of its key: reproducible, independent of order, uniform, and never 0 or 1."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from utils.decode.noise import Domain, Noise, _uniforms, fix_seeds, resolve_seed
+
+
+def test_uniforms_are_keyed_not_drawn_in_turn() -> None:
+    noise = Noise(7)
+    first = [noise.uniform(Domain.DRAFT, position, 0) for position in range(50)]
+    again = [noise.uniform(Domain.DRAFT, position, 0) for position in reversed(range(50))][::-1]
+    assert first == again and len(set(first)) == 50
+
+
+def test_every_part_of_the_key_matters() -> None:
+    keys = list(product((1, 2), (0, 1), Domain, (0, 1), (0, 1)))
+    values = {Noise(seed, turn).uniform(domain, position, start) for seed, turn, domain, position, start in keys}
+    assert len(values) == len(keys)
+
+
+def test_uniforms_fill_the_open_interval() -> None:
+    """20,000 values: mean within 5 sigma of 1/2, none at an end; largest possible value below 1."""
+    values = np.array([Noise(seed).uniform(Domain.ACCEPT, 3, 1) for seed in range(20_000)])
+    assert values.min() > 0 and values.max() < 1
+    assert abs(values.mean() - 0.5) < 5 * (1 / 12 / 20_000) ** 0.5
+
+
+def test_no_uniform_is_zero_or_one() -> None:
+    """With one more bit the largest would round to 1: its exponential is 0, and it would win every race, however small its weight."""
+    ends = np.array([0, 2**64 - 1], dtype=np.uint64)
+    low, high = _uniforms(ends)
+    assert 0 < low < 2.0**-52 and high == 1 - 2.0**-53
+    assert np.isfinite(-np.log(-np.log(_uniforms(ends)))).all()
+    with_one_more_bit = ((ends >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    assert with_one_more_bit[1] == 1.0
+    weights = np.array([1 - 1e-12, 1e-12])
+    assert np.argmin(-np.log(with_one_more_bit) / weights) == 1 == np.argmin(-np.log([0.5, 1.0]) / weights)
+
+
+def test_the_targets_noise_does_not_know_where_a_round_began_and_turns_differ() -> None:
+    law = torch.full((4, 50), 0.02, dtype=torch.float64)
+    noise = Noise(3)
+    assert (
+        list(noise.samples(law, 5))[1:]
+        == list(noise.samples(law, 6))[:3]
+        == [noise.sample(law[0], position) for position in (6, 7, 8)]
+    )
+    assert [noise.sample(law[0], position) for position in range(9)] != [
+        Noise(3, 1).sample(law[0], position) for position in range(9)
+    ]
+
+
+def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
+    """Adding a token of no weight, or scaling the law, changes no draw: noise is indexed by token id, not by rank."""
+    law = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
+    for seed in range(200):
+        drawn = Noise(seed).sample(law, 4)
+        assert drawn == Noise(seed).sample(torch.cat([law, torch.zeros(5, dtype=torch.float64)]) * 0.3, 4) != 1
+
+
+def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
+    """The shortcut for laws of small support against the whole race: padding with zeros switches between them."""
+    for seed in range(100):
+        law = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(seed)).double(), 0)
+        padded = torch.cat([law, torch.zeros(500, dtype=torch.float64)])
+        assert Noise(seed).sample(law, seed) == Noise(seed).sample(padded, seed)
+
+
+def test_draws_follow_their_weights() -> None:
+    """10,000 draws each; every frequency within 5 sigma (false alarm under 1e-5)."""
+    law = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
+    for draw in (lambda seed: Noise(seed).sample(law, 2), lambda seed: Noise(seed).pick(law, Domain.DRAFT, 2, 0)):
+        counts = np.bincount([draw(seed) for seed in range(10_000)], minlength=4)
+        for count, probability in zip(counts, law.tolist(), strict=True):
+            assert abs(count - 10_000 * probability) <= 5 * (10_000 * probability * (1 - probability)) ** 0.5
+
+
+@pytest.mark.parametrize("token", [0, 3])
+def test_a_one_hot_law_needs_no_noise(token: int) -> None:
+    law = torch.zeros(4).scatter_(0, torch.tensor(token), 1.0)
+    assert Noise(0).sample(law, 0) == Noise(0).pick(law, Domain.DRAFT, 0, 0) == token
+
+
+def test_fixing_seeds_puts_every_source_into_the_same_state() -> None:
+    import random
+
+    def state() -> tuple[float, float, float]:
+        fix_seeds(11)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert state() == state()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+
+
+def test_no_seed_draws_one_and_moves_torch_on() -> None:
+    torch.manual_seed(0)
+    first, second = resolve_seed(None), resolve_seed(None)
+    torch.manual_seed(0)
+    assert resolve_seed(None) == first != second
+    assert resolve_seed(5) == 5

@@ -1,0 +1,83 @@
+"""What checks measure with: the chi-square test, logits by window width, their spread, and sessions that fork."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_llama, tiny_sliding, tiny_t5
+
+from utils.decode.logit_drift import Spread, by_width, most_rounding
+from utils.decode.model_session import ModelSession
+from utils.metrics.chi_square import chi_square_tail, fit
+
+PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
+
+
+@pytest.mark.parametrize(
+    ("statistic", "freedom", "tail"), [(3.841459, 1, 0.05), (11.070498, 5, 0.05), (37.6973, 15, 0.001), (0, 3, 1)]
+)
+def test_tails_of_the_chi_square_law(statistic: float, freedom: int, tail: float) -> None:
+    assert chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=1e-4)
+
+
+def test_small_cells_are_merged() -> None:
+    law = torch.tensor([0.5, 0.3, 0.1, 0.04, 0.03, 0.03, 0.0])
+    result = fit({0: 50, 1: 30, 2: 10, 3: 4, 4: 3, 5: 3}, law)
+    assert (result.draws, result.matches, result.cells, result.freedom) == (100, 100, 4, 3)
+    assert result.statistic == pytest.approx(0, abs=1e-6) and result.p_value == pytest.approx(1)
+    result = fit({0: 20, 1: 12, 2: 8}, law[[0, 1, 2]] / 0.9)
+    assert result.cells == 2 and result.freedom == 1  # 4.4 is too few, and goes with the smallest other cell
+    assert fit({6: 1, 0: 99}, law).p_value == 0.0 and fit({6: 1, 0: 99}, law).matches == 99
+    assert fit({0: 9}, torch.tensor([1.0, 0.0])).p_value is None
+    assert fit({0: 2}, law).cells == 1
+
+
+def test_p_values_of_right_draws_are_spread_evenly() -> None:
+    """1,000 tests of 200 draws: the share below a tenth within 5 sigma of a tenth, so that a verdict means what it says."""
+    law = torch.softmax(torch.randn(12, generator=torch.Generator().manual_seed(0)).double(), 0)
+    draws = torch.multinomial(
+        law.expand(1000, -1), 200, replacement=True, generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    low = sum(fit(Counter(row), law).p_value < 0.1 for row in draws)
+    assert abs(low - 100) < 5 * (1000 * 0.1 * 0.9) ** 0.5
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_sliding, tiny_t5])
+def test_a_fork_goes_its_own_way(build: Any) -> None:
+    model = build(seed=0)
+    prompt = [1 + token % 60 for token in range(20)]
+    base = ModelSession(model, rewinds=False)
+    context = base.begin(prompt) + [3, 4, 5]
+    base.feed(context[:-2], keep=1)
+    twin = base.fork()
+    other = twin.feed([*context[:-2], 7, 8, 9], keep=1)
+    fresh = ModelSession(model, rewinds=False)
+    fresh.begin(prompt)
+    torch.testing.assert_close(base.feed(context, keep=2), fresh.feed(context, keep=2), atol=1e-4, rtol=1e-4)
+    again = ModelSession(model, rewinds=False)
+    again.begin(prompt)
+    torch.testing.assert_close(other, again.feed([*context[:-2], 7, 8, 9], keep=1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_sliding, tiny_t5])
+def test_logits_by_width_are_those_of_one_forward(build: Any) -> None:
+    model = build(seed=0).double()
+    session = ModelSession(model)
+    context = [*session.begin(PROMPT), *range(1, 24)]
+    session.feed(context[:-7], keep=1)
+    whole = by_width(session, context, 7, 7)
+    assert whole.shape == (7, 64)
+    for width in (1, 2, 3, 5, 9):
+        torch.testing.assert_close(by_width(session, context, 7, width), whole)
+
+
+def test_a_spread_is_the_largest_difference_and_the_flips() -> None:
+    first = torch.tensor([[1.0, 2.0, 0.0], [5.0, 1.0, 0.0]])
+    second = torch.tensor([[1.0, 2.25, 0.0], [5.0, 1.0, 5.5]])
+    spread = Spread.of([first, second, first])
+    assert spread == Spread(5.5, 1, 2)
+    assert spread + Spread(0.5, 2, 4) == Spread(5.5, 3, 6)
+    assert most_rounding(first) < 0.01 < most_rounding(first.bfloat16())
+    hidden = torch.tensor([[0.0, float("-inf")]])
+    assert Spread.of([hidden, hidden]).difference == 0.0 and most_rounding(hidden + 1) < 1

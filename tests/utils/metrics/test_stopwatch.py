@@ -1,0 +1,88 @@
+"""The time of a run, taken apart from outside: every second lands where it was spent, and the run is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes import screen, tiny_pair, workbench
+from test_results import FakeClock
+from tiny import tiny_llama
+
+from sampling import speculative_steps
+from sampling.drafters.model import Draft, Verified
+from utils.decode.decoding import Decoding
+from utils.decode.model_session import ModelSession
+from utils.logits_processor import GreedyProcessor
+from utils.metrics.results import collect
+from utils.metrics.stopwatch import Lap, Stopwatch, TimedDrafter, TimedSession
+from utils.repl.runner import Verdict
+
+CLOCK = FakeClock()
+
+
+class SlowDrafter:
+    """Takes 1 s to begin, 2 s for a draft and 0.25 s for what comes after a round."""
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        CLOCK.now += 1
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        CLOCK.now += 2 * count
+        return Draft([1] * count)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        CLOCK.now += 0.25
+
+
+class SlowSession(ModelSession):
+    """Takes 10 s for a forward."""
+
+    def feed(self, context: list[int], keep: int) -> torch.Tensor:
+        CLOCK.now += 10
+        return super().feed(context, keep)
+
+
+class SlowProcessor(GreedyProcessor):
+    """Takes half a second."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        CLOCK.now += 0.5
+        return super().__call__(logits)
+
+
+def test_each_second_lands_where_it_was_spent() -> None:
+    watch = Stopwatch(CLOCK)
+    decoding = Decoding.of(SlowProcessor(), 3, end_ids=None, seed=1)
+    drafter, target = TimedDrafter(SlowDrafter(), watch), TimedSession(SlowSession(tiny_llama()), watch)
+    run = collect(speculative_steps([5, 6, 7], drafter, target, decoding, gamma=2), clock=CLOCK, stopwatch=watch)
+    assert run.laps[0] == Lap(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2) and run.laps[0].other == 0.5
+    assert sum(lap.whole for lap in run.laps) == run.seconds and len(run.laps) == len(run.steps)
+    assert all(
+        lap.drafting == 2 * len(step.drafted) + 0.25 for step, lap in list(zip(run.steps, run.laps, strict=True))[1:]
+    )
+
+
+def test_a_forward_that_fails_counts_too() -> None:
+    watch = Stopwatch(CLOCK)
+    target = TimedSession(SlowSession(tiny_llama()), watch)
+    with pytest.raises(RuntimeError):
+        target.feed([], 1)
+    assert watch.read(10) == Lap(0, 10, 10) and watch.read(0) == Lap(0, 0, 0)
+
+
+def test_records_and_debug_tell_the_time_of_every_part() -> None:
+    view, pair = screen(), tiny_pair()
+    bench = workbench(view, pair)
+    for line in ("/length 8", "/debug on", "Hello"):
+        assert bench.handle(line) is Verdict.DONE
+    last: Any = bench._bench.memory.last
+    for strategy, run, _ in last.compared:
+        assert len(run.laps) == len(run.steps)
+        timed = [lap.verifying for lap in run.laps]
+        assert all(timed) if strategy.drafts else not any(timed)
+    lines = view.take()[0].splitlines()
+    assert sum(" | verify " in line for line in lines) == sum(
+        len(run.steps) for row, run, _ in last.compared if row.drafts
+    )

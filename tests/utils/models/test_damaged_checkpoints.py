@@ -1,0 +1,240 @@
+"""A sentence for everything that can be wrong with a checkpoint, a path or an id; and silence while loading."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi, constants
+from safetensors.torch import load_file, save_file
+from shelf import load, refusal
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny_gguf import write_gguf
+from transformers import AutoModelForCausalLM, ViTConfig
+from transformers.utils import logging as transformers_logging
+
+from utils.errors import UserError
+from utils.models import hub
+from utils.models.load_errors import explained, quiet
+from utils.models.sources import locate
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def lose_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def want_remote_code(folder: Path) -> None:
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"})
+    (folder / "code.py").write_text("raise SystemExit('remote code was run')")
+
+
+def become_a_vision_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(ViTConfig().to_dict()))
+
+
+DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (truncate, "truncated or corrupt"),
+    (pickle, "pickled"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+    (lose_a_weight, "lacks 1 of its weights"),
+    (lambda folder: edit_config(folder, hidden_size=64), "shapes differ"),
+    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (lambda folder: (folder / "config.json").write_text("{oops"), "JSON"),
+    (lambda folder: edit_config(folder, model_type="unheard-of"), "does not know"),
+    (want_remote_code, "never run"),
+    (become_a_vision_model, "not a text generation model"),
+    (lose_the_tokenizer, "no tokenizer files"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "JSON"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words for _, words in DAMAGES])
+def test_damaged_folders(shelf: Path, tmp_path: Path, damage: Callable[[Path], Any], words: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(shelf / "drafter", folder)
+    load(folder)
+    damage(folder)
+    sentence = refusal(folder)
+    assert words in sentence and "copy" in sentence
+
+
+def test_code_that_is_not_needed_is_not_run(shelf: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(shelf / "target", folder)
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "code.Own"})
+    (folder / "code.py").write_text("raise SystemExit('remote code was run')")
+    pair = load(folder, "layers:1")
+    assert type(pair.target).__module__.startswith("transformers.") and "not run" in pair.notes[0]
+
+
+def test_a_folder_with_only_a_gguf_names_it(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert str(tmp_path / "model.gguf") in refusal(tmp_path)
+
+
+def test_a_gguf_file(tmp_path: Path, own_cache: Path) -> None:
+    model, tokenizer = tiny_llama(vocab_size=300, num_hidden_layers=3), tiny_tokenizer()
+    pair = load(write_gguf(tmp_path / "tiny.gguf", model, tokenizer), "layers:2")
+    ids = torch.tensor([[1, 2, 3]])
+    similarity = torch.cosine_similarity(pair.target(ids).logits, model(ids).logits, dim=-1)
+    assert similarity.min() > 0.99 and type(pair.target.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert (pair.target_name, pair.drafter_kind, pair.dtype) == ("tiny.gguf", "layers:2", "float32")
+    assert pair.end_ids == {tokenizer.eos_token_id} and pair.tokenizer.chat_template == tokenizer.chat_template
+
+
+def test_files_that_are_no_gguf(tmp_path: Path, own_cache: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert "no .gguf file" in refusal(tmp_path / "model.bin")
+    assert "is no whole GGUF file" in refusal(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("word", ["./missing", "/missing/folder", "~/missing", "missing.gguf", "a/b/c", "", " "])
+def test_paths_that_do_not_exist(word: str) -> None:
+    assert "does not exist" in refusal(word)
+
+
+def test_words_that_are_no_hub_id() -> None:
+    assert "neither a folder" in refusal("not a model")
+
+
+def test_an_unknown_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "hub cannot be reached" in refusal("nobody/no-such-model")
+
+
+class ConnectError(OSError):
+    """Recognised by its name, as the client's own."""
+
+
+class RevisionNotFoundError(OSError):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Its client would retry for half a minute; what was fetched before is taken as it is."""
+    asked: list[tuple[str, str | None]] = []
+    told: list[str] = []
+
+    def unreachable(self: Any, name: str, *, revision: str | None, timeout: float, files_metadata: bool) -> None:
+        asked.append((name, revision))
+        raise ConnectError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if kept else None)
+    if kept:
+        assert locate("some/model@v1", told.append).arguments == {
+            "trust_remote_code": False,
+            "revision": "v1",
+            "local_files_only": True,
+        }
+        assert "taken as it was fetched" in told[0]
+    else:
+        assert "the hub cannot be reached" in refusal("some/model@v1")
+    assert asked == [("some/model", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(RevisionNotFoundError("404"), "no such revision"), (OSError("401: Invalid credentials"), "hf auth login")],
+)
+def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    def answer(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", answer)
+    assert words in refusal("some/model@v9")
+
+
+class GatedRepoError(OSError):
+    """Recognised by its name, as the hub's own."""
+
+
+class RepositoryNotFoundError(OSError):
+    """Likewise."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (GatedRepoError("403"), "hf auth login"),
+        (RepositoryNotFoundError("404"), "public model id"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "does not fit into memory"),
+        (MemoryError(), "does not fit into memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
+        (RuntimeError("something else\nwith details"), "could not be loaded (something else): "),
+        (RuntimeError(), "could not be loaded (RuntimeError): "),
+    ],
+)
+def test_other_failures_are_one_sentence(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        if isinstance(error, OSError):
+            raise ValueError("what the library says around it") from error
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    assert words in refusal(shelf / "target")
+
+
+def test_a_user_error_passes_as_it_is() -> None:
+    with pytest.raises(UserError, match=r"^mine$"), explained("model"):
+        raise UserError("mine")
+
+
+def test_loading_is_silent_and_restores_what_it_silenced(shelf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.disable(logging.NOTSET)
+    bars = transformers_logging.is_progress_bar_enabled()
+    load(shelf / "target", shelf / "drafter")
+    with pytest.raises(RuntimeError), quiet():
+        warnings.warn("unseen", stacklevel=1)
+        logging.getLogger("transformers").warning("unseen")
+        sys.stderr.write("a bar that obeys no switch")
+        raise RuntimeError
+    assert capfd.readouterr() == ("", "")
+    assert (logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()) == (logging.NOTSET, bars)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """In one row of an embedding that few prompts would meet."""
+    model = tiny_llama(vocab_size=300).to(dtype)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[123, 4] = value
+    save_folder(tmp_path / "model", model, tiny_tokenizer())
+    assert "no numbers (NaN or infinite, in model.embed_tokens.weight)" in refusal(tmp_path / "model")

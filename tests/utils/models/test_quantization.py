@@ -1,0 +1,209 @@
+"""Every quantization on tiny models: on either side of a pair, with a drafter cut out of the target, of GGUF files; what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shelf import load, refusal, write_wide_gguf
+from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from utils.bounds import QUANTIZATIONS
+from utils.decode.layer_cut import first_layers
+from utils.errors import UserError
+from utils.models import gguf as gguf_files
+from utils.models import quantization
+from utils.models.quantization import check_kind
+from utils.pairs import load_pair as loading
+from utils.pairs import weights
+
+IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
+QUANTIZED = {"int8": "QLinear", "int4": "QLinear", "bnb-int8": "Linear8bitLt", "nf4": "Linear4bit"}
+NEAR = {"int8": 0.99, "int4": 0.4, "bnb-int8": 0.99, "nf4": 0.4}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def test_every_kind_is_tested() -> None:
+    assert {"none", *QUANTIZED} == set(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantized_target_is_near_the_full_one(wide: Path, kind: str) -> None:
+    full, small = load(wide, "layers:1").target, load(wide, "layers:1", quantize=kind).target
+    assert {type(part).__name__ for part in small.model.layers.modules() if "Linear" in type(part).__name__} == {
+        QUANTIZED[kind]
+    }
+    assert type(small.lm_head) is nn.Linear and torch.equal(small.lm_head.weight, full.lm_head.weight)
+    assert not any(part.training for part in small.modules())
+    similarity = torch.cosine_similarity(logits(full), logits(small), dim=-1).min()
+    assert NEAR[kind] < similarity < 1 - 1e-6
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+def test_no_weight_is_off_by_more_than_half_a_step(wide: Path, kind: str, bits: int) -> None:
+    for drop in ("up_proj", "down_proj"):  # a scale per row; several groups in a row
+        full, small = (
+            getattr(load(wide, "layers:1", quantize=word).target.model.layers[0].mlp, drop).weight
+            for word in ("none", kind)
+        )
+        assert (small.dequantize() - full).abs().max() <= 1.01 * full.abs().max() / (2**bits - 2)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_tied_embeddings_stay_tied(tmp_path: Path, kind: str) -> None:
+    tied = save_folder(
+        tmp_path / "tied", tiny_llama(vocab_size=300, hidden_size=64, tie_word_embeddings=True), tiny_tokenizer()
+    )
+    small = load(tied, "layers:1", quantize=kind).target
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    assert torch.equal(small.lm_head.weight, load(tied, "layers:1").target.lm_head.weight)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("run_target_first", [True, False])
+def test_a_cut_of_a_quantized_target(wide: Path, kind: str, run_target_first: bool) -> None:
+    """The first forward may repack shared weights: neither order may disturb the other model."""
+    target = load(wide, "layers:1", quantize=kind).target
+    before = logits(target) if run_target_first else None
+    cut = first_layers(target, 2)
+    drafted = logits(cut)
+    owned = {tensor.data_ptr() for tensor in [*target.parameters(), *target.buffers()]}
+    assert all(tensor.data_ptr() in owned for tensor in [*cut.parameters(), *cut.buffers()])
+    after = logits(target)
+    assert torch.equal(logits(cut), drafted) and not torch.equal(drafted, after)
+    assert before is None or torch.equal(before, after)
+    alone = load(wide, "layers:1", quantize=kind).target
+    assert torch.equal(logits(alone), after)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantized_drafter_beside_a_full_target(wide: Path, kind: str) -> None:
+    pair = load(wide, wide, drafter_quantize=kind)
+    assert pair.drafter is not None and pair.drafter_memory is not None
+    assert type(pair.drafter.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind]
+    assert type(pair.target.model.layers[0].mlp.up_proj) is nn.Linear
+    assert (pair.quantize, pair.drafter_quantize) == ("none", kind) and pair.drafter_memory < pair.memory
+    assert not any("texts can part" in note for note in pair.notes)  # what drafts does not decide the text
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_generation_with_the_pair(wide: Path, kind: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    pair = load(wide, "layers:2", quantize=kind, dtype=dtype)
+    state = pair.engine.use("auto", 1)
+    assert state.kind == "plain" and ("quantized" if dtype == "float32" else "float32 only") in state.reason
+    pair.target.generation_config.pad_token_id = 0
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        out = pair.target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False)
+    assert out.shape == (1, 12) and not caplog.records
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_an_encoder_decoder(tmp_path: Path, kind: str) -> None:
+    save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer())
+    target = load(tmp_path / "t5", str(tmp_path / "t5"), quantize=kind).target
+    assert (
+        type(target.lm_head) is nn.Linear
+        and type(target.decoder.block[0].layer[0].SelfAttention.q).__name__ == QUANTIZED[kind]
+    )
+    with torch.no_grad():
+        assert target(input_ids=IDS, decoder_input_ids=IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model from the file, whether it was converted first, or is quantized where it stands."""
+    path = write_wide_gguf(tmp_path / "tiny.gguf")
+    target = load(path, "layers:1", quantize=kind).target
+    assert type(target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(target.lm_head) is nn.Linear
+    monkeypatch.setattr(loading, "converted", lambda source, where: source)
+    check = quantization._check_runs
+
+    def checked(model: Any, *words: str) -> None:
+        assert not any(part.training for part in model.modules())  # kernels for training are others
+        check(model, *words)
+
+    monkeypatch.setattr(quantization, "_check_runs", checked)
+    pair = load(path, "layers:1", quantize=kind)
+    assert (
+        type(pair.target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind]
+        and type(pair.target.lm_head) is nn.Linear
+    )
+    assert torch.equal(logits(pair.target), logits(target)) and pair.memory == weights.stored_bytes(target)
+    assert not any(part.training for part in pair.target.modules())
+
+
+def test_nothing_is_compiled(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimum.quanto.library.extensions import extension
+
+    def compile(**words: Any) -> None:
+        raise AssertionError("a compiler was called")
+
+    monkeypatch.setattr(extension, "load", compile)
+    monkeypatch.setenv("PATH", "")
+    for known in extension._extensions.values():
+        monkeypatch.setattr(known, "_lib", None)
+    assert logits(load(wide, "layers:1", quantize="int4").target).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["int3", "", "INT8"])
+def test_unknown_kinds_name_the_known_ones(kind: str) -> None:
+    with pytest.raises(UserError, match="none, int8, int4, bnb-int8, nf4"):
+        check_kind(kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["bnb-int8", "nf4"])
+def test_bitsandbytes_is_refused_on_mps(kind: str) -> None:
+    with pytest.raises(UserError, match="does not run on mps: use int8, or --device cpu"):
+        check_kind(kind, "mps")
+    check_kind("int8", "mps")
+
+
+def test_int4_of_a_width_that_no_group_divides(tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=300, intermediate_size=200)
+    odd = save_folder(tmp_path / "odd", model, tiny_tokenizer())
+    assert "down_proj has 200 columns, not a multiple of 32; use int8 or nf4" in refusal(
+        odd, "layers:1", quantize="int4"
+    )
+    assert load(odd, "layers:1", quantize="int8").quantize == "int8"
+    assert load(odd, "layers:1", quantize="nf4").quantize == "nf4"
+
+
+def test_a_model_without_linear_layers(tmp_path: Path) -> None:
+    config = GPT2Config(
+        vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    save_folder(tmp_path / "gpt2", GPT2LMHeadModel(config).eval(), tiny_tokenizer())
+    assert "no linear layers that int8 could be made of" in refusal(tmp_path / "gpt2", "layers:1", quantize="int8")
+
+
+def test_a_kernel_that_fails_is_one_sentence_at_loading(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        raise NotImplementedError("no such kernel\nadvice")
+
+    monkeypatch.setattr(quantization, "_unpack", broken)
+    sentence = refusal(wide, "layers:1", quantize="int4")
+    assert sentence == "'wide' does not run in int4 on cpu, torch.float32 (no such kernel): use another --quantize."
+    monkeypatch.setattr(quantization, "_unpack", lambda packed, bits: (_ for _ in ()).throw(MemoryError()))
+    assert "does not fit into memory" in refusal(wide, "layers:1", quantize="int4")
+
+
+def test_a_full_disk_still_quantizes_a_gguf_file(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "ROOM", 1e12)
+    assert (
+        type(
+            load(write_wide_gguf(tmp_path / "tiny.gguf"), "layers:1", quantize="nf4").target.model.layers[0].mlp.up_proj
+        ).__name__
+        == "Linear4bit"
+    )

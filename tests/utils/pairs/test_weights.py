@@ -1,0 +1,144 @@
+"""What is told of a pair's weights: their bytes, which are all that stays in memory, and notes on texts and time; what pairs default to."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from shelf import load, write_wide_gguf
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+from torch import nn
+
+import infer
+from utils.bounds import QUANTIZATIONS
+from utils.config.arguments import parse_arguments
+from utils.pairs import load_pair as loading
+from utils.pairs import weights
+from utils.pairs.known_pairs import PAIRS
+
+IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
+QUANTIZED = tuple(kind for kind in QUANTIZATIONS if kind != "none")
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_memory_is_that_of_the_kind(wide: Path, kind: str) -> None:
+    """Weights of so many bits, and scales: nothing of the full ones is left, and none is kept mapped."""
+    pair = load(wide, "layers:1", quantize=kind)
+    target, full = pair.target, load(wide, "layers:1").target
+    linear = sum(
+        part.weight.numel() for name, part in full.named_modules() if type(part) is nn.Linear and name != "lm_head"
+    )
+    rest = sum(part.nbytes for part in (*full.parameters(), *full.buffers())) - 4 * linear
+    packed = linear if "8" in kind else linear // 2
+    assert packed + rest < pair.memory < 1.3 * packed + rest + 2000 and pair.drafter_memory == 0
+    held = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for part in target.parameters()
+        if type(part) is nn.Parameter
+    }
+    assert sum(held.values()) <= rest
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory behind every plain tensor that is alive, by address."""
+    gc.collect()
+    alive = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu"
+    ]
+    return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in alive}
+
+
+@pytest.mark.parametrize("kind", ["none", *QUANTIZED])
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_nothing_else_stays_alive(wide: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
+    path = wide if form == "folder" else write_wide_gguf(tmp_path / "tiny.gguf")
+    load(path, "layers:1", quantize=kind)  # what libraries keep for good is there now
+    before = storages()
+    pair = load(path, "layers:1", quantize=kind)
+    pair.target(IDS)
+    grown = sum(size for place, size in storages().items() if place not in before)
+    assert grown <= pair.memory * 1.05 + 10_000  # a file's header, what bitsandbytes notes of a product
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells nowhere what is mapped")
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_the_file_of_the_full_weights_is_let_go(tmp_path: Path, kind: str) -> None:
+    path = save_folder(tmp_path / "mapped", tiny_llama(vocab_size=300, hidden_size=64), tiny_tokenizer())
+    plain = load(path, "layers:1")
+    assert str(path) in Path("/proc/self/maps").read_text()  # or this test finds nothing
+    del plain
+    pair = load(path, "layers:1", quantize=kind)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text() and pair.memory
+
+
+def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:
+    tied = save_folder(tmp_path / "tied", tiny_llama(vocab_size=300, tie_word_embeddings=True), tiny_tokenizer())
+    pair = load(tied, tied)
+    assert (
+        pair.memory
+        == pair.drafter_memory
+        == sum(part.nbytes for part in (*pair.target.parameters(), *pair.target.buffers()))
+    )
+    assert weights.stored_bytes(pair.target, besides=pair.target) == 0
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_notes_on_texts_and_time(wide: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "has_nf4_kernel", lambda: kernel)
+
+    def notes(**words: str) -> list[tuple[bool, bool]]:
+        found = load(wide, wide, **words).notes
+        return [
+            ("texts can part" in note, "slower than float32" in note) for note in found if not note.startswith("pair: ")
+        ]
+
+    text, time = (True, False), (False, True)
+    assert notes() == []
+    assert notes(dtype="bfloat16") == [text]
+    assert notes(quantize="int8") == notes(quantize="int4") == notes(drafter_quantize="bnb-int8") == [time]
+    assert notes(quantize="int8", drafter_quantize="int4") == [time, time]
+    assert notes(quantize="bnb-int8") == notes(quantize="int4", dtype="bfloat16") == [text, time]
+    assert notes(quantize="int8", dtype="bfloat16") == [text]
+    assert notes(quantize="nf4") == [time]
+    assert notes(quantize="nf4", dtype="bfloat16") == ([text] if kernel else [text, time])
+
+
+def test_only_bnb_int8_depends_on_the_window(wide: Path) -> None:
+    """What the notes say of float32: a row's logits change with its company by its rounding, and under bnb-int8 by much more."""
+    moved = {}
+    for kind in QUANTIZED:
+        target = load(wide, "layers:1", quantize=kind).target
+        with torch.no_grad():
+            moved[kind] = (target(input_ids=IDS[:, :1]).logits[0, 0] - target(IDS).logits[0, 0]).abs().max()
+    assert max(moved[kind] for kind in ("int8", "int4", "nf4")) < 1e-4 < 1e-2 < moved["bnb-int8"]
+
+
+def settled(device: str, *flags: str) -> tuple[str | None, str | None]:
+    request = loading._settled(infer.pair_request(parse_arguments([*flags])), device, device)
+    return request.quantize, request.drafter_quantize
+
+
+def test_the_classic_pair_is_int8_on_cuda() -> None:
+    assert {name for name, pair in PAIRS.items() if pair.cuda_quantize != "none"} == {"llama-3.2"}
+    assert settled("cuda", "--pair", "llama-3.2") == settled("cuda:1", "--pair", "llama-3.2") == ("int8", "int8")
+    assert settled("cpu", "--pair", "llama-3.2") == settled("mps", "--pair", "llama-3.2") == ("none", "none")
+    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "none") == ("none", "int8")
+    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "nf4", "--drafter-quantize", "none") == ("nf4", "none")
+    assert settled("cuda", "--pair", "qwen3") == settled("cuda") == settled("cuda", "--target", "x") == ("none", "none")
+    assert settled("cpu", "--quantize", "int4") == ("int4", "none")
+
+
+def test_sizes_for_people() -> None:
+    assert [weights.in_units(size) for size in (0, 999, 1000, 538_090_408, 999_700_000, 12_345_678_901)] == [
+        "0 bytes",
+        "999 bytes",
+        "1 kB",
+        "538 MB",
+        "1000 MB",
+        "12.3 GB",
+    ]

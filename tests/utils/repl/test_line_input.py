@@ -1,0 +1,103 @@
+"""The interactive frame, driven through a pipe: typing, Ctrl-C, Ctrl-D, completion; and where piped lines end."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from utils.commands import default_registry
+from utils.repl.line_input import SlashCompleter, in_lines, is_open, lines_of, piped_lines, typed_lines
+from utils.screen.line_history import LineHistory, history_path, recent
+
+
+def typed(keys: str) -> list[str]:
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text(keys)
+        return list(
+            typed_lines(default_registry(), colour=False, history=InMemoryHistory(), status=lambda: "all is well")
+        )
+
+
+def test_lines_are_yielded_until_ctrl_d() -> None:
+    assert typed("Hello\r/gamma 3\r\r\x04") == ["Hello", "/gamma 3", ""]
+
+
+def test_f1_explains_the_figures_where_nothing_else_was_begun() -> None:
+    assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
+
+
+def test_a_status_that_is_too_long_takes_another_line() -> None:
+    assert in_lines("one | two | three", 80) == "one | two | three" and in_lines("", 80) == ""
+    assert (
+        in_lines("one | two | three | four", 10) == "one | two\nthree\nfour" and in_lines("one | two", 2) == "one\ntwo"
+    )
+
+
+def test_ctrl_c_drops_the_line_being_typed() -> None:
+    assert typed("half a li\x03whole\r\x04") == ["whole"]
+
+
+def test_several_lines_are_one_prompt_and_several_commands_themselves() -> None:
+    assert typed('"""\rdef f():\r    return "\\n"\r"""\r\x04') == ['/say def f():\n    return "\\n"']
+    assert typed("one\x1b\rtwo\r\x04") == ["/say one\ntwo"], "Alt-Enter begins a line"
+    assert typed("\x1b[200~/length 5\n/gamma 3\x1b[201~\r\x04") == ["/length 5", "/gamma 3"], "pasted"
+    assert typed("\x1b[200~some\n/text\n\nof three\x1b[201~\r\x04") == ["/say some\n/text\n\nof three"]
+    assert lines_of('"""one line"""') == ["/say one line"] and lines_of('""""""') == [] and lines_of("/x\n") == ["/x\n"]
+    assert is_open('"""') and is_open('"""a\n""') and not is_open('"""a"""') and not is_open("a")
+
+
+def test_lines_are_kept_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    warnings: list[str] = []
+    history = LineHistory(history_path(), warnings.append)
+    for line in ("first", "two\nlines", "third"):
+        history.append_string(line)
+    assert history_path().stat().st_mode & 0o777 == 0o600 and history_path().parent.stat().st_mode & 0o777 == 0o700
+    assert list(LineHistory(history_path(), warnings.append).load_history_strings()) == ["third", "two\nlines", "first"]
+    assert recent(history_path(), 2) == ["two\nlines", "third"] and not warnings
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert history_path().is_relative_to(Path.home() / ".local")
+
+
+def test_a_history_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    (tmp_path / "file").write_text("")
+    history = LineHistory(tmp_path / "file" / "history", warnings.append)
+    for line in ("a", "b"):
+        history.append_string(line)
+    assert history.get_strings() == ["a", "b"] and list(history.load_history_strings()) == []
+    assert len(warnings) == 1 and "cannot be kept in" in warnings[0]
+
+
+def completions(text: str) -> list[str]:
+    completer = SlashCompleter(default_registry())
+    return [completion.text for completion in completer.get_completions(Document(text), CompleteEvent())]
+
+
+@pytest.mark.parametrize(
+    ("text", "offered"),
+    [
+        ("/ga", ["gamma"]),
+        ("/sp", ["speculative", "special"]),
+        ("/debug o", ["on", "off"]),
+        ("/processor top", ["topk", "topknucleus"]),
+        ("/set_ngramstorage ", ["basic", "onelevel"]),
+        ("/unknown ", []),
+        ("plain text", []),
+    ],
+)
+def test_commands_and_their_words_are_completed(text: str, offered: list[str]) -> None:
+    assert completions(text) == offered
+
+
+@pytest.mark.parametrize("text", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n"])
+def test_piped_lines_end_with_or_without_a_newline(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text, newline=""))
+    assert list(piped_lines()) == ["one", "two"]

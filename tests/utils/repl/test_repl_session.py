@@ -1,0 +1,243 @@
+"""Whole prompts through a session of tiny models: what is run, shown, recorded, interrupted, and what survives."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fakes import Screen, records_of, screen, tiny_pair, workbench
+
+from sampling import autoregressive_generate
+from utils.decode.steps import Step
+from utils.prompts.chat_template import prompt_ids
+from utils.repl.runner import Verdict
+
+FIELDS = [
+    "schema",
+    "record",
+    "prompt",
+    "turn",
+    "history",
+    "strategy",
+    "drafter_kind",
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "finish",
+    "seconds",
+    "first_token_seconds",
+    "tokens_per_second",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "rounds",
+    "target_forwards",
+    "tokens_per_target_forward",
+    "accepted_by_position",
+    "declined_rounds",
+    "draft_seconds",
+    "verify_seconds",
+    "speedup_vs_target",
+    "same_as_target",
+    "first_difference",
+    "divergence",
+    "seed",
+    "settings",
+    "models",
+    "engine",
+    "versions",
+]
+
+
+def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/drafter on", "/beams 3", "/length 12"):
+        bench.handle(line)
+    view.take()
+    assert bench.handle("Hello there") is Verdict.DONE
+    results, messages = view.take()
+    assert messages == ""
+    for title in ("Speculative", "N-gram assisted (NASD)", "Target only", "Drafter only", "Beam search"):
+        assert title in results
+    table = results[results.index("strategy ") :].splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["speculative", "ngram", "target", "drafter", "beam"]
+    assert all(line.rstrip().endswith("same") for line in table[1:4])
+    assert "1.00x" in table[3]
+    rows = records_of(file)
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram", "target", "drafter", "beam"]
+    assert all(list(row) == FIELDS for row in rows)
+
+
+def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    bench = workbench(view, pair, records=file)
+    bench.handle("/length 20")
+    bench.handle("one two one two")
+    ids = prompt_ids(pair.tokenizer, "one two one two", chat=True, system=None)
+    expected = autoregressive_generate(ids, pair.target, 20, eos_tokens_id=pair.end_ids)
+    for row in records_of(file):
+        assert row["token_ids"] == expected and row["same_as_target"] is True and row["first_difference"] is None
+        assert row["new_tokens"] == len(expected) and row["prompt_tokens"] == len(ids)
+        assert row["text"] == pair.tokenizer.decode(expected, skip_special_tokens=True)
+        assert row["finish"] == ("stop" if expected[-1] in pair.end_ids else "length")
+        assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
+        assert 0 < row["first_token_seconds"] <= row["seconds"]
+        assert row["seed"] == 42 and row["settings"]["gamma"] == 4 and row["settings"]["processor"] == "greedy"
+        assert row["models"] == {
+            "target": "tiny-target",
+            "drafter": "tiny-drafter",
+            "dtype": "float32",
+            "device": "cpu",
+            "drafter_device": "cpu",
+            "quantize": "none",
+            "memory": sum(weight.nbytes for weight in pair.target.parameters())
+            + pair.target.model.rotary_emb.inv_freq.nbytes * 2,
+            "drafter_dtype": "float32",
+            "drafter_quantize": "none",
+            "drafter_memory": pair.drafter_memory,
+        }
+        assert row["versions"]["torch"]
+    speculative, ngram, target = records_of(file)
+    assert target["speedup_vs_target"] == 1.0 and target["target_forwards"] == len(expected)
+    assert all(
+        target[name] is None
+        for name in ("drafted", "accepted", "acceptance_rate", "rounds", "accepted_by_position", "drafter_kind")
+    )
+    for row in (speculative, ngram):
+        assert row["rounds"] == row["target_forwards"]
+        assert row["accepted"] + row["rounds"] - (
+            row["finish"] == "stop" and row["accepted"] + row["rounds"] > len(expected)
+        ) == len(expected)
+        assert sum(accepted for accepted, _ in row["accepted_by_position"]) == row["accepted"]
+        assert row["speedup_vs_target"] == pytest.approx(row["tokens_per_second"] / target["tokens_per_second"])
+    assert (speculative["drafter_kind"], ngram["drafter_kind"]) == ("model", "ngram")
+
+
+def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    bench.handle("/target off")
+    bench.handle("Hello")
+    rows = records_of(file)
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram"]
+    assert all(
+        row[name] is None for row in rows for name in ("speedup_vs_target", "same_as_target", "first_difference")
+    )
+
+
+def test_the_same_line_gives_the_same_texts_in_any_order_and_again(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    bench.handle("/processor nucleus 1.2 0.95")
+    for line in ("Hello", "something else", "Hello", "/speculative off", "Hello"):
+        bench.handle(line)
+    rows = records_of(file)
+    by_prompt = [[(row["strategy"], row["token_ids"]) for row in rows[start : start + 3]] for start in (0, 6)]
+    assert by_prompt[0] == by_prompt[1]
+    assert [(row["strategy"], row["token_ids"]) for row in rows[9:]] == by_prompt[0][1:]
+    bench.handle("/seed 43")
+    bench.handle("Hello")
+    assert records_of(file)[-1]["token_ids"] != rows[-1]["token_ids"]
+
+
+def test_cache_off_and_gamma_zero_give_the_same_texts(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/length 15", "Hello", "/cache off", "Hello", "/gamma 0", "Hello"):
+        bench.handle(line)
+    rows = records_of(file)
+    assert len({tuple(row["token_ids"]) for row in rows}) == 1
+    assert (
+        rows[6]["drafted"] == 0
+        and rows[6]["acceptance_rate"] is None
+        and rows[6]["declined_rounds"] == rows[6]["rounds"]
+    )
+
+
+def test_plain_output_has_no_escapes_and_model_text_cannot_send_any(view: Screen) -> None:
+    bench = workbench(view)
+    bench.handle("Hello")
+    assert "\x1b" not in view.take()[0]
+    view.renderer.stream("\x1b[2J\x07[bold]", "cyan")
+    view.renderer.error("\x1b[31m[red]x")
+    assert view.take() == ("\u241b[2J\u2407[bold]", "\u241b[31m[red]x\n")
+
+
+def test_typed_escapes_stand_for_newline_and_tab_and_say_sends_as_it_stands(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", r"/say /gamma 3 \n", "  /say   two  words"):
+        bench.handle(line)
+    bench.send("/gamma 9")
+    assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "  two  words", "/gamma 9"]
+    assert bench.settings.gamma == 4
+
+
+def test_storage_is_emptied_between_prompts_unless_told_otherwise(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, records=file)
+    for line in ("/speculative off", "/length 20", "Hello", "Hello", "/reset_in_between off", "Hello"):
+        bench.handle(line)
+    ngram = [row for row in records_of(file) if row["strategy"] == "ngram"]
+    assert ngram[0]["accepted"] == ngram[1]["accepted"] < ngram[2]["accepted"]
+    bench.handle("/set_ngramstorage onelevel 4")
+    bench.handle("Hello")
+    assert records_of(file)[-2]["settings"]["ngram_storage"] == "onelevel 4"
+
+
+def test_without_a_drafter_its_strategies_are_left_out_with_a_note(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(drafter=False), records=file)
+    assert bench.handle("Hello") is Verdict.DONE
+    assert "No drafter is loaded" in view.take()[1]
+    assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"]
+
+
+def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    bench = workbench(view, tiny_pair(kind="t5", chat=False), records=file)
+    bench.warm_up()
+    for line in ("/drafter on", "/beams 2", "/length 12", "Hello there"):
+        bench.handle(line)
+    rows = {row["strategy"]: row for row in records_of(file)}
+    assert len(rows) == 5
+    assert rows["speculative"]["token_ids"] == rows["ngram"]["token_ids"] == rows["target"]["token_ids"]
+
+
+def test_a_narrow_screen_leaves_columns_out_and_folds_no_word() -> None:
+    view = screen(width=60)
+    bench = workbench(view)
+    bench.handle("Hello")
+    table = view.take()[0].split("strategy")[1]
+    assert "seconds" not in table and "acceptance" in table and "speed-up" in table
+
+
+def test_warming_up_shows_and_keeps_nothing(view: Screen) -> None:
+    bench = workbench(view)
+    bench.warm_up()
+    assert view.take() == ("", "")
+
+
+def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
+    bench = workbench(view)
+    for line in ("/ngram off", "/target off", "/length 6", "/gamma 2", "/debug on"):
+        bench.handle(line)
+    view.take()
+    bench.handle("Hello")
+    lines = view.take()[0].splitlines()
+    rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
+    assert len(rounds) >= 2 and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))
+    for line in rounds:
+        signs = "".join(re.findall(r' ([+=*-])(?:"|#)', line))
+        assert re.fullmatch(r"\+*(-*=|\*)|\++", signs), line
+        assert re.search(r"   draft \d+\.\d | verify \d+\.\d | other \d+\.\d ms | \+\d$", line)
+
+
+def test_colours_in_debug_are_green_red_and_blue() -> None:
+    view = screen(colour=True)
+    view.renderer.round(1, Step((5, 6), 1, 7), None)
+    view.renderer.round(2, Step((5,), 1, 7), None)
+    first, second = view.take()[0].splitlines()
+    assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
+    assert "\x1b[34m*7" in second

@@ -1,0 +1,152 @@
+"""JSON records: one line per generation or report, schema 1, for scripts that read what the screen shows.
+
+Absent figures are null, never NaN. The file is only ever appended to.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from errno import ENOSPC
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from utils.comparison.harness import Compared, Last
+from utils.comparison.reports import Finding, Report
+from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings, as_json
+from utils.errors import UserError
+from utils.metrics.divergence import Divergence
+from utils.metrics.results import Generation
+from utils.prompts.conversation import messages_of
+from utils.text import decode
+from utils.version import VERSION
+
+SCHEMA = 1
+
+
+def generation_records(last: Last, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
+    """A record for each run of a prompt; `divergences` by the strategy's name."""
+    return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
+
+
+def _generation(last: Last, compared: Compared, divergence: Divergence | None) -> dict[str, Any]:
+    strategy, run, comparison = compared
+    job = last.jobs[strategy.name]
+    return {
+        "schema": SCHEMA,
+        "record": "generation",
+        "prompt": last.text,
+        "turn": job.turn,
+        "history": messages_of(job.history),
+        "strategy": strategy.name,
+        "drafter_kind": strategy.drafter_kind(job.pair),
+        "text": decode(job.pair.tokenizer, run.tokens),
+        "token_ids": run.tokens,
+        "prompt_tokens": len(job.prompt),
+        "new_tokens": len(run.tokens),
+        "finish": run.finish.value,
+        "seconds": run.seconds,
+        "first_token_seconds": run.first_seconds,
+        "tokens_per_second": run.tokens_per_second,
+        **_draft_figures(strategy, run),
+        "speedup_vs_target": comparison.speedup,
+        "same_as_target": comparison.same,
+        "first_difference": comparison.first_difference,
+        "divergence": None if divergence is None else divergence_figures(divergence),
+        **circumstances(job.pair, job.settings),
+    }
+
+
+def divergence_figures(divergence: Divergence) -> dict[str, Any]:
+    """A divergence as plain values; token ids, 0-based position. What is not finite (a masked token's logit) is null."""
+    return _finite(asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, finished: bool) -> dict[str, Any]:
+    """What a command that runs models found, complete or not, and its conclusion."""
+    return {
+        "schema": SCHEMA,
+        "record": report.name,
+        "prompt": report.prompt,
+        "finished": finished,
+        "findings": [finding.figures for finding in findings],
+        "conclusion": report.conclude(findings),
+        **circumstances(pair, report.settings),
+    }
+
+
+def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
+    """What a run was made with: seed, settings, models, engine, versions."""
+    state = {"models": _models(pair), "engine": pair.engine.state.figures(), "versions": versions()}
+    return {"seed": settings.seed, "settings": as_json(settings), **state}
+
+
+def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
+    drafts, target = strategy.drafts, strategy.uses_target
+    return {
+        "drafted": run.drafted if drafts else None,
+        "accepted": run.accepted if drafts else None,
+        "acceptance_rate": run.acceptance_rate if drafts else None,
+        "rounds": len(run.steps) if drafts else None,
+        "target_forwards": run.target_forwards if target else None,
+        "tokens_per_target_forward": run.tokens_per_target_forward if target else None,
+        "accepted_by_position": [list(pair) for pair in run.accepted_by_position] if drafts else None,
+        "declined_rounds": run.declined_rounds if drafts else None,
+        "draft_seconds": sum(lap.drafting for lap in run.laps) if drafts else None,
+        "verify_seconds": sum(lap.verifying for lap in run.laps) if drafts else None,
+    }
+
+
+def _models(pair: Any) -> dict[str, str | int | None]:
+    return {
+        "target": pair.target_name,
+        "drafter": pair.drafter_name,
+        "dtype": pair.dtype,
+        "device": pair.device,
+        "quantize": pair.quantize,
+        "memory": pair.memory,
+        "drafter_device": pair.drafter_device,
+        "drafter_dtype": pair.drafter_dtype,
+        "drafter_quantize": pair.drafter_quantize,
+        "drafter_memory": pair.drafter_memory,
+    }
+
+
+def versions() -> dict[str, str]:
+    """The program's and its main libraries' versions."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    return {"program": VERSION, "python": platform.python_version(), **libraries}
+
+
+class RecordFile:
+    """An append-only file of records, which several processes may share. Raises UserError at once where it cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.append([])
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Add one line per record, all of them in one piece: no other process's come in between."""
+        lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                data, end = lines.encode("utf-8", errors="backslashreplace"), file.seek(0, os.SEEK_END)
+                if file.write(data) != len(data):
+                    file.truncate(end)  # half a line would spoil the next one
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
+        except OSError as error:
+            raise UserError(
+                f"The records file {self._path} cannot be written: {error.strerror}. Choose another with --json."
+            ) from error
