@@ -27,7 +27,7 @@ from utils.models.quantization import check_kind, stored_kind
 from utils.models.sources import Source, locate
 from utils.pairs.compatibility import Fit, own_fit
 from utils.pairs.load_drafter import LoadedDrafter, cut_drafter, head_folder, head_of, separate_drafter
-from utils.pairs.request import LAYERS, PairRequest
+from utils.pairs.request import HEAD, LAYERS, PairRequest
 from utils.pairs.weights import loaded_line, stored_bytes, weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
 
