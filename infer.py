@@ -1,148 +1,77 @@
 #!/usr/bin/env python3
-"""The program: flags, models, the table of strategies, then typed lines, piped lines or -c lines.
-
-The only module that sees everything. What a strategy is made of stands here as a row; how it decodes stands in sampling and
-ngram_assisted, how it looks in utils.screen.renderer, what a line does in utils.repl.repl_session.
-"""
+"""The program: flags, models, then typed lines, piped lines or -c lines."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from operator import attrgetter
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: spinning threads make a step many times slower on a busy machine
+# Before torch is imported: spinning threads make a decode step many times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from utils.config.arguments import parse_arguments
 
 if __name__ == "__main__":
-    parse_arguments()  # --help and usage errors answer before the heavy imports below
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while those last, Ctrl-C just ends
+    parse_arguments()  # --help and usage errors are reported before the heavy imports below
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
 
 import argparse
+from dataclasses import replace
 
-from ngram_assisted import STORAGES, NGramStorage, load_storage, save_storage
-from sampling import RULES, BeamWidth, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.commands import Registry, default_registry
-from utils.comparison.counterfactual import foresee
-from utils.comparison.harness import Probes, StorageTools
-from utils.comparison.model_drafters import MODEL_KINDS, draft_seconds, free_drafter
 from utils.comparison.records import RecordFile
-from utils.comparison.strategies import Job, Strategy, kind_of
-from utils.comparison.text_drafters import MATCH_KINDS, storage_drafter
-from utils.config.settings import Settings, configured
+from utils.config.settings import Settings, apply_typed
 from utils.config.value_types import Limits
-from utils.decode.steps import Step
-from utils.distributed import heard, is_first, part, share, together
+from utils.distributed import broadcast_lines, is_rank_zero, reads_and_writes, shard_prompts, shutdown
 from utils.errors import UserError
-from utils.pairs.load_pair import Pair, load_pair
-from utils.pairs.request import pair_request
+from utils.pairs.load_pair import load_pair
+from utils.pairs.request import request_from_flags
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import piped_lines, typed_lines
-from utils.repl.repl_session import PREPARING, Tools, Workbench
+from utils.repl.loaded_pair import STARTING_ENGINE
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of
+from utils.repl.tools import SessionTools
 from utils.screen.line_history import LineHistory, history_path
 from utils.screen.renderer import Renderer, make_renderer
 
-DRAFTERS = (*MODEL_KINDS, *MATCH_KINDS)
-
-
-def _speculative(job: Job) -> Iterator[Step]:
-    rule = RULES[job.settings.verify]
-    drafter, target = job.watched(*kind_of(job.drafter, DRAFTERS).make(job, rule))
-    yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
-
-
-def _ngram(job: Job) -> Iterator[Step]:
-    rule = RULES[job.settings.verify]
-    drafter, target = job.watched(*storage_drafter(job, rule))
-    yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.most_drafts, rule=rule)
-
-
-def _target(job: Job) -> Iterator[Step]:
-    yield from autoregressive_steps(job.prompt, job.session("target", rewinds=False), job.decoding)
-
-
-def _drafter(job: Job) -> Iterator[Step]:
-    yield from autoregressive_steps(job.prompt, free_drafter(job), job.decoding)
-
-
-def _beam(job: Job) -> Iterator[Step]:
-    yield from beam_search_steps(
-        job.prompt, job.session("target", rewinds=False), job.decoding, BeamWidth(num_beams=job.settings.beams)
-    )
-
-
-LOADED_KIND: Callable[[Pair], str | None] = attrgetter("drafter_kind")
-
-STRATEGIES = (
-    Strategy(
-        "speculative", "Speculative", "magenta", "speculative", _speculative, LOADED_KIND, drafts=True, kinds=DRAFTERS
-    ),
-    Strategy(
-        "ngram",
-        "N-gram assisted (NASD)",
-        "yellow",
-        "ngram",
-        _ngram,
-        lambda pair: "ngram",
-        drafts=True,
-        make=storage_drafter,
-    ),
-    Strategy("target", "Target only", "cyan", "target", _target),
-    Strategy(
-        "drafter", "Drafter only", "green", "drafter", _drafter, LOADED_KIND, uses_target=False, needs_drafter=True
-    ),
-    Strategy("beam", "Beam search", "blue", "beams", _beam, draws=False),
-)
-
-
-def make_storage(settings: Settings, vocabulary: int) -> NGramStorage:
-    """An empty n-gram storage as the settings describe it."""
-    return STORAGES[settings.ngram_storage.kind](settings.ngram_storage.order, vocabulary, settings.ngram_limit)
-
-
-STORAGE = StorageTools(make_storage, save_storage, load_storage)
+FIRST_NOTE = "Type a prompt, or /help for the commands; /quit or Ctrl-D leaves."
+Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
 
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
-    """Those of the config file, and of the flags that are settings too. Raises UserError for a name or value that is none."""
-    given = {name: value for name in ("seed", "engine", "threads") if (value := getattr(arguments, name)) is not None}
-    return replace(configured(Settings(), arguments.config.settings, limits), **given)
+    """The settings of the config file and of the flags. Raises UserError for an unknown name or an invalid value."""
+    flags = {name: value for name in ("seed", "engine", "threads") if (value := getattr(arguments, name)) is not None}
+    return replace(apply_typed(Settings(), arguments.config.settings, limits), **flags)
 
 
-def assemble(arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool) -> Workbench:
-    """Load the models, warm them up and lay out the session. Raises UserError where something cannot be loaded or written."""
-    records = RecordFile(arguments.json) if arguments.json and (is_first() or not together()) else None
-    first_settings(arguments, Limits())  # what is wrong with them is said before anything slow
-    pair = load_pair(pair_request(arguments), renderer.note)
+def start_session(
+    arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool
+) -> ReplSession:
+    """Load the models, warm them up and start a session. Raises UserError for whatever cannot be loaded or written."""
+    records = RecordFile(arguments.json) if arguments.json and reads_and_writes() else None
+    first_settings(arguments, Limits())  # reports invalid settings before anything slow
+    pair = load_pair(request_from_flags(arguments), renderer.note)
     settings = first_settings(arguments, limits_of(pair))
-    probes, pairs = Probes(draft_seconds, foresee), arguments.config.pairs
-    tools = Tools(STRATEGIES, registry, renderer, STORAGE, records, interactive, probes, load_pair, pairs)
-    renderer.note(PREPARING.format(settings.engine))
-    workbench = Workbench(pair, tools, settings)
-    workbench.introduce()
-    return workbench
+    tools = SessionTools(registry, renderer, records, interactive, load_pair, arguments.config.pairs)
+    renderer.note(STARTING_ENGINE.format(settings.engine))
+    session = ReplSession(pair, tools, settings)
+    session.introduce()
+    return session
 
 
-Work = tuple[Callable[[str], Verdict], str]
-
-
-def work_of(workbench: Workbench, lines: Iterable[str], prompts: Iterable[str]) -> Iterator[Work]:
-    """What to do, in order: lines first, then prompts that are never commands."""
-    yield from ((workbench.handle, line) for line in lines)
-    yield from ((workbench.send, prompt) for prompt in prompts)
+def work_of(session: ReplSession, lines: Iterable[str], prompts: Iterable[str]) -> Iterator[Work]:
+    """What to do, in order: lines first, then prompts, which are never commands."""
+    yield from ((session.handle, line) for line in lines)
+    yield from ((session.send, prompt) for prompt in prompts)
 
 
 def serve(work: Iterator[Work], *, interactive: bool) -> int:
-    """Do the work; the exit status. Interactively neither a failed nor an interrupted line ends anything."""
+    """Do the work and return the exit status. In an interactive session a failed or interrupted line ends nothing."""
     failed = False
-    for act, text in work:
-        verdict = act(text)
+    for action, text in work:
+        verdict = action(text)
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
@@ -151,37 +80,39 @@ def serve(work: Iterator[Work], *, interactive: bool) -> int:
     return 1 if failed and not interactive else 0
 
 
+def lines_for(
+    arguments: argparse.Namespace, session: ReplSession, renderer: Renderer, *, interactive: bool
+) -> Iterable[str]:
+    """The lines of -c, of the keyboard or of standard input."""
+    if interactive:
+        renderer.note(FIRST_NOTE)
+        history = LineHistory(history_path(), renderer.note)
+        return typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status)
+    lines: list[str] = arguments.lines
+    return lines if lines or arguments.prompts else piped_lines()
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; the exit status: 0, 1 if a line failed or nothing could be loaded, 2 usage, 130 interrupted."""
+    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 130 if interrupted."""
     arguments = parse_arguments(argv)
-    interactive = (
-        not arguments.lines
-        and not arguments.prompts
-        and all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    )
-    renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_first())
-    registry = default_registry()
+    on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    interactive = on_terminal and not arguments.lines and not arguments.prompts
+    renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_rank_zero())
     try:
-        prompts = share([prompt.text for prompt in read_prompts(arguments.prompts)]) if arguments.prompts else []
-        workbench = assemble(arguments, renderer, registry, interactive=interactive)
-        lines: Iterable[str] = arguments.lines
-        if interactive:
-            renderer.note("Type a prompt, or /help for the commands; /quit or Ctrl-D leaves.")
-            history = LineHistory(history_path(), renderer.note)
-            lines = typed_lines(registry, colour=renderer.colour, history=history, status=workbench.status)
-        elif not lines and not arguments.prompts:
-            lines = piped_lines()
-        return serve(work_of(workbench, heard(lines), prompts), interactive=interactive)
+        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else []
+        session = start_session(arguments, renderer, default_registry(), interactive=interactive)
+        lines = lines_for(arguments, session, renderer, interactive=interactive)
+        return serve(work_of(session, broadcast_lines(lines), shard_prompts(texts)), interactive=interactive)
     except UserError as error:
         renderer.error(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of our output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(part(main()))
+    sys.exit(shutdown(main()))

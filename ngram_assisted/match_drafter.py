@@ -1,38 +1,53 @@
-"""Drafting from what was said before: prompt lookup and suffix decoding, whichever kind of matches is handed in."""
+"""Drafts from text seen before: prompt lookup or suffix decoding, depending on the index it is given."""
 
-from ngram_assisted.prompt_lookup import Found, Matches
-from sampling.adaptive_gamma import DraftLength, Mark
-from sampling.drafters.model import Draft, Verified, agreed
+from typing import Protocol
+
+from ngram_assisted.matches import Match, buckets_of
+from sampling.adaptive_gamma import AdaptiveGamma
+from utils.decode.drafts import Draft, DraftEvidence, Verified, matching_prefix
+
+
+class MatchIndex(Protocol):
+    """A growing text that proposes how it may continue."""
+
+    def separate(self) -> None:
+        """What follows is a different text: no match may span both."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens."""
+
+    def drafts(self, count: int) -> list[Match]:
+        """At most `count` tokens that may follow."""
 
 
 class MatchDrafter:
-    """matches: it is told the prompt and every new token, and never reset here. length: drafts no more than pay."""
+    """index: receives the prompt and every new token, and is never reset here. adaptive: chooses the number of
+    drafts.
+    """
 
-    def __init__(self, matches: Matches, *, length: DraftLength | None = None) -> None:
-        self._matches, self._length = matches, length
-        self._sent: Found = []
+    def __init__(self, index: MatchIndex, *, adaptive: AdaptiveGamma | None = None, observed: bool = False) -> None:
+        self._index, self._adaptive, self._observed = index, adaptive, observed
+        self._round: list[Match] = []
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._matches.part()
-        self._matches.extend(prompt)
-        if context != prompt:  # what an encoder has read
-            self._matches.part()
-            self._matches.extend(context)
+        self._index.separate()
+        self._index.extend(prompt)
+        if context != prompt:  # the prompt went to an encoder
+            self._index.separate()
+            self._index.extend(context)
 
     def propose(self, context: list[int], count: int) -> Draft:
-        found = self._matches.drafts(count)
-        if self._length is not None:
-            found = found[: self._length.best(_marks(found))]
-        self._sent = found
-        return Draft([token for token, _ in found], matched=[size for _, size in found])
+        matches = self._index.drafts(count)
+        if self._adaptive is not None:
+            matches = matches[: self._adaptive.best(buckets_of(matches))]
+        self._round = matches
+        evidence = DraftEvidence(match_lengths=[match.length for match in matches]) if self._observed else None
+        return Draft([match.token for match in matches], evidence=evidence)
 
     def commit(self, context: list[int], verified: Verified) -> None:
         new = context[verified.start :]
-        if self._length is not None:
-            self._length.learn(_marks(self._sent), agreed([token for token, _ in self._sent], new))
-        self._sent = []
-        self._matches.extend(new)
-
-
-def _marks(found: Found) -> list[Mark]:
-    return [("size", size) for _, size in found]
+        if self._adaptive is not None:
+            accepted = matching_prefix([match.token for match in self._round], new)
+            self._adaptive.learn(buckets_of(self._round), accepted)
+        self._round = []
+        self._index.extend(new)

@@ -1,9 +1,9 @@
 """N-gram storages as files: versioned, plain arrays in the safetensors format, never pickles.
 
-What a file holds: for every context, oldest first, its length, its tokens, and its followers with their counts in the order first seen.
+A file holds for every context, oldest first: its length, its tokens, and its next tokens with their counts in the
+order first seen.
 """
 
-import os
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from ngram_assisted.ngram_storage import NGramStorage, OneLevelNGramStorage
 from utils.errors import UserError
+from utils.files import replacing
 
 STORAGES: dict[str, type[NGramStorage]] = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 FORMAT, VERSION = "n-gram storage", "1"
@@ -21,7 +22,9 @@ ARRAYS = ("sizes", "contexts", "branches", "followers", "counts")
 
 
 def save_storage(storage: NGramStorage, path: Path, model: str = "") -> None:
-    """Write a storage; `model` says whose token ids these are. Raises UserError where it cannot be written."""
+    """Write a storage. model: the name of the model whose token ids these are. Raises UserError if the file cannot be
+    written.
+    """
     held = list(storage.contexts())
     columns: tuple[Any, ...] = (
         (len(context) for context, _ in held),
@@ -34,39 +37,40 @@ def save_storage(storage: NGramStorage, path: Path, model: str = "") -> None:
     kind = next(name for name, kind in STORAGES.items() if type(storage) is kind)
     about = {"format": FORMAT, "version": VERSION, "kind": kind, "model": model}
     about |= {"order": str(storage.n), "vocabulary": str(storage.vocab_size)}
-    half = path.parent / f"{path.name}.part"
     try:
-        save_file(arrays, half, metadata=about)
-        os.replace(half, path)  # an interruption leaves the old file, or none
+        with replacing(path) as temporary:
+            save_file(arrays, temporary, metadata=about)
     except (OSError, SafetensorError) as error:
-        half.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path} cannot be written: {reason}. Choose another place.") from error
 
 
 def load_storage(path: Path, vocab_size: int, limit: int) -> tuple[NGramStorage, str, str]:
-    """A storage from its file, the name of its kind, and whose token ids it holds. Raises UserError for a file that is not fit."""
+    """Read a storage. Returns it with the name of its kind and of the model whose token ids it holds.
+
+    Raises UserError if the file cannot be read or does not fit this session.
+    """
     try:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
             _check(about, vocab_size)
             sizes, contexts, branches, followers, counts = (file.get_tensor(name).tolist() for name in ARRAYS)
         storage = STORAGES[about["kind"]](int(about["order"]), vocab_size, limit)
-        words, tokens, times = iter(contexts), iter(followers), iter(counts)
+        context_ids, next_ids, times = iter(contexts), iter(followers), iter(counts)
         for size, branch in zip(sizes, branches, strict=True):
-            found = zip(islice(tokens, branch), islice(times, branch), strict=True)
-            storage.restore(tuple(islice(words, size)), dict(found))
+            entries = zip(islice(next_ids, branch), islice(times, branch), strict=True)
+            storage.restore(tuple(islice(context_ids, size)), dict(entries))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:  # a UserError is a ValueError
-        reason = str(error) if isinstance(error, UserError) else "it is damaged, or no file of /ngram_save"
-        raise UserError(f"{path} is no n-gram storage for this session: {reason}.") from error
+        reason = str(error) if isinstance(error, UserError) else "it is damaged, or was not written by /ngram_save"
+        raise UserError(f"{path} is not an n-gram storage for this session: {reason}.") from error
     return storage, about["kind"], about["model"]
 
 
 def _check(about: dict[str, str], vocab_size: int) -> None:
     if about.get("format") != FORMAT:
-        raise UserError("it is no file of /ngram_save")
+        raise UserError("it was not written by /ngram_save")
     if about["version"] != VERSION:
         raise UserError(f"it has version {about['version']}, and this program reads version {VERSION}")
     if int(about["vocabulary"]) != vocab_size:

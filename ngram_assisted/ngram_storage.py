@@ -1,35 +1,33 @@
-"""N-gram storages: which token followed a context most often, over plain ints, in constant time and bounded memory.
+"""N-gram storages: the token that followed a context most often, over plain ints, in constant time and bounded memory.
 
-A k-gram is a context of k-1 tokens and the token behind it. The storages know neither models nor text; what is entered, and when, is the
-n-gram drafter's business; files are ngram_file's.
+A k-gram is a context of k-1 tokens and the token after it. The storages know neither models nor text. What is
+entered, and when, is decided by ngram_drafter; files are read and written by ngram_file.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from utils.bounds import MAX_GRAMS, MAX_ORDER, MIN_ORDER
+from utils.bounds import MAX_NGRAMS, NGRAM_LIMIT, NGRAM_ORDER, WholeRange
 from utils.errors import UserError
 
 Context = tuple[int, ...]
-Scores = dict[int, int]  # token -> its score; _LEADER -> the token with the highest one
-Followers = int | Scores  # an int: this token, once. Most long contexts never see more.
+Scores = dict[int, int]  # token -> its score; _LEADER -> the token with the highest score
+Followers = int | Scores  # an int: this token, seen once. Most long contexts have only one next token.
 
 _LEADER = -1
-_ONCE = 1 << 40  # a score counts in units of this; less than one unit breaks ties, for the first seen
+_ONCE = 1 << 40  # one occurrence; smaller amounts break ties in favour of the token seen first
 
 
 class NGramStorage:
-    """Counts k-grams for every k in 2..n and answers from the longest known context, down to a single token.
+    """Counts k-grams for every k in 2..n and looks up the longest known context, down to a single token.
 
-    n: the largest order, 2..16. vocab_size: ids run from 0 to vocab_size - 1. limit: the most k-grams held; beyond it the contexts that
-    were entered first are forgotten. Raises UserError for any of them out of range.
+    n: the largest order, 2..16. vocab_size: ids run from 0 to vocab_size - 1. limit: maximum number of k-grams;
+    beyond it the contexts that were entered first are forgotten. Raises UserError if any of them is out of range.
     """
 
-    def __init__(self, n: int, vocab_size: int, limit: int = MAX_GRAMS) -> None:
-        if not isinstance(n, int) or not MIN_ORDER <= n <= MAX_ORDER:
-            raise UserError(f"n-gram order {n} is out of range: a whole number from {MIN_ORDER} to {MAX_ORDER}.")
-        if vocab_size < 1:
-            raise UserError(f"A vocabulary of {vocab_size} tokens is too small: at least 1.")
+    def __init__(self, n: int, vocab_size: int, limit: int = MAX_NGRAMS) -> None:
+        NGRAM_ORDER.check(n, "n-gram order")
+        WholeRange(1).check(vocab_size, "vocabulary size")
         self.n, self.vocab_size = n, vocab_size
         self._levels: dict[int, dict[Context, Followers]] = {size: {} for size in self._context_sizes()}
         self._ages: deque[Context] = deque()  # every context once, oldest first
@@ -38,25 +36,24 @@ class NGramStorage:
         self.limit = limit
 
     def __len__(self) -> int:
-        """How many k-grams are held."""
+        """The number of k-grams."""
         return self._grams
 
     @property
     def limit(self) -> int:
-        """The most k-grams that are held."""
+        """Maximum number of k-grams."""
         return self._limit
 
     @limit.setter
-    def limit(self, most: int) -> None:
-        if not 1 <= most <= MAX_GRAMS:
-            raise UserError(f"A limit of {most} n-grams is out of range: 1 to {MAX_GRAMS}.")
-        self._limit = most
+    def limit(self, limit: int) -> None:
+        NGRAM_LIMIT.check(limit, "n-gram limit")
+        self._limit = limit
         self._forget()
 
     def initialize(self, ids: Sequence[int]) -> None:
-        """Enter every k-gram of a token sequence; what was stored before stays.
+        """Enter every k-gram of a token sequence. What was stored before stays.
 
-        Raises UserError for a token outside the vocabulary; nothing is then entered.
+        Raises UserError for a token outside the vocabulary; then nothing is entered.
         """
         self._check(ids)
         ids = list(ids)
@@ -68,9 +65,9 @@ class NGramStorage:
                 self._forget()
 
     def update(self, ids: Sequence[int], next_tokens: list[int]) -> None:
-        """Count each of `next_tokens` once as a follower of the context `ids` (its last n-1 ids matter).
+        """Count each of `next_tokens` once as a next token of the context `ids` (its last n-1 ids matter).
 
-        Raises UserError for a token outside the vocabulary; nothing is then entered.
+        Raises UserError for a token outside the vocabulary; then nothing is entered.
         """
         self._check(next_tokens)
         for size, level in self._levels.items():
@@ -82,9 +79,10 @@ class NGramStorage:
             self._forget()
 
     def look_up(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """The most frequent follower of the longest known context, the first seen among equals, and that context's length.
+        """The most frequent next token of the longest known context, and that context's length. Ties go to the one
+        seen first.
 
-        None where no context is known.
+        None if no context is known.
         """
         known = len(ids)
         for size, level in self._levels.items():
@@ -95,12 +93,12 @@ class NGramStorage:
         return None
 
     def next_token(self, ids: Sequence[int]) -> int | None:
-        """The most frequent follower of the longest known context, or None."""
-        found = self.look_up(ids)
-        return None if found is None else found[0]
+        """The most frequent next token of the longest known context, or None."""
+        match = self.look_up(ids)
+        return None if match is None else match[0]
 
     def has_gram(self, gram: Sequence[int]) -> bool:
-        """Whether this k-gram (context, then token) is held."""
+        """Whether this k-gram (context, then token) is stored."""
         followers = self._levels.get(len(gram) - 1, {}).get(tuple(gram[:-1]))
         return followers is not None and gram[-1] in _counts(followers)
 
@@ -112,12 +110,12 @@ class NGramStorage:
         self._grams = 0
 
     def contexts(self) -> Iterator[tuple[Context, dict[int, int]]]:
-        """Every context, oldest first, with the counts of its followers in the order first seen."""
+        """Every context, oldest first, with the counts of its next tokens in the order first seen."""
         for context in self._ages:
             yield context, _counts(self._levels[len(context)][context])
 
     def restore(self, context: Context, counts: dict[int, int]) -> None:
-        """Enter a new context as `contexts` gave it. Raises UserError where that is not one for this storage."""
+        """Enter a new context as `contexts` yields it. Raises UserError if it does not fit this storage."""
         level = self._levels.get(len(context))
         self._check([*context, *counts])
         if level is None or context in level or not counts or min(counts.values()) < 1:
@@ -130,13 +128,13 @@ class NGramStorage:
         self._forget()
 
     def _context_sizes(self) -> Sequence[int]:
-        """Context lengths that are kept, longest first."""
+        """Context lengths that are stored, longest first."""
         return range(self.n - 1, 0, -1)
 
     def _check(self, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            foreign = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise UserError(f"Token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}.")
+            outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise UserError(f"Token id {outside} is outside the vocabulary, 0 to {self.vocab_size - 1}.")
 
     def _add(self, level: dict[Context, Followers], context: Context, token: int) -> None:
         followers = level.get(context)
@@ -148,7 +146,7 @@ class NGramStorage:
         if isinstance(followers, int):
             followers = level[context] = {_LEADER: followers, followers: _ONCE}
         score = followers.get(token)
-        if score is None:  # the later, the lower among equals; the leader was here before
+        if score is None:  # later tokens rank lower among equals
             followers[token] = _ONCE - len(followers) + 1
             self._grams += 1
             return
@@ -157,21 +155,21 @@ class NGramStorage:
             followers[_LEADER] = token
 
     def _forget(self) -> None:
-        """The oldest contexts go until what is left is within the limit."""
+        """Remove the oldest contexts until the limit is met."""
         while self._grams > self._limit:
             context = self._ages.popleft()
             self._grams -= len(_counts(self._levels[len(context)].pop(context)))
 
 
 class OneLevelNGramStorage(NGramStorage):
-    """Counts n-grams of the one order n only; a shorter or unknown context has no answer."""
+    """Counts n-grams of order n only. A shorter or unknown context has no next token."""
 
     def _context_sizes(self) -> Sequence[int]:
         return (self.n - 1,)
 
 
 def _counts(followers: Followers) -> dict[int, int]:
-    """token -> how often, in the order first seen."""
+    """token -> its count, in the order first seen."""
     if isinstance(followers, int):
         return {followers: 1}
     return {token: -(-score // _ONCE) for token, score in followers.items() if token != _LEADER}

@@ -1,12 +1,11 @@
-"""Decoders over token ids: plain, speculative, beam search; for decoder-only and encoder-decoder models."""
+"""Decoders over token ids (autoregressive, speculative, beam search), for decoder-only and encoder-decoder models."""
 
 import os
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: spinning threads make a step many times slower on a busy machine
+# Before torch is imported: spinning threads make a decode step many times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from sampling.adaptive_gamma import DraftLength
+from sampling.adaptive_gamma import AdaptiveGamma
 from sampling.autoregressive import (
     autoregressive_generate,
     autoregressive_generate_encoder_decoder,
@@ -15,16 +14,17 @@ from sampling.autoregressive import (
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
 from sampling.drafters.chain import ChainDrafter
 from sampling.drafters.head import FreeHead, HeadDrafter, HeadSession
-from sampling.drafters.model import Draft, Drafter, ModelDrafter, Verified
+from sampling.drafters.model import ModelDrafter
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
+from utils.decode.drafts import Draft, Drafter, Verified
 
 __all__ = [
     "RULES",
+    "AdaptiveGamma",
     "BeamWidth",
     "ChainDrafter",
     "Draft",
-    "DraftLength",
     "Drafter",
     "FreeHead",
     "HeadDrafter",

@@ -1,24 +1,22 @@
-"""How many drafts are worth a wider window: as many as are likely to pay, down to none.
+"""Adaptive gamma: as many drafts per round as are likely to pay for a wider verify pass, down to none.
 
-What is known of a draft before it is judged (how long a context proposed it, how sure the drafter was, its place in the round) is its mark.
-A draft's chance is what drafts with that mark have come to in this run so far; its cost is the table's. A round is as long as each further
-draft brings more tokens than the run makes in the time it takes. Clocks play no part: the same run drafts the same.
-
-No rule is biased by it: whether there is one more draft depends on earlier drafts and on laws, never on the token that would be drawn.
-(Dropping a drawn draft because it looks unlikely would be another matter.) That the noise of a round may be drawn again in the next, where
-the length depends on discarded drafts, is why it is keyed by the round's start, see utils.decode.noise.
+What is known of a draft before it is verified (the length of the context match, the drafter's confidence, its
+position) is its bucket. The acceptance probability of a bucket is estimated from the run so far; costs come from the
+table. Clocks play no part: the same run drafts the same. No rule is biased by this: whether there is one more draft
+depends on earlier drafts and on distributions, never on the token that would be drawn. (Dropping a drawn draft
+because it looks unlikely would bias the output.)
 """
 
 from collections.abc import Sequence
 
 from utils.metrics.costs import Costs
 
-Mark = tuple[str, int]
+Bucket = tuple[str, int]
 
-# Chance by mark before anything is known, worth PRIOR_WEIGHT drafts. Beyond the last, the last.
+# Acceptance probability by bucket before any evidence, worth PRIOR_WEIGHT drafts. The last entry holds beyond the end.
 PRIORS = {
-    "size": (0.0, 0.3, 0.55, 0.75, 0.85),  # tokens of the context that proposed it; 0: drawn from the seed
-    "sure": (
+    "match": (0.0, 0.3, 0.55, 0.75, 0.85),  # tokens of the context match; 0: drawn from the seed
+    "confidence": (
         0.22,
         0.38,
         0.49,
@@ -27,98 +25,105 @@ PRIORS = {
         0.76,
         0.86,
         0.96,
-    ),  # eighths of the drafter's highest probability, as a head was seen to stand
-    "place": (0.6,),  # in its round, from 0
+    ),  # eighths of the highest probability
+    "position": (0.6,),  # in its round, from 0
 }
 PRIOR_WEIGHT = 2.0
-FADE = 0.98  # of old evidence, per round: what failed long ago is tried again
-SURE = 0.98  # no chance is better than this
-AHEAD = 8  # further drafts that are thought of
+DECAY = 0.98  # of old evidence, per round, so that what failed long ago is tried again
+MAX_PROBABILITY = 0.98
+LOOKAHEAD = 8  # further drafts that are considered
 
 
-class Tempo:
-    """What a run makes: tokens per time, in plain steps, by the table of costs. Old rounds fade."""
+class ThroughputEstimate:
+    """Tokens per unit of time of a run, in decode steps by the table of costs. Old rounds decay."""
 
     def __init__(self) -> None:
-        self._tokens = self._time = PRIOR_WEIGHT  # plain decoding to begin with
+        self._tokens = self._time = PRIOR_WEIGHT  # starts as autoregressive decoding
 
     def add(self, tokens: int, time: float) -> None:
-        """A round."""
-        self._tokens, self._time = FADE * self._tokens + tokens, FADE * self._time + time
+        """Add a round."""
+        self._tokens, self._time = DECAY * self._tokens + tokens, DECAY * self._time + time
 
     @property
-    def pace(self) -> float:
-        """Tokens per time so far, at least that of plain decoding."""
+    def rate(self) -> float:
+        """Tokens per decode step so far, at least 1, the rate of autoregressive decoding."""
         return max(1.0, self._tokens / self._time)
 
 
-class DraftLength:
-    """Chances by mark, and the number of drafts with the most value.
+class AdaptiveGamma:
+    """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
-    costs: of windows. step: of one draft, in plain steps; n-grams cost next to nothing. tempo: that of the run, where other drafters draft
-    for it too; those learn what they were asked for, each by itself.
+    costs: of verify passes. draft_cost: of one draft, in decode steps; n-grams cost almost nothing. throughput: the
+    run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked.
     """
 
-    def __init__(self, costs: Costs, step: float = 0.0, tempo: Tempo | None = None) -> None:
-        self._costs, self._step = costs, step
-        self._tried: dict[Mark, tuple[float, float]] = {}  # (accepted, tried), faded
-        self._shares, self._tempo = tempo is not None, tempo or Tempo()
+    def __init__(self, costs: Costs, draft_cost: float = 0.0, throughput: ThroughputEstimate | None = None) -> None:
+        self._costs, self._draft_cost = costs, draft_cost
+        self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
+        self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
 
-    def chance(self, mark: Mark) -> float:
-        """Of a draft with this mark, if it is reached."""
-        priors = PRIORS[mark[0]]
-        prior = priors[min(mark[1], len(priors) - 1)]
-        accepted, tried = self._tried.get(mark, (0.0, 0.0))
-        return min(SURE, (accepted + prior * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT))
+    def probability(self, bucket: Bucket) -> float:
+        """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
+        accepted.
+        """
+        priors = PRIORS[bucket[0]]
+        prior = priors[min(bucket[1], len(priors) - 1)]
+        accepted, verified = self._evidence.get(bucket, (0.0, 0.0))
+        return min(MAX_PROBABILITY, (accepted + prior * PRIOR_WEIGHT) / (verified + PRIOR_WEIGHT))
 
     def cost(self, drafts: int) -> float:
-        """What so many drafts add to a round."""
-        return self._costs.window(drafts) + drafts * self._step
+        """What this many drafts add to a round."""
+        return self._costs.verify_cost(drafts) + drafts * self._draft_cost
 
     @property
-    def pace(self) -> float:
-        """Of the run so far."""
-        return self._tempo.pace
+    def rate(self) -> float:
+        """Tokens per decode step of the run so far."""
+        return self._throughput.rate
 
-    def best(self, marks: Sequence[Mark]) -> int:
-        """How many of these drafts, all of them at hand, to send."""
-        values = self._values(marks)
+    def best(self, buckets: Sequence[Bucket]) -> int:
+        """How many of these drafts, all of them available, to propose."""
+        values = self._values(buckets)
         return values.index(max(values))
 
-    def goes_on(self, marks: Sequence[Mark]) -> bool:
-        """Whether to compute a draft behind those with these marks, knowing only its place."""
-        count = len(marks)
-        values = self._values([*marks, *(("place", place) for place in range(count, count + AHEAD))])
+    def continues(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether to compute one more draft after those in these buckets, knowing only its position."""
+        count = len(buckets)
+        ahead = [("position", position) for position in range(count, count + LOOKAHEAD)]
+        values = self._values([*buckets, *ahead])
         return max(values[count + 1 :]) > values[count]
 
-    def sends(self, marks: Sequence[Mark]) -> bool:
-        """Whether the last of these, whose law is known by now, is worth a wider window: what it took is spent."""
+    def proposes(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the last draft, whose distribution is known by now, is worth a wider verify pass. Its own cost is
+        already spent.
+        """
         reached = 1.0
-        for mark in marks:
-            reached *= self.chance(mark)
-        count = len(marks)
-        return reached > self.pace * (self._costs.window(count) - self._costs.window(count - 1))
+        for bucket in buckets:
+            reached *= self.probability(bucket)
+        count = len(buckets)
+        return reached > self.rate * (self._costs.verify_cost(count) - self._costs.verify_cost(count - 1))
 
-    def _values(self, marks: Sequence[Mark]) -> list[float]:
-        """Of sending 0, 1, ... drafts: expected tokens, less what the run makes in the time."""
-        tokens, reached, pace = 0.0, 1.0, self.pace
+    def _values(self, buckets: Sequence[Bucket]) -> list[float]:
+        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time."""
+        tokens, reached, rate = 0.0, 1.0, self.rate
         values = [0.0]
-        for count, mark in enumerate(marks, start=1):
-            reached *= self.chance(mark)
+        for count, bucket in enumerate(buckets, start=1):
+            reached *= self.probability(bucket)
             tokens += reached
-            values.append(tokens - pace * self.cost(count))
+            values.append(tokens - rate * self.cost(count))
         return values
 
-    def learn(self, marks: Sequence[Mark], accepted: int, computed: int = 0) -> None:
-        """A round's drafts by their marks, and how many stood; what lies behind the first rejected one says nothing.
+    def learn(self, buckets: Sequence[Bucket], accepted: int, computed: int = 0) -> None:
+        """Learn from a round: the buckets of its drafts, and how many were accepted. Drafts after the first rejected
+        one tell nothing.
 
-        computed: drafts whose law was computed, where that is more than were sent.
+        computed: how many distributions were computed, if more than were proposed.
         """
-        self._tried = {mark: (FADE * good, FADE * tried) for mark, (good, tried) in self._tried.items()}
-        for place, mark in enumerate(marks[: accepted + 1]):
-            for known in (mark, ("place", place)):
-                good, tried = self._tried.get(known, (0.0, 0.0))
-                self._tried[known] = (good + (place < accepted), tried + 1)
-        if marks or computed or not self._shares:  # where nothing was drafted, another drafter may have been asked
-            count = len(marks)
-            self._tempo.add(accepted + 1, 1 + self._costs.window(count) + max(count, computed) * self._step)
+        self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
+        for position, bucket in enumerate(buckets[: accepted + 1]):
+            for known in (bucket, ("position", position)):
+                good, tried = self._evidence.get(known, (0.0, 0.0))
+                self._evidence[known] = (good + (position < accepted), tried + 1)
+        if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
+            count = len(buckets)
+            time = 1 + self._costs.verify_cost(count) + max(count, computed) * self._draft_cost
+            self._throughput.add(accepted + 1, time)

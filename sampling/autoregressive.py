@@ -1,11 +1,14 @@
-"""Plain decoding, one token per forward: the baseline of every comparison and the oracle of every test."""
+"""Autoregressive decoding, one token per forward pass: the baseline of every comparison and the reference of the
+tests.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sampling.debug import traced
 from utils.decode.decoding import Decoding, token_ids
-from utils.decode.model_session import ModelSession, Session
+from utils.decode.model_session import ModelSession
+from utils.decode.session import Session
 from utils.decode.steps import Step
 from utils.logits_processor import LogitsProcessor
 from utils.metrics.results import tokens_of
@@ -17,8 +20,8 @@ def autoregressive_steps(prompt: list[int], session: Session, decoding: Decoding
     start = len(context)
     limit = decoding.length_limit(session.room(context))
     while len(context) - start < limit:
-        law = decoding.law(session.feed(context, keep=1), session.name)  # (1, V)
-        token = decoding.noise.sample(law[0], len(context) - start)
+        probs = decoding.probs(session.feed(context, keep=1), session.name)  # (1, V)
+        token = decoding.noise.sample(probs[0], len(context) - start)
         context.append(token)
         finish = decoding.finish_of(token, len(context) - start, limit)
         yield Step(drafted=(), accepted=0, token=token, finish=finish)
@@ -38,11 +41,11 @@ def autoregressive_generate(
     *,
     seed: int | None = None,
 ) -> list[int]:
-    """New token ids, end token included, the prompt left out.
+    """Generate with one model. Returns the new token ids, with the end token and without the prompt.
 
-    inputs: flat list of prompt ids. model: causal or encoder-decoder (`inputs` then feed the encoder).
-    pad_token_id: the decoder's first id where an encoder-decoder config names none. debug: print every round.
-    Raises UserError (a ValueError) for an unusable prompt or unusable logits.
+    inputs: flat list of prompt ids. model: causal or encoder-decoder; `inputs` then feed the encoder. pad_token_id:
+    the decoder's first id if an encoder-decoder config names none. debug: print every step. Raises UserError (a
+    ValueError) for an unusable prompt or unusable logits.
     """
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(model, use_cache=use_cache, rewinds=False, start_token=pad_token_id)

@@ -1,8 +1,8 @@
-"""Beam search with length penalty, cached, yielding the steps of the best beam once it is known.
+"""Beam search with length penalty, cached. Yields the Steps of the best beam once it is known.
 
-Scores are log-probabilities summed, divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016, arXiv 1609.08144).
-Beams live in the rows of one session; a beam that ended stays among the candidates with the score it ended with, and the best that ever
-ended is the answer.
+Scores are summed log-probabilities divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016,
+arXiv 1609.08144). Beams live in the rows of one session. A beam that has ended keeps its score and stays among the
+candidates, and the best one that ever ended is the result.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from sampling.debug import traced
-from utils.decode.decoding import Decoding, check_count, named, token_ids
+from utils.bounds import RealRange, WholeRange
+from utils.decode.decoding import Decoding, naming, token_ids
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import FinishReason, Step
-from utils.errors import UserError
-from utils.logits_processor import highest, leading
+from utils.logits_processor import max_logits, stable_topk
 from utils.metrics.results import tokens_of
 
-MAX_PENALTY = 100.0  # of min_length and of the exponent alpha
+MAX_PENALTY = 100.0  # bound of min_length and of the exponent alpha
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class BeamWidth:
-    """How wide to search (num_beams kept, top_k continuations of each) and how to score (min_length, alpha)."""
+    """num_beams kept, top_k continuations of each; min_length and alpha of the length penalty."""
 
     num_beams: int = 4
     top_k: int = 3
@@ -42,11 +42,10 @@ class BeamWidth:
     alpha: float = 1.2
 
     def __post_init__(self) -> None:
-        check_count("num_beams", self.num_beams, low=1)
-        check_count("top_k", self.top_k, low=1)
+        WholeRange(1).check(self.num_beams, "num_beams")
+        WholeRange(1).check(self.top_k, "top_k")
         for name, value in (("min_length", self.min_length), ("alpha", self.alpha)):
-            if not 0 <= value <= MAX_PENALTY:
-                raise UserError(f"{name} {value} is out of range: 0 to {MAX_PENALTY:g}.")
+            RealRange(name, 0, MAX_PENALTY).check(value)
 
     def score(self, beam: Beam) -> float:
         penalty = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
@@ -54,7 +53,8 @@ class BeamWidth:
 
 
 def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decoding, width: BeamWidth) -> Iterator[Step]:
-    """Yield the best beam's tokens, a Step each; the first carries the forwards of the whole search. The processor plays no part.
+    """Yield one Step per token of the best beam. The first carries the forward passes of the whole search. The
+    processor is not used.
 
     Raises UserError for an unusable prompt or unusable logits.
     """
@@ -63,7 +63,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     if limit < 1:
         return
     beams, forwards = [Beam()], 0
-    best: Beam | None = None  # the best beam that ever ended, also where others pushed it out later
+    best: Beam | None = None  # the best beam that ever ended, even if others displaced it later
     while any(beam.finish is None for beam in beams):
         live = [beam for beam in beams if beam.finish is None]
         if forwards:
@@ -72,7 +72,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
         forwards += 1
         grown = [beam for beam in beams if beam.finish is not None]
         for row, beam in enumerate(live):
-            with named(session.name):
+            with naming(session.name):
                 grown.extend(
                     _continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit)
                 )
@@ -86,9 +86,9 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
 def _continuations(
     beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int
 ) -> Iterator[Beam]:
-    highest(logits)
+    max_logits(logits)
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
-    values, ids = leading(log_probs, min(top_k, len(log_probs)))
+    values, ids = stable_topk(log_probs, min(top_k, len(log_probs)))
     for value, token in zip(values.tolist(), ids.tolist(), strict=True):
         tokens = (*beam.tokens, token)
         yield Beam(tokens, beam.log_prob + value, row, decoding.finish_of(token, len(tokens), limit))
@@ -115,10 +115,11 @@ def beam_search_generate(
     *,
     seed: int | None = None,
 ) -> list[int]:
-    """New token ids of the best beam, end token included, the prompt left out.
+    """Generate by beam search. Returns the best beam's new token ids, with the end token and without the prompt.
 
-    inputs: flat list of prompt ids. pad_token_id: the decoder's first id where an encoder-decoder config names none. seed: beam search
-    draws nothing; it is accepted so that decoders can be exchanged. Raises UserError (a ValueError) for arguments out of range.
+    inputs: flat list of prompt ids. pad_token_id: the decoder's first id if an encoder-decoder config names none.
+    seed: unused, accepted so that the decoders are interchangeable. Raises UserError (a ValueError) for arguments out
+    of range.
     """
     decoding = Decoding.of(None, max_gen_len, end_ids=eos_tokens_id, seed=0 if seed is None else seed)
     session = ModelSession(model, rewinds=False, start_token=pad_token_id)

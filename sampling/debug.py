@@ -1,4 +1,6 @@
-"""debug=True of the library functions: the only place where a decoder reaches the screen, and only when it is asked to."""
+"""debug=True of the library functions: the only place where a decoder reaches the screen, and only when it is asked
+to.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,7 @@
-"""The draft-verify loop: every drafter, every rule and every model kind goes through speculative_steps.
+"""The draft-verify loop. Every drafter, verification rule and model kind goes through `speculative_steps`.
 
-It holds no positions, no cache branch, no greedy branch, no text, no clock and no screen: sessions, drafters, processors and consumers of
-steps own those.
+It holds no positions, no cache branch, no greedy branch, no text, no clock and no screen: sessions, drafters,
+processors and the consumers of Steps own those.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,54 +10,42 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sampling.debug import traced
-from sampling.drafters.model import NO_DRAFT, Draft, Drafter, ModelDrafter, Verified
+from sampling.drafters.model import ModelDrafter
 from sampling.verification import REJECTION, choose_rule
-from utils.decode.decoding import Decoding, check_count, token_ids
+from utils.bounds import WholeRange
+from utils.decode.decoding import Decoding, token_ids
+from utils.decode.drafts import NO_DRAFT, Draft, Drafter, Verified
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
+from utils.decode.session import TargetSession
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
 from utils.logits_processor import LogitsProcessor
 from utils.metrics.results import acceptance_of, tokens_of
 
 
-class Verify(Protocol):
-    """A verification rule: see sampling.verification, whose RULES are such."""
+class VerificationRule(Protocol):
+    """What the loop requires of a rule: see sampling.verification."""
 
-    def __call__(self, law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
-
-
-class Verifier(Protocol):
-    """What the loop asks of the target's session."""
-
-    name: str
-
-    def begin(self, prompt: list[int]) -> list[int]: ...
-
-    def room(self, context: list[int]) -> int | None: ...
-
-    def feed(self, context: list[int], keep: int) -> Tensor: ...
-
-    def rewind(self, length: int) -> None: ...
-
-    def take_features(self) -> Tensor | None: ...
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
 
 
 def speculative_steps(
     prompt: list[int],
     drafter: Drafter,
-    target: Verifier,
+    target: TargetSession,
     decoding: Decoding,
     *,
     gamma: int,
     first_target: bool = False,
-    rule: Verify = REJECTION,
+    rule: VerificationRule = REJECTION,
 ) -> Iterator[Step]:
-    """Yield one Step per round of at most `gamma` drafts and one target forward (Leviathan et al. 2023; gamma 0 is plain decoding).
+    """Yield one Step per round of at most `gamma` drafts and one verify pass (Leviathan et al. 2023). Gamma 0 is
+    autoregressive decoding.
 
     first_target: the first round drafts nothing. Raises UserError for an unusable prompt, gamma, cache or logits.
     """
-    check_count("gamma", gamma)
+    WholeRange(0).check(gamma, "gamma")
     context = target.begin(prompt)
     origin = len(context)
     limit = decoding.length_limit(target.room(context))
@@ -68,18 +56,18 @@ def speculative_steps(
         drafts_nothing = first_target and start == origin
         draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
         logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
-        law = decoding.law(logits, target.name)  # p, (k+1, V)
-        accepted, token = rule(law, draft, decoding.noise, start=start - origin)
-        step = _cut(draft.tokens, accepted, token, decoding.end_ids)
+        probs = decoding.probs(logits, target.name)  # p, (k+1, V)
+        accepted, token = rule(probs, draft, decoding.noise, start=start - origin)
+        step = _until_end_token(draft.tokens, accepted, token, decoding.end_ids)
         context.extend(step.tokens)
         finish = decoding.finish_of(context[-1], len(context) - origin, limit)
         target.rewind(len(context) - 1)
-        drafter.commit(context, Verified(start, logits, law, target.take_features()))
+        drafter.commit(context, Verified(start, logits, probs, target.take_features()))
         yield Step(step.drafted, step.accepted, step.token, finish)
 
 
-def _cut(drafted: list[int], accepted: int, token: int, end_ids: frozenset[int]) -> Step:
-    """The round up to its first end token: drafts behind an accepted one were never part of the text."""
+def _until_end_token(drafted: list[int], accepted: int, token: int, end_ids: frozenset[int]) -> Step:
+    """The round up to its first end token: what follows an accepted one was never part of the text."""
     for index in range(accepted):
         if drafted[index] in end_ids:
             return Step(tuple(drafted[: index + 1]), index + 1, None)
@@ -104,24 +92,25 @@ def speculative_generate(
     seed: int | None = None,
     verify: str = "rejection",
 ) -> tuple[list[int], float]:
-    """New token ids (end token included, prompt left out) and the acceptance rate, 0.0 where nothing was drafted.
+    """Generate with a drafter model. Returns the new token ids (with the end token, without the prompt) and the
+    acceptance rate.
 
-    inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models of one vocabulary (padding may differ).
-    tokenizer: only for readable text with debug=True. skip_sample_adjustment: draw corrected tokens from p; no longer the target's law.
-    first_target: the first round drafts nothing. verify: "rejection", "coupled" (the text of autoregressive_generate at the same seed) or
-    "block". Raises UserError (a ValueError) for an unusable prompt, pair, rule, cache or logits.
+    inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models with the same
+    vocabulary, except for padding. tokenizer: makes debug output readable. gamma: maximum number of drafts per round.
+    skip_sample_adjustment: draw corrected tokens from p, which no longer follows the target's distribution.
+    first_target: the first round drafts nothing. verify: "rejection", "coupled" (the text of autoregressive_generate
+    with the same seed) or "block". The acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError)
+    for an unusable prompt, pair, rule, cache or logits.
     """
     if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
-        raise UserError(
-            "Drafter and target are of two kinds (decoder-only and encoder-decoder): choose two models of one kind."
-        )
+        raise UserError("Drafter and target must both be decoder-only or both be encoder-decoder models.")
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     rule = choose_rule(verify, adjust=not skip_sample_adjustment)
-    drafts = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)
-    drafting = ModelDrafter(drafts, decoding, session.vocab_size, shares_noise=rule.shares_noise)
+    drafter_session = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)
+    model_drafter = ModelDrafter(drafter_session, decoding, session.vocab_size, shares_noise=rule.shares_noise)
     rounds = speculative_steps(
-        token_ids(inputs), drafting, session, decoding, gamma=gamma, first_target=first_target, rule=rule
+        token_ids(inputs), model_drafter, session, decoding, gamma=gamma, first_target=first_target, rule=rule
     )
     steps = list(traced(rounds, enabled=debug, tokenizer=tokenizer))
     return tokens_of(steps), acceptance_of(steps) or 0.0

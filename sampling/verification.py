@@ -1,8 +1,8 @@
-"""Verification rules: how many drafts stand, and which token the target adds. Pure functions of the laws, the draft and the noise.
+"""Verification rules: how many drafts are accepted, and which token the target adds.
 
-Symbols as in Leviathan et al. 2023 (arXiv 2211.17192): p is the target's law, q the drafter's, gamma the number of drafts. Neither models
-nor caches are known here. Each rule returns (accepted, token): drafts 0..accepted-1 stand and `token` follows them. Every token that is
-drawn from p itself is drawn with the target's noise at its position, whatever the rule.
+Pure functions of the target's distribution p, the draft and the noise; neither models nor caches are known here.
+Symbols as in Leviathan et al. 2023 (arXiv 2211.17192). Each rule returns (accepted, token). Tokens drawn from p
+itself always use the target's noise at their position, whatever the rule.
 """
 
 from collections.abc import Callable
@@ -11,104 +11,110 @@ from functools import partial
 
 from torch import Tensor
 
-from sampling.drafters.model import Draft
 from utils.bounds import RULES as NAMES
+from utils.decode.drafts import Draft
 from utils.decode.noise import Domain, Noise
-from utils.errors import UserError, one_of
+from utils.errors import UserError, check_choice
 
-Judge = Callable[..., tuple[int, int]]
+Verify = Callable[..., tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How drafts are judged.
+    """A row of the table of rules.
 
-    judge: what is done with drafts that have a law of their own. shares_noise: drafters draw with the target's own noise, so that the two
-    agree as often as one noise can make them; such drafts need no law. Drafts without a law are judged alike under every rule.
+    verify: for drafts that have a distribution q. Drafts without one are verified by `verify_one_hot` under every
+    rule. shares_noise: drafters draw with the target's own noise, so that both agree as often as possible; such
+    drafts need no q.
     """
 
     name: str
-    judge: Judge
+    verify: Verify
     shares_noise: bool = False
 
-    def __call__(self, law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
-        """Judge k drafts by the target's law (k+1, V); `start` is the round's first position among the run's new tokens."""
-        judge = verify_one_hot if draft.probs is None else self.judge
-        return judge(law, draft, noise, start=start)
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+        """Verify k drafts by the target's distribution (k+1, V). start: the round's first position among the new
+        tokens.
+        """
+        verify = verify_one_hot if draft.probs is None else self.verify
+        return verify(probs, draft, noise, start=start)
 
 
-def verify_one_hot(law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
-    """Draw x ~ p with the target's noise, emit it always, and go on while it equals the draft.
+def verify_one_hot(probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+    """Draw x ~ p with the target's noise, emit it, and continue while it equals the draft.
 
-    The text is plain decoding's own at the same seed, token for token, whatever was drafted and however. For drafts that have no law of
-    their own (n-grams) nothing is lost by it; for drafts that were drawn with the same noise it is the coupling of Daliri, Musco and
-    Suresh (2024, arXiv 2408.07978), where they match with probability sum_j 1 / sum_i max(p_i / p_j, q_i / q_j).
+    The text is that of autoregressive decoding with the same seed, token for token, whatever was drafted. For one-hot
+    drafts (n-grams) this accepts as often as any rule can. For drafts drawn with the same noise it is the coupling of
+    Daliri, Musco and Suresh 2024 (arXiv 2408.07978): they match with probability sum_j 1 / sum_i max(p_i / p_j, q_i /
+    q_j).
     """
-    tokens = noise.samples(law, start)
-    for index, wanted in enumerate(draft.tokens):
+    tokens = noise.samples(probs, start)
+    for index, drafted in enumerate(draft.tokens):
         token = next(tokens)
-        if token != wanted:
+        if token != drafted:
             return index, token
     return len(draft.tokens), next(tokens)
 
 
-def verify_rejection(law: Tensor, draft: Draft, noise: Noise, *, start: int, adjust: bool = True) -> tuple[int, int]:
+def verify_rejection(probs: Tensor, draft: Draft, noise: Noise, *, start: int, adjust: bool = True) -> tuple[int, int]:
     """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023, arXiv 2302.01318).
 
-    Accept x ~ q with probability min(1, p(x)/q(x)); at the first rejection draw from norm(max(0, p - q)); if all stand, draw a bonus
-    token from p. adjust: False draws the corrected token from p (a faster, biased variant).
+    Accept x ~ q with probability min(1, p(x)/q(x)). At the first rejection draw from norm(max(0, p - q)). If all are
+    accepted, draw a bonus token from p. adjust: False draws the corrected token from p instead (faster, but biased).
     """
     assert draft.probs is not None
-    for index, (p, q) in enumerate(zip(_chosen(law, draft.tokens), _chosen(draft.probs, draft.tokens), strict=True)):
+    for index, (p, q) in enumerate(zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True)):
         position = start + index
         if noise.uniform(Domain.ACCEPT, position, start) * q >= p:
-            residual = _residual(law[index], draft.probs[index]) if adjust else law[index]
-            return index, _corrected(residual, law[index], noise, position=position, start=start)
-    return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
+            weights = residual_of(probs[index], draft.probs[index]) if adjust else probs[index]
+            return index, _corrected(weights, probs[index], noise, position=position, start=start)
+    return len(draft.tokens), noise.sample(probs[-1], start + len(draft.tokens))
 
 
-def verify_block(law: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): drafts are judged together, and on average at least as many stand.
+def verify_block(probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): drafts are verified jointly, and at least as many are
+    accepted on average.
 
-    r_i = min(1, r_(i-1) p(x_i)/q(x_i)) with r_0 = 1 is how much of the first i drafts the target wants. The longest i stands for which
-    u_i <= h_i, where h_i = M_i / (M_i + 1 - r_i), M_i is the mass of max(0, r_i p - q) behind them, and h_gamma = r_gamma. The next
-    token is drawn from that residual, and behind all gamma drafts from p.
+    r_i = min(1, r_(i-1) p(x_i)/q(x_i)), r_0 = 1. The longest prefix i is accepted for which u_i <= h_i, where h_i =
+    M_i / (M_i + 1 - r_i), M_i is the mass of max(0, r_i p - q) after it, and h_gamma = r_gamma. The next token is
+    drawn from that residual, and after all gamma drafts from p.
     """
     assert draft.probs is not None
-    wanted: list[float] = [1]  # r_0
-    for p, q in zip(_chosen(law, draft.tokens), _chosen(draft.probs, draft.tokens), strict=True):
-        wanted.append(min(1, wanted[-1] * p / q))
+    ratios: list[float] = [1]  # r_0, r_1, ...
+    for p, q in zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True):
+        ratios.append(min(1, ratios[-1] * p / q))
     count = len(draft.tokens)
-    if not count or noise.uniform(Domain.ACCEPT, start + count - 1, start) <= wanted[count]:
-        return count, noise.sample(law[-1], start + count)
+    if not count or noise.uniform(Domain.ACCEPT, start + count - 1, start) <= ratios[count]:
+        return count, noise.sample(probs[-1], start + count)
     for accepted in range(count - 1, -1, -1):
-        residual = _residual(law[accepted] * wanted[accepted], draft.probs[accepted])
-        if not accepted or _stands(
-            residual, wanted[accepted], noise.uniform(Domain.ACCEPT, start + accepted - 1, start)
-        ):
+        weights = residual_of(probs[accepted] * ratios[accepted], draft.probs[accepted])
+        if not accepted:
             break
-    return accepted, _corrected(residual, law[accepted], noise, position=start + accepted, start=start)
+        if _accepts(weights, ratios[accepted], noise.uniform(Domain.ACCEPT, start + accepted - 1, start)):
+            break
+    return accepted, _corrected(weights, probs[accepted], noise, position=start + accepted, start=start)
 
 
-def _stands(residual: Tensor, wanted: float, uniform: float) -> bool:
-    """Whether u <= h = M / (M + 1 - r), which is 1 where r is 1."""
-    if wanted == 1:
+def _accepts(residual: Tensor, ratio: float, uniform: float) -> bool:
+    """Whether u <= h = M / (M + 1 - r), which is 1 if r is 1."""
+    if ratio == 1:
         return True
     mass = residual.sum().item()
-    return bool(uniform <= mass / (mass + 1 - wanted))
+    return bool(uniform <= mass / (mass + 1 - ratio))
 
 
-def _chosen(law: Tensor, tokens: list[int]) -> list[float]:
-    """The probability of each token in its own row; one transfer for all."""
-    return law[range(len(tokens)), tokens].tolist()
+def _of(probs: Tensor, tokens: list[int]) -> list[float]:
+    """The probability of each token in its own row, in one transfer."""
+    chosen: list[float] = probs[range(len(tokens)), tokens].tolist()
+    return chosen
 
 
-def _residual(p: Tensor, q: Tensor) -> Tensor:
+def residual_of(p: Tensor, q: Tensor) -> Tensor:
     return (p - q.to(p.device)).clamp(min=0)
 
 
 def _corrected(residual: Tensor, p: Tensor, noise: Noise, *, position: int, start: int) -> int:
-    # Only rounding can reject where nothing of p is left over q; p itself is then the residual's limit.
+    # Only rounding can reject a draft when p nowhere exceeds q; the residual's limit is then p itself.
     if residual is p or not residual.any():
         return noise.sample(p, position)
     return noise.pick(residual, Domain.RESIDUAL, position, start)
@@ -127,10 +133,12 @@ REJECTION = RULES["rejection"]
 
 
 def choose_rule(name: str, *, adjust: bool = True) -> Rule:
-    """The rule of this name. Raises UserError for an unknown one, and where a rule that never adjusts is asked not to."""
-    rule = RULES[one_of(name, NAMES, "verification rule")]
+    """The rule of this name. Raises UserError for an unknown name, or if `adjust` is False for a rule that never
+    adjusts.
+    """
+    rule = RULES[check_choice(name, NAMES, "verification rule")]
     if adjust:
         return rule
     if rule is not REJECTION:
-        raise UserError(f"skip_sample_adjustment belongs to verify='rejection'; leave it out with verify='{name}'.")
-    return replace(rule, judge=partial(verify_rejection, adjust=False))
+        raise UserError(f"skip_sample_adjustment requires verify='rejection'; leave it out with verify='{name}'.")
+    return replace(rule, verify=partial(verify_rejection, adjust=False))

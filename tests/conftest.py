@@ -1,21 +1,34 @@
-"""Set before torch is imported: a passive wait policy (spinning threads starve a busy machine), no hub, one thread in tests run abreast."""
+"""Environment and fixtures of all tests.
+
+The environment is set before torch is imported: a passive wait policy, because spinning threads slow down a busy machine,
+no model hub, and one thread in each of several test processes.
+"""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["XDG_CONFIG_HOME"] = os.devnull  # no config file of whoever runs the tests
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # ignores the config file of the user
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True)
+def _stop_patches() -> Iterator[None]:
+    """Undo what tests have patched with unittest.mock."""
+    yield
+    mock.patch.stopall()
+
+
 @pytest.fixture
 def view() -> Any:
-    """A screen in memory, wide enough that no table folds."""
+    """A screen in memory on which no line is broken."""
     from fakes import screen  # torch comes with it
 
     return screen()

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from sampling.drafters.model import Draft
+from utils.decode.drafts import Draft
 from utils.decode.noise import Domain
 
 Row = tuple[Fraction, ...]

@@ -1,29 +1,31 @@
-"""A session over tiny models, its screen in memory: what the transcript tests type into."""
+"""A session with tiny models and a screen in memory, for tests that type lines."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from tiny import tiny_llama, tiny_t5, tiny_tokenizer
 
-import infer
 from utils.commands import default_registry
-from utils.comparison.counterfactual import foresee
-from utils.comparison.harness import Probes
+from utils.comparison import warm_up
+from utils.comparison.job import Job
 from utils.comparison.records import RecordFile
-from utils.comparison.strategies import Strategy
+from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.engine import Engine
-from utils.pairs.compatibility import fit_of
+from utils.pairs.compatibility import compare_models
 from utils.pairs.request import PairRequest
 from utils.pairs.weights import stored_bytes
-from utils.repl.repl_session import Tools, Workbench
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
+from utils.repl.tools import SessionTools
 from utils.screen.renderer import Renderer
 
 VOCABULARY = 300
@@ -31,14 +33,14 @@ VOCABULARY = 300
 
 @dataclass
 class Screen:
-    """What was written: results and messages apart."""
+    """What was written, results and messages separately."""
 
     out: StringIO
     messages: StringIO
     renderer: Renderer
 
     def take(self) -> tuple[str, str]:
-        """Results and messages since the last look."""
+        """Results and messages since the last call."""
         texts = self.out.getvalue(), self.messages.getvalue()
         for buffer in (self.out, self.messages):
             buffer.seek(0)
@@ -81,24 +83,25 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         drafter_memory=stored_bytes(models[1]) if drafter else None,
         notes=(),
         drafter_tokenizer=None,
-        fit=fit_of(models[0], tokenizer, models[-1], None),
+        compatibility=compare_models(models[0], tokenizer, models[-1], None),
         request=PairRequest("tiny-target", "tiny-drafter" if drafter else None, device="cpu"),
     )
 
 
-def workbench(
+def open_session(
     view: Screen,
     pair: Any = None,
     records: Path | None = None,
-    strategies: Any = infer.STRATEGIES,
-    draft_seconds: Any = lambda job, kind: 0.0,
+    strategies: Any = STRATEGIES,
+    draft_seconds: Callable[[Job], float] = lambda job: 0.0,
     load: Any = None,
-) -> Workbench:
+) -> ReplSession:
+    """A session on the plain engine. draft_seconds: replaces the timing of drafters, so that costs are constant."""
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
-    probes = Probes(draft_seconds, foresee)
-    tools = Tools(strategies, default_registry(), view.renderer, infer.STORAGE, file, probes=probes, load=load)
-    return Workbench(pair, tools, Settings(engine="plain", gamma=4))
+    tools = SessionTools(default_registry(), view.renderer, file, load=load, strategies=strategies)
+    mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()  # stopped by a fixture in conftest.py
+    return ReplSession(pair, tools, Settings(engine="plain", gamma=4))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -106,20 +109,20 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def checked(bench: Workbench, file: Path, *lines: str) -> dict[str, Any]:
-    """The last record, after lines that all went well."""
+def checked(session: ReplSession, file: Path, *lines: str) -> dict[str, Any]:
+    """Process lines, all of which must succeed. Returns the last record."""
     for line in lines:
-        assert bench.handle(line) is Verdict.DONE, line
+        assert session.handle(line) is Verdict.DONE, line
     return records_of(file)[-1]
 
 
 def with_speculative(steps: Any) -> tuple[Strategy, ...]:
-    """The table of strategies with another decoder in the speculative row."""
-    return tuple(replace(row, steps=steps) if row.name == "speculative" else row for row in infer.STRATEGIES)
+    """The table of strategies with a different decoder in the speculative row."""
+    return tuple(replace(row, steps=steps) if row.name == "speculative" else row for row in STRATEGIES)
 
 
 class Restless(torch.nn.Module):
-    """A model that answers differently from call to call, in windows, in batches, or behind a cache."""
+    """A model whose logits depend on the call, the verify width, the batch or the cache."""
 
     def __init__(
         self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0

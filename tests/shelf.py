@@ -10,7 +10,9 @@ from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from utils.errors import UserError
-from utils.pairs.load_pair import Pair, PairRequest, load_pair
+from utils.pairs.load_pair import load_pair
+from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest
 
 
 def load(target: Path | str, drafter: Path | str | None = None, **words: str) -> Pair:

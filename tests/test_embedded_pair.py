@@ -6,23 +6,28 @@ from random import Random
 import pytest
 import torch
 from fakes import Screen, records_of
-from test_engine import stepped, walked
+from logit_paths import assert_bits_of_single_steps, stepwise_logits
 from toys import decoding
 
 import infer
 from sampling import autoregressive_steps
 from utils.commands import default_registry
+from utils.comparison.job import Job
 from utils.comparison.records import RecordFile
-from utils.comparison.strategies import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.layer_cut import first_layers
-from utils.decode.model_session import ModelSession, context_length
+from utils.decode.model_info import context_length
+from utils.decode.model_session import ModelSession
 from utils.logits_processor import GreedyProcessor, NucleusProcessor
 from utils.metrics.results import collect, tokens_of
-from utils.pairs.load_pair import Pair, PairRequest, load_pair
+from utils.pairs.load_pair import load_pair
+from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import prompt_ids
-from utils.repl.repl_session import Tools, Workbench
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
+from utils.repl.tools import SessionTools
 
 PROMPTS = [
     "What is the capital of France?",
@@ -39,9 +44,9 @@ def pair() -> Pair:
     return load_pair(PairRequest("embedded", "head"), lambda message: None)
 
 
-def bench_on(pair: Pair, view: Screen, file: Path) -> Workbench:
-    return Workbench(
-        pair, Tools(infer.STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings()
+def open_session_on(pair: Pair, view: Screen, file: Path) -> ReplSession:
+    return ReplSession(
+        pair, SessionTools(STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings()
     )
 
 
@@ -49,7 +54,7 @@ def test_the_heads_first_guesses_are_right_more_often_than_not(pair: Pair) -> No
     """Of 60 greedy tokens per prompt; the card says how often on many more."""
     first = [0, 0]
     settings = Settings(gamma=1, length=60)
-    speculative = next(row for row in infer.STRATEGIES if row.kinds)
+    speculative = next(row for row in STRATEGIES if row.kinds)
     for prompt in PROMPTS:
         job = Job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), pair, settings, None)
         accepted, tried = collect(speculative.steps(job)).accepted_by_position[0]
@@ -61,11 +66,11 @@ def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(
     pair: Pair, view: Screen, tmp_path: Path
 ) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = bench_on(pair, view, file)
+    session = open_session_on(pair, view, file)
     for line in ("/length 24", "/drafter_kind loaded layers:10 chain"):
-        bench.handle(line)
+        session.handle(line)
     for prompt in PROMPTS:
-        assert bench.handle(prompt) is Verdict.DONE
+        assert session.handle(prompt) is Verdict.DONE
     assert len(records_of(file)) == 5 * len(PROMPTS)
     for index, prompt in enumerate(PROMPTS):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
@@ -80,7 +85,7 @@ def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(
 
 def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = bench_on(pair, view, file)
+    session = open_session_on(pair, view, file)
     for line in (
         "/chat off",
         "/length 12",
@@ -88,20 +93,20 @@ def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view
         "/cache off",
         "The three primary colours are",
     ):
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
 
 
 def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = bench_on(pair, view, file)
+    session = open_session_on(pair, view, file)
     lines = ["/verify coupled", "/length 20", "/gamma 3"]
     for prompt, processor in zip(
         PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False
     ):
         lines += [f"/processor {processor}", prompt]
     for line in lines:
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     rows = records_of(file)
     assert len(rows) == 4 * 3
     assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
@@ -113,9 +118,9 @@ def test_windows_have_the_very_bits_of_single_steps_whoever_computes(pair: Pair)
     assert (state.kind, state.verified) == ("invariant", True), state
     context = [token for prompt in PROMPTS for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
     for seed, model in enumerate((pair.target, first_layers(pair.target, 10))):
-        walked(model, context, Random(seed))
+        assert_bits_of_single_steps(model, context, Random(seed))
         uncached = ModelSession(model, use_cache=False).feed(context, keep=5)
-        assert torch.equal(uncached, stepped(model, context)[-5:])
+        assert torch.equal(uncached, stepwise_logits(model, context)[-5:])
 
 
 def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:

@@ -28,7 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from utils.models.draft_head import Grafted, Head, shape_for
+from utils.models.draft_head import Head, TargetHead, shape_for
 
 CHATML = (
     "{% for message in messages %}"
@@ -201,7 +201,7 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
 
 
-def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> Grafted:
+def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> TargetHead:
     """A random head on a target; it drafts every second id unless told which."""
     size = target.config.vocab_size
     with torch.random.fork_rng(devices=[]):
@@ -209,4 +209,4 @@ def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), 
         head = Head(shape_for(target, layers))
         for part in head.parameters():
             torch.nn.init.normal_(part, std=0.3)
-    return Grafted(head, target, torch.tensor(list(range(0, size, 2) if vocabulary is None else vocabulary)))
+    return TargetHead(head, target, torch.tensor(list(range(0, size, 2) if vocabulary is None else vocabulary)))

@@ -1,22 +1,101 @@
-"""Bounds that more than one module checks, without imports."""
+"""Allowed values that several modules check: ranges of numbers, choices and device names.
+
+Nothing heavy is imported, so that the command line can use them before torch is loaded.
+"""
+
+import re
+from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
+
+from utils.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRange:
+    """Whole numbers from `low` to `high`, both included; without `high` there is no upper bound."""
+
+    low: int
+    high: int | None = None
+
+    def __str__(self) -> str:
+        return f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
+
+    def check(self, value: SupportsIndex, name: str = "") -> int:
+        """The value as an int. Raises UserError if it is not a whole number or out of range; `name` says what it is."""
+        shown = f"{name} {value}".strip()
+        if not isinstance(value, SupportsIndex):
+            raise UserError(f"{shown} is out of range: a whole number, {self}.")
+        number = index(value)
+        nearest = max(number, self.low) if self.high is None else min(max(number, self.low), self.high)
+        if number != nearest:
+            raise UserError(f"{shown} is out of range: {self}; the nearest is {nearest}.")
+        return number
+
+    def parse(self, text: str) -> int:
+        """The number written in `text`. Raises UserError as `check` does."""
+        # int() would also accept underscores and blanks.
+        if not re.fullmatch(r"[+-]?\d{1,30}", text, re.ASCII):
+            problem = f"'{text}' is not a whole number" if text else "a whole number is missing"
+            raise UserError(f"{problem}; allowed: {self}.")
+        return self.check(int(text))
+
+
+@dataclass(frozen=True, slots=True)
+class RealRange:
+    """Real numbers from `low` (or above it, if it is excluded) to `high`.
+
+    `name` says in messages what the number is.
+    """
+
+    name: str
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def __str__(self) -> str:
+        return f"above {self.low:g}, at most {self.high:g}" if self.excludes_low else f"{self.low:g} to {self.high:g}"
+
+    def check(self, value: float) -> float:
+        """The value itself. Raises UserError if it is out of range or NaN."""
+        if not self.low <= value <= self.high or (self.excludes_low and value == self.low):
+            raise UserError(f"{self.name} {value:g} is out of range: {self}.")
+        return value
+
+    def parse(self, text: str) -> float:
+        """The number written in `text`. Raises UserError as `check` does."""
+        # float() would also accept "nan", "inf" and underscores.
+        if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text, re.ASCII):
+            raise UserError(f"'{text}' is not a number; allowed for {self.name}: {self}.")
+        return self.check(float(text))
+
 
 MAX_SEED = 2**32 - 1
-MAX_TEMPERATURE = 100.0
 MAX_GAMMA = 63
-AUTO_GAMMA = 16  # most drafts of a round whose number is chosen
-MIN_ORDER, MAX_ORDER = 2, 16  # of an n-gram storage
-MAX_FILLER = 64
-MAX_GRAMS = 100_000_000  # that a storage may be allowed to hold
+AUTO_GAMMA = 16  # maximum number of drafts per round where gamma is chosen automatically
+SEED = WholeRange(0, MAX_SEED)
+TEMPERATURE = RealRange("temperature", 0, 100)
+TOP_P = RealRange("top-p", 0, 1, excludes_low=True)
+NGRAM_ORDER = WholeRange(2, 16)
+MAX_NGRAMS = 100_000_000
+NGRAM_LIMIT = WholeRange(1, MAX_NGRAMS)
+FILLER_TOP_K = WholeRange(1, 64)
+THREADS = WholeRange(1, 1024)
 
 ENGINES = ("auto", "plain", "invariant")
 ENGINE_WEIGHTS = ("float32", "int8")
-MAX_THREADS = 1024
-
-LOADED = "loaded"
-DRAFTER_KINDS = (LOADED, "model", "head", "layers:K", "lookup", "suffix", "chain")
 
 RULES = ("rejection", "coupled", "block")  # of verification
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4", "bnb-int8", "nf4")
-DEVICE_PATTERN = r"cpu|mps|cuda(:\d+)?"
+
+
+def check_device(name: str) -> str:
+    """`name` itself if it names a device, `auto` included; whether the machine has it is not checked.
+
+    Raises UserError otherwise.
+    """
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name, re.ASCII):
+        raise UserError(f"'{name}' is not a device; choose auto, cpu, cuda, cuda:N or mps.")
+    return name

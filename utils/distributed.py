@@ -1,86 +1,109 @@
-"""Several processes of one run: who one is, and what they say to each other.
+"""Multi-process runs: the rank of this process, and values that all processes must agree on.
 
-Under `accelerate launch` each takes its share of the prompts. Under `torchrun` they compute one target together, each holding a part of its
-weights: the first owns the screen and the keyboard, and all do the same with every line. What only one of them can know (a typed line, a
-measured time) the first tells the others; all else follows from seeds, and from logits that are the same everywhere.
+`accelerate launch` is data parallel: every process decodes a shard of the prompts. `torchrun` is tensor parallel: all
+processes compute one target, and rank zero owns the screen, the keyboard and the files. Only what a single rank can
+know (a typed line, a measured time) is broadcast; all else follows from the seed and from logits that are equal on all
+ranks.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as distributed
 
-Told = TypeVar("Told")
-PATIENCE = timedelta(days=365)  # with somebody who has not typed anything yet
+from utils.errors import UserError
+
+Value = TypeVar("Value")
+BROADCAST_TIMEOUT = timedelta(days=365)  # the other ranks wait for a line that the user may type much later
 
 
-def is_first() -> bool:
-    """Whether this process is the one that owns the screen."""
-    return _number("RANK", 0) == 0
+def is_rank_zero() -> bool:
+    """Whether this process owns the screen."""
+    return _environment_number("RANK", 0) == 0
 
 
-def number_of() -> int:
-    """How many processes there are."""
-    return _number("WORLD_SIZE", 1)
+def world_size() -> int:
+    """Number of processes, 1 without a launcher."""
+    return _environment_number("WORLD_SIZE", 1)
 
 
-def together() -> bool:
-    """Whether they compute one target together."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ
-    return launched and number_of() > 1
+def is_tensor_parallel() -> bool:
+    """Whether several processes compute one target."""
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ
+    return torchrun and world_size() > 1
 
 
-def share(prompts: list[str]) -> list[str]:
-    """This process's part of the prompts; all of them where it is alone, or where all work on each."""
-    return prompts if together() else prompts[_number("RANK", 0) :: number_of()]
+def reads_and_writes() -> bool:
+    """Whether this process reads typed lines and writes files: in tensor-parallel runs only rank zero does."""
+    return is_rank_zero() or not is_tensor_parallel()
 
 
-def own_device() -> str:
+def shard_prompts(prompts: list[str]) -> list[str]:
+    """The prompts that this process decodes: every world_size-th in data-parallel runs, otherwise all."""
+    return prompts if is_tensor_parallel() else prompts[_environment_number("RANK", 0) :: world_size()]
+
+
+def local_device() -> str:
     """The CUDA device of this process."""
-    return f"cuda:{_number('LOCAL_RANK', 0)}" if number_of() > 1 else "cuda"
+    return f"cuda:{_environment_number('LOCAL_RANK', 0)}" if world_size() > 1 else "cuda"
 
 
-def told(value: Told) -> Told:
-    """The first process's value, in all that compute together; one's own value elsewhere. A model must have been loaded."""
-    if not together():
+def broadcast(value: Value) -> Value:
+    """Rank zero's value in tensor-parallel runs, `value` itself elsewhere. The target must have been loaded before."""
+    if not is_tensor_parallel():
         return value
-    box: list[Any] = [value]
-    distributed.broadcast_object_list(box, src=0, group=_wire())
-    value = box[0]
-    return value
+    values = [value]
+    distributed.broadcast_object_list(values, src=0, group=_host_group())
+    return values[0]
 
 
-def heard(lines: Iterable[str]) -> Iterator[str]:
-    """The lines that the first process reads, in all that compute together; one's own elsewhere."""
-    reading = iter(lines)
-    while (line := told(next(reading, None) if is_first() or not together() else None)) is not None:
+def broadcast_lines(lines: Iterable[str]) -> Iterator[str]:
+    """The lines that rank zero reads in tensor-parallel runs, this process's own lines elsewhere."""
+    reader = iter(lines)
+    while (line := broadcast(next(reader, None) if reads_and_writes() else None)) is not None:
         yield line
 
 
-def part(status: int) -> int:
-    """End what was set up between processes; the exit status, which the first alone tells where all had the same lines."""
+def run_once(action: Callable[[], None]) -> None:
+    """Run an action on disk in one of the tensor-parallel processes.
+
+    A UserError that it raises is raised in all of them.
+    """
+    message = ""
+    if reads_and_writes():
+        try:
+            action()
+        except UserError as error:
+            message = str(error)
+    if message := broadcast(message):
+        raise UserError(message)
+
+
+def shutdown(status: int) -> int:
+    """Leave the process group and return the exit status: in tensor-parallel runs only rank zero reports a failure."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    return status if is_first() or not together() else 0
+    return status if reads_and_writes() else 0
 
 
-def end_if_together() -> None:
-    """After a failure that the others may not have had: they would wait for this process for ever."""
-    if together():
+def abort_if_tensor_parallel() -> None:
+    """Exit after a failure that the other tensor-parallel ranks may not share: they would wait for this one forever."""
+    if is_tensor_parallel():
         sys.exit(1)
 
 
 @cache
-def _wire() -> Any:
-    return distributed.new_group(backend="gloo", timeout=PATIENCE)
+def _host_group() -> distributed.ProcessGroup:
+    group: distributed.ProcessGroup = distributed.new_group(backend="gloo", timeout=BROADCAST_TIMEOUT)
+    return group
 
 
-def _number(name: str, usual: int) -> int:
+def _environment_number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else usual
+    return int(text) if text.isascii() and text.isdigit() else default

@@ -1,7 +1,7 @@
-"""The one exception whose message is written for the person at the keyboard.
+"""The exception for bad input and unusable models, whose message is written for the user.
 
-Whoever raises it puts a whole sentence in it: what was wrong, what is allowed, what to do instead. The terminal prints that sentence
-and goes on; library callers meet an ordinary ValueError.
+The message is one complete sentence: what was wrong, what is allowed, and the nearest valid value. The terminal prints
+it and continues. Callers of the library can catch it as a ValueError.
 """
 
 from difflib import get_close_matches
@@ -11,14 +11,17 @@ class UserError(ValueError):
     """Bad input or an unusable model, explained in one sentence."""
 
 
-class NoRoom(UserError):
-    """A prompt that is longer than a model's context."""
+class ContextOverflow(UserError):
+    """A prompt that does not fit into a model's context."""
 
 
-def one_of(name: str, names: tuple[str, ...], what: str) -> str:
-    """`name` if it is among `names`; otherwise UserError with the nearest and all of them."""
-    if name in names:
+def check_choice(name: str, choices: tuple[str, ...], what: str) -> str:
+    """`name` itself if it is among the choices.
+
+    Otherwise raises a UserError that lists them and suggests the nearest.
+    """
+    if name in choices:
         return name
-    near = get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise UserError(f"{what} '{name}' is unknown; choose one of {', '.join(names)}.{hint}")
+    nearest = get_close_matches(name, choices, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    raise UserError(f"{what} '{name}' is unknown; choose one of {', '.join(choices)}.{hint}")

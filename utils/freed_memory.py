@@ -1,4 +1,4 @@
-"""Memory that was freed, back to the system."""
+"""Returning freed memory to the operating system."""
 
 import ctypes
 import gc
@@ -8,11 +8,11 @@ from contextlib import suppress
 import torch
 
 
-def give_back_memory() -> None:
-    """Return what was freed to the system: on Linux it would otherwise stay with the process, on a GPU with torch."""
-    gc.collect()  # models hold cycles
+def release_memory() -> None:
+    """Collect garbage and return freed memory, which glibc and torch would otherwise keep for the process."""
+    gc.collect()  # models contain reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
+        with suppress(OSError, AttributeError):  # a C library other than glibc
             ctypes.CDLL("libc.so.6").malloc_trim(0)

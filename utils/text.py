@@ -1,11 +1,13 @@
-"""From token ids to text that is safe to show: whole text, text as it grows and is broken into lines, and single tokens.
+"""From token ids to text that is safe to show: whole texts, texts that grow token by token, and single tokens.
 
-Model output is data. Control characters could move the cursor, recolour the terminal or hide text, so they are replaced by visible
-pictures before anything reaches a screen.
+Model output is data: control characters could move the cursor, recolour the terminal or hide text. They are replaced by
+visible symbols before anything is shown.
 """
 
 from collections.abc import Callable
 from typing import Any
+
+from rich.filesize import decimal
 
 _BROKEN = "\ufffd"
 _DIRECTION_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -15,32 +17,37 @@ _UNSAFE: dict[int, str] = (
     | dict.fromkeys(range(128, 160), _BROKEN)
     | {ord(mark): _BROKEN for mark in _DIRECTION_MARKS}
     | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
-    | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # no characters, which XML does not take
+    | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # not characters, and not allowed in XML
 )
 
 
 def visible(text: str) -> str:
-    """The text with control characters (but newline and tab) replaced by pictures of them."""
+    """The text with control characters, except newline and tab, replaced by visible symbols."""
     return text.translate(_UNSAFE)
 
 
-def unescaped(typed: str) -> str:
-    """A typed line as a prompt: backslash-n and backslash-t stand for newline and tab."""
+def byte_size(size: int) -> str:
+    """A number of bytes in decimal units, for example "538.1 MB"."""
+    return decimal(size)
+
+
+def unescape(typed: str) -> str:
+    """A typed line as a prompt: the escapes \\n and \\t become newline and tab."""
     return typed.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates (bytes that were no UTF-8) replaced, which no tokenizer and no file takes."""
+    """The text with lone surrogates (bytes that were not UTF-8) replaced: tokenizers and files reject them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """The text of these ids, special tokens left out."""
+    """The text of token ids, without special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def token_piece(tokenizer: Any, token: int) -> str:
-    """One token as a quoted, readable piece; its id where it is only part of a character, or where there is no tokenizer."""
+    """One token as quoted text, or its id if it is only part of a character or there is no tokenizer."""
     if tokenizer is None:
         return str(token)
     piece = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -50,17 +57,16 @@ def token_piece(tokenizer: Any, token: int) -> str:
 
 
 class TextStream:
-    """Text that grows token by token; what cannot be read yet (half a character) waits for the tokens that complete it."""
+    """Text that grows token by token. An incomplete character is held back until the tokens that complete it arrive."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._anchor = self._shown = (
-            0  # decoding starts at the anchor, so that a token's text may depend on the one before
-        )
+        # Decoding starts at the anchor, because the text of a token may depend on the token before it.
+        self._anchor = self._shown = 0
 
     def add(self, tokens: tuple[int, ...]) -> str:
-        """The newly readable text."""
+        """The text that these tokens complete."""
         self._tokens.extend(tokens)
         before, after = self._texts()
         if len(after) <= len(before) or after.endswith(_BROKEN):
@@ -69,21 +75,22 @@ class TextStream:
         return after[len(before) :]
 
     def end(self) -> str:
-        """What is left, readable or not."""
+        """The rest of the text, incomplete characters included."""
         before, after = self._texts()
         self._shown = len(self._tokens)
         return after[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        window = self._tokens[self._anchor :]
-        return decode(self._tokenizer, window[: self._shown - self._anchor]), decode(self._tokenizer, window)
+        """The text since the anchor: what was returned before, and all of it."""
+        tokens = self._tokens[self._anchor :]
+        return decode(self._tokenizer, tokens[: self._shown - self._anchor]), decode(self._tokenizer, tokens)
 
 
 class WrappedText:
-    """Growing text in lines so wide that end between words: a word is held back until it is known whether it fits.
+    """Growing text, wrapped at word boundaries: a word is held back until it is known whether it fits into the line.
 
-    width: None leaves everything as it is. cells: how wide a text is on the screen; what is written without spaces, in wide characters, may
-    end a line anywhere.
+    width: columns of a line; None does not wrap. cells: the number of columns that a text takes. Wide characters are
+    usually written without spaces, so a line may end at any of them.
     """
 
     def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
@@ -92,30 +99,29 @@ class WrappedText:
         self._gap = self._word = ""
 
     def add(self, text: str) -> str:
-        """What can be shown by now."""
+        """The text that can be shown now."""
         if self._width is None:
             return text
         shown = ""
-        for sign in text:
-            if sign == "\n":
-                shown += self.end() + sign
+        for character in text:
+            if character == "\n":
+                shown += self.end() + character
                 self._column = 0
-            elif sign in " \t":
+            elif character in " \t":
                 shown += self.end() if self._word else ""
-                self._gap += sign
+                self._gap += character
             else:
-                wide = self._cells(sign) > 1
+                wide = self._cells(character) > 1
                 shown += self.end() if wide and self._word else ""
-                self._word += sign
+                self._word += character
                 shown += self.end() if wide or self._cells(self._word) >= self._width else ""
         return shown
 
     def end(self) -> str:
-        """What was held back."""
-        assert self._width is not None or not self._word
+        """The text that was held back."""
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
         size = self._cells(gap.expandtabs()) + self._cells(word)
-        if word and self._column and self._column + size > (self._width or 0):
+        if word and self._column and self._width is not None and self._column + size > self._width:
             self._column = self._cells(word)
             return "\n" + word
         self._column += size

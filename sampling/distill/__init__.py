@@ -1,1 +1,1 @@
-"""Distillation: a drafter for any target, made of the target's own text. Run it as `python -m sampling.distill`."""
+"""Distillation: train a drafter for any target on the target's own text. Run it as `python -m sampling.distill`."""

@@ -1,40 +1,40 @@
-"""`python -m sampling.distill`: make a drafter for any target, out of text that the target writes itself."""
+"""`python -m sampling.distill`: train a drafter for any target on text that the target generates itself."""
 
 import json
 import signal
 import sys
 
-from sampling.distill.options import read_order
+from sampling.distill.options import parse_options
 from utils.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Carry out the order of the command line; the exit status: 0, 1 for what a user can mend, 130 interrupted."""
+    """Run the command and return its exit status: 0, 1 for an error that the user can correct, 130 if interrupted."""
     from utils.screen.renderer import make_renderer
 
     renderer = make_renderer(interactive=False, plain=False)
     try:
-        order = read_order(argv)
-        from sampling.distill.pipeline import Workshop
+        options = parse_options(argv)
+        from sampling.distill.pipeline import Distillation
 
-        workshop = Workshop(order, renderer.note)
-        if order.measure:
-            workshop.measure()
+        distillation = Distillation(options, renderer.note)
+        if options.measure:
+            distillation.measure()
         else:
-            workshop.make()
+            distillation.run()
     except KeyboardInterrupt:
-        renderer.note("Interrupted: --out FOLDER --resume goes on from here, where pages were to be written.")
+        renderer.note("Interrupted. If generation had started, --out FOLDER --resume continues.")
         return 130
     except Exception as error:
-        if not (why := explained_failure(error)):
+        if not (message := error_message(error)):
             raise  # a bug
-        renderer.error(why)
+        renderer.error(message)
         return 1
     return 0
 
 
-def explained_failure(error: Exception) -> str:
-    """A sentence for what a user can mend; nothing for a bug."""
+def error_message(error: Exception) -> str:
+    """One sentence for an error that the user can correct; an empty string for a bug."""
     from safetensors import SafetensorError
 
     from utils.models.load_errors import is_out_of_memory
@@ -42,14 +42,14 @@ def explained_failure(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        return "Out of memory: fewer --rows or a smaller --batch need less; --resume goes on with what is written."
+        return "Out of memory. Fewer --rows or a smaller --batch need less; --resume keeps what is already generated."
     if isinstance(error, OSError):
-        return f"The work cannot be read or written: {error.strerror or error}. Make room, or choose another --out."
+        return f"Reading or writing failed: {error.strerror or error}. Free disk space or choose another --out."
     if isinstance(error, SafetensorError | json.JSONDecodeError):
-        return f"A file of the work is damaged ({error}): delete the folder's work and begin again."
+        return f"A file in the work folder is damaged ({error}). Delete the work folder and start again."
     return ""
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell that started this had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent shell may have ignored it
     sys.exit(main())

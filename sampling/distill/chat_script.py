@@ -1,7 +1,7 @@
-"""Conversations that a target writes by itself: the chat template's own pieces, and who is speaking in each row of a batch.
+"""Conversations that a target generates by itself: the parts of its chat template, and the state of a conversation.
 
-A row begins with the template up to the user's words; the target writes them, the template ends that turn and opens the answer, the
-target writes that, and so on. What the template puts there is forced; everything else is the target's own.
+A conversation begins with the template up to the user's message. The target completes the message, the template ends
+the turn and opens the answer, the target writes the answer, and so on. Template tokens are inserted, not sampled.
 """
 
 from __future__ import annotations
@@ -15,98 +15,99 @@ from jinja2 import TemplateError
 
 from sampling.distill.prompts import openings
 
-# Stand for what is said; letters only, so that no template trims or escapes them.
-FIRST, ANSWER, SECOND = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
-FORCED, ASKED, ANSWERED = range(3)  # whose token it is: the template's, or the target's as a user or in an answer
-LONGEST_QUESTION = 96  # tokens; a small model may never end a question
-QUESTION_WARMTH = 0.7  # greedily there would be one question only; at 1 a small model asks nonsense
+# Placeholders for message contents. They are letters only, so that no template trims or escapes them.
+FIRST_QUESTION, FIRST_ANSWER, SECOND_QUESTION = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
+TEMPLATE, QUESTION, ANSWER = range(3)  # the source of a token; stored in the pages
+MAX_QUESTION_TOKENS = 96  # a small model may never end a question
+QUESTION_TEMPERATURE = 0.7  # greedy decoding would give one question only, and at 1 a small model asks nonsense
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Token ids that a chat template puts before a user's first words, between them and the answer, and behind that; what ends a turn.
+    """The token ids of a chat template around the messages, the end tokens, and the openings by group.
 
-    Of a model without a template there is only a first token and text: both links are empty. openings: groups of texts, see
-    sampling.distill.prompts; ids: of a text.
+    Without a chat template the prefix and the question prefix are one start token and the answer prefix is empty.
     """
 
-    head: tuple[int, ...]
-    to_answer: tuple[int, ...]
-    to_question: tuple[int, ...]
+    prefix: tuple[int, ...]
+    answer_prefix: tuple[int, ...]
+    question_prefix: tuple[int, ...]
     end_ids: frozenset[int]
     openings: tuple[tuple[str, ...], ...]
-    ids: Callable[[str], tuple[int, ...]]
+    encode: Callable[[str], tuple[int, ...]]
 
     @classmethod
-    def of(cls, tokenizer: Any, end_ids: frozenset[int], questions: list[str]) -> Script:
-        """questions: whole users' turns to take in place of openings."""
+    def from_tokenizer(cls, tokenizer: Any, end_ids: frozenset[int], questions: list[str]) -> Script:
+        """The script of a tokenizer. `questions`, if any, are complete user messages that replace the openings."""
 
-        def ids(text: str) -> tuple[int, ...]:
+        def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         groups = (tuple(questions),) if questions else openings()
-        turns = (
-            {"role": "user", "content": FIRST},
-            {"role": "assistant", "content": ANSWER},
-            {"role": "user", "content": SECOND},
-        )
+        messages = [
+            {"role": "user", "content": FIRST_QUESTION},
+            {"role": "assistant", "content": FIRST_ANSWER},
+            {"role": "user", "content": SECOND_QUESTION},
+        ]
         try:
-            text: str = tokenizer.apply_chat_template(list(turns), tokenize=False)
-            head, rest = text.split(FIRST)
-            to_answer, rest = rest.split(ANSWER)
-            return cls(ids(head), ids(to_answer), ids(rest.split(SECOND)[0]), end_ids, groups, ids)
-        except (TemplateError, TypeError, ValueError, AttributeError):
-            first = next((token for token in (tokenizer.bos_token_id, *sorted(end_ids)) if token is not None), 0)
-            return cls((first,), (), (first,), end_ids, groups, ids)
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+            prefix, rest = text.split(FIRST_QUESTION)
+            answer_prefix, rest = rest.split(FIRST_ANSWER)
+            question_prefix = rest.split(SECOND_QUESTION)[0]
+            return cls(encode(prefix), encode(answer_prefix), encode(question_prefix), end_ids, groups, encode)
+        except (TemplateError, TypeError, ValueError, AttributeError):  # no template, or one that changes the contents
+            start = next((token for token in (tokenizer.bos_token_id, *sorted(end_ids)) if token is not None), 0)
+            return cls((start,), (), (start,), end_ids, groups, encode)
 
-    def opening(self, chance: random.Random) -> tuple[int, ...]:
-        """One of them, its group drawn first."""
-        return self.ids(chance.choice(chance.choice(self.openings)))
+    def draw_opening(self, rng: random.Random) -> tuple[int, ...]:
+        """The token ids of a random opening; the group is drawn first."""
+        return self.encode(rng.choice(rng.choice(self.openings)))
 
 
 @dataclass(slots=True)
-class Speaker:
-    """One row: what is still to be forced, and whether the target is answering.
+class Conversation:
+    """One row of a batch: which tokens the template still inserts, and whether the target is answering.
 
-    warmth: the temperature of its answers. asked: whether the question was given whole.
+    complete: whether the opening is a complete user message. turn_tokens: tokens sampled in the current turn.
     """
 
     script: Script
-    warmth: float
+    answer_temperature: float
     opening: tuple[int, ...]
-    asked: bool = False
+    complete: bool = False
     answering: bool = False
-    spoken: int = 0
-    forced: list[int] = field(default_factory=list)
+    turn_tokens: int = 0
+    inserted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.forced = [*self.script.head, *self.opening]
-        if not self.script.to_answer:
-            self.answering = True  # all is text
-        elif self.asked:
-            self._turn(answering=True)
+        self.inserted = [*self.script.prefix, *self.opening]
+        if not self.script.answer_prefix:
+            self.answering = True  # without a template all text counts as an answer
+        elif self.complete:
+            self._start_turn(answering=True)
 
     @property
     def temperature(self) -> float:
-        """Of the next token."""
-        return self.warmth if self.answering else QUESTION_WARMTH
+        """The temperature at which the next token is sampled."""
+        return self.answer_temperature if self.answering else QUESTION_TEMPERATURE
 
-    def next(self, drawn: int) -> tuple[int, int]:
-        """The row's next token, given what the target drew, and whose it is."""
-        if self.forced:
-            return self.forced.pop(0), FORCED
-        self.spoken += 1
-        voice = ANSWERED if self.answering else ASKED
-        ended = drawn in self.script.end_ids
-        if not self.answering and (ended or self.spoken > LONGEST_QUESTION):
-            self._turn(answering=True)
-            return self.forced.pop(0), FORCED
+    def next_token(self, sampled: int) -> tuple[int, int]:
+        """The next token of the row and its source, given the token that the target sampled."""
+        if self.inserted:
+            return self.inserted.pop(0), TEMPLATE
+        self.turn_tokens += 1
+        source = ANSWER if self.answering else QUESTION
+        ended = sampled in self.script.end_ids
+        if not self.answering and (ended or self.turn_tokens > MAX_QUESTION_TOKENS):
+            self._start_turn(answering=True)
+            return self.inserted.pop(0), TEMPLATE
         if ended:
-            self._turn(answering=not self.script.to_answer)
-            if self.forced and self.forced[0] == drawn:  # the template writes the end itself
-                del self.forced[0]
-        return drawn, voice
+            self._start_turn(answering=not self.script.answer_prefix)
+            if self.inserted and self.inserted[0] == sampled:  # the template writes the end token itself
+                del self.inserted[0]
+        return sampled, source
 
-    def _turn(self, *, answering: bool) -> None:
-        self.answering, self.spoken = answering, 0
-        self.forced += self.script.to_answer if answering and self.script.to_answer else self.script.to_question
+    def _start_turn(self, *, answering: bool) -> None:
+        self.answering, self.turn_tokens = answering, 0
+        has_template = bool(self.script.answer_prefix)
+        self.inserted += self.script.answer_prefix if answering and has_template else self.script.question_prefix

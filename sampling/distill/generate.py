@@ -1,139 +1,152 @@
-"""The target writes: many rows at once, each a conversation, with the features that a head reads.
+"""Generation of training text: a target continues many conversations at once.
 
-Nothing is computed for the sake of training: what the target saw on the way is kept.
+The features that a head reads are hidden states of the same forward passes; nothing is computed for training only.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sampling.distill.chat_script import ANSWERED, FORCED, Script, Speaker
-from utils.decode.kv_cache import growing_cache
-from utils.decode.model_session import hidden_features
+from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
+from utils.decode.kv_cache import new_cache
+from utils.decode.model_info import hidden_features
 from utils.engine import attention
 
-SOME = 16  # rows drawn at once: what they need stays in a processor's cache
-BLOCK = 256  # tokens whose chances are added up at once
-WARMTHS = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # greedy answers and drawn ones: drafters are asked for both
+SAMPLED_ROWS = 16  # rows sampled at once, few enough for the CPU cache
+BLOCK = 256  # width of the blocks that `sample_by_inversion` sums first
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters serve greedy and sampled decoding
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """B rows of T tokens. tokens (B, T) int32; features (B, T, F) of each position; voices (B, T): whose each token is, see conversation.
+    """B conversations of T tokens.
 
-    warmths (B,): the temperatures of the answers.
+    tokens (B, T) int32. features (B, T, F): hidden states at each position. sources (B, T): TEMPLATE, QUESTION or
+    ANSWER of chat_script. temperatures (B,): of the answers.
     """
 
     tokens: Tensor
     features: Tensor
-    voices: Tensor
-    warmths: Tensor
+    sources: Tensor
+    temperatures: Tensor
 
     @property
-    def own(self) -> Tensor:
-        """(B, T): the tokens that the target chose."""
-        return self.voices != FORCED
+    def generated(self) -> Tensor:
+        """(B, T): True for tokens that the target generated."""
+        return self.sources != TEMPLATE
 
     @property
     def answers(self) -> Tensor:
-        """(B, T): those of its answers."""
-        return self.voices == ANSWERED
+        """(B, T): True for tokens of answers."""
+        return self.sources == ANSWER
 
-    def rows(self, which: Any, device: Any = None) -> Page:
-        """Some rows of it."""
-        return Page(*(part[which].to(device) for part in (self.tokens, self.features, self.voices, self.warmths)))
+    def rows(self, index: Tensor | slice, device: torch.device | None = None) -> Page:
+        """A page of some of its rows, on `device`."""
+        tensors = (self.tokens, self.features, self.sources, self.temperatures)
+        return Page(*(tensor[index].to(device) for tensor in tensors))
 
 
-class Writer:
-    """A target at its desk: `write` gives one page after the other, each from a seed of its own.
+class PageGenerator:
+    """Generates pages of `rows` conversations of `length` tokens with a target.
 
-    model: computed as it is handed over. layers: which hidden states are features (utils.models.draft_head.feature_layers).
+    layers: the hidden states that become features, see utils.models.draft_head.feature_layers.
     """
 
     def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, rows: int, length: int) -> None:
         self._model, self._script, self._layers = model, script, layers
         self._rows, self._length = rows, length
         if model.config._attn_implementation == "sdpa":
-            _group_heads(model)
+            _use_grouped_attention(model)
 
     @property
-    def tokens(self) -> int:
-        """Of a page."""
+    def page_tokens(self) -> int:
+        """The number of tokens of a page."""
         return self._rows * self._length
 
-    def write(self, seed: int, *, asked: bool = False, tell: Callable[[int], None] = lambda made: None) -> Page:
-        """A page; the same seed writes the same. asked: openings are whole questions. tell: hears of each token column."""
-        chance = random.Random(seed)
+    def generate(
+        self, seed: int, *, complete: bool = False, on_tokens: Callable[[int], None] = lambda count: None
+    ) -> Page:
+        """The page of a seed.
+
+        complete: whether openings are complete user messages. on_tokens: called with the number of new tokens.
+        """
+        rng = random.Random(seed)
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        openings = (self._script.opening(chance) for _ in range(self._rows))
-        speakers = [
-            Speaker(self._script, WARMTHS[row % len(WARMTHS)], opening, asked) for row, opening in enumerate(openings)
-        ]
+        conversations = []
+        for row in range(self._rows):
+            temperature = ANSWER_TEMPERATURES[row % len(ANSWER_TEMPERATURES)]
+            conversations.append(Conversation(self._script, temperature, self._script.draw_opening(rng), complete))
         tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
-        voices = torch.zeros(self._rows, self._length, dtype=torch.uint8)
+        sources = torch.zeros(self._rows, self._length, dtype=torch.uint8)
         features: Tensor | None = None
-        cache = growing_cache(self._model.config)
-        drawn = [0] * self._rows
+        cache = new_cache(self._model.config)
+        sampled = [0] * self._rows
         with torch.no_grad():
-            for place in range(self._length):
-                column = [speaker.next(token) for speaker, token in zip(speakers, drawn, strict=True)]
-                tokens[:, place] = torch.tensor([token for token, _ in column])
-                voices[:, place] = torch.tensor([voice for _, voice in column])
-                ids = tokens[:, place : place + 1].long().to(self._model.device)
+            for position in range(self._length):
+                column = [row.next_token(token) for row, token in zip(conversations, sampled, strict=True)]
+                tokens[:, position] = torch.tensor([token for token, _ in column])
+                sources[:, position] = torch.tensor([source for _, source in column])
+                ids = tokens[:, position : position + 1].long().to(self._model.device)
                 output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
-                seen = hidden_features(output, self._layers)[:, 0]
+                hidden = hidden_features(output, self._layers)[:, 0]  # (B, F)
                 if features is None:
-                    features = torch.empty(self._rows, self._length, seen.shape[-1], dtype=torch.bfloat16)
-                features[:, place] = seen
-                drawn = _draw(output.logits[:, -1], [speaker.temperature for speaker in speakers], generator)
-                tell(self._rows)
+                    features = torch.empty(self._rows, self._length, hidden.shape[-1], dtype=torch.bfloat16)
+                features[:, position] = hidden
+                sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
+                on_tokens(self._rows)
         assert features is not None
-        return Page(tokens, features, voices, torch.tensor([speaker.warmth for speaker in speakers]))
+        return Page(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
 
 
-def _group_heads(model: Any) -> None:
-    """Let query heads that share keys go together, which is four times as fast, where the model's attention is of the usual kind."""
+def _use_grouped_attention(model: Any) -> None:
+    """Process query heads that share keys together, which is four times as fast, if the model's attention allows it."""
     model.set_attn_implementation(attention.NAME)
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
-    except NotImplementedError:  # a cap, a sink or a bias
+    except NotImplementedError:  # soft-capping, attention sinks or a bias
         model.set_attn_implementation("sdpa")
 
 
-def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:
-    """A token per row of (B, V)."""
-    warm = torch.tensor([temperature > 0 for temperature in temperatures], device=logits.device)
+def _sample(logits: Tensor, temperatures: Sequence[float], generator: torch.Generator) -> list[int]:
+    """One token per row of logits (B, V); temperature 0 is greedy."""
+    is_sampled = torch.tensor([temperature > 0 for temperature in temperatures], device=logits.device)
     scale = torch.tensor([temperature for temperature in temperatures if temperature > 0], device=logits.device)
     tokens = torch.empty(len(temperatures), dtype=torch.long, device=logits.device)
-    if not bool(warm.all()):
-        tokens[~warm] = logits[~warm].argmax(-1)
+    if not bool(is_sampled.all()):
+        tokens[~is_sampled] = logits[~is_sampled].argmax(-1)
     if len(scale):
         uniform = torch.rand(len(scale), 1, generator=generator, device=logits.device)
-        parts = zip(logits[warm].split(SOME), scale[:, None].split(SOME), uniform.split(SOME), strict=True)
-        tokens[warm] = torch.cat([inverted(some.float().div_(warmth), number) for some, warmth, number in parts])
+        parts = (part.split(SAMPLED_ROWS) for part in (logits[is_sampled], scale[:, None], uniform))
+        tokens[is_sampled] = torch.cat(
+            [
+                sample_by_inversion(rows.float().div_(temperature), numbers)
+                for rows, temperature, numbers in zip(*parts, strict=True)
+            ]
+        )
     return tokens.tolist()
 
 
-def inverted(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens (B,) drawn from softmax((B, V)) by inversion: one uniform number (B, 1) a row is much cheaper than one a token.
+def sample_by_inversion(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens (B,) sampled from softmax(logits), (B, V), with one uniform number (B, 1) per row. Overwrites `logits`.
 
-    Sums of blocks tell the block, sums within it the token: adding up a whole vocabulary one by one is slow.
+    Block sums select a block, and sums within it the token: a cumulative sum over the vocabulary is slow.
     """
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    if spare := -weights.shape[-1] % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, spare))
+    if padding := -weights.shape[-1] % BLOCK:
+        weights = pad(weights, (0, padding))
     blocks = weights.unflatten(-1, (-1, BLOCK))
-    rising = blocks.sum(-1).cumsum(-1)
-    place = uniform * rising[:, -1:]
-    block = torch.searchsorted(rising, place, right=True).clamp(max=rising.shape[-1] - 1)
-    before = torch.nn.functional.pad(rising, (1, 0)).gather(1, block)
+    block_ends = blocks.sum(-1).cumsum(-1)
+    target = uniform * block_ends[:, -1:]
+    block = torch.searchsorted(block_ends, target, right=True).clamp(max=block_ends.shape[-1] - 1)
+    block_start = pad(block_ends, (1, 0)).gather(1, block)
     within = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
-    found = torch.searchsorted(within.cumsum(-1), place - before, right=True).clamp(max=BLOCK - 1)
-    return (block * BLOCK + found)[:, 0].clamp(max=logits.shape[-1] - 1)
+    offset = torch.searchsorted(within.cumsum(-1), target - block_start, right=True).clamp(max=BLOCK - 1)
+    return (block * BLOCK + offset)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -1,41 +1,44 @@
-"""What a distillation is asked for: the flags, and the plan that they come to, which is kept with the work so that it can be resumed."""
+"""The command-line flags of a distillation, and the plan that is stored with the work so that it can be resumed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from utils.bounds import DEVICE_PATTERN, MAX_SEED
+from sampling.distill.progress import write_json
+from utils.bounds import MAX_SEED
+from utils.config.arguments import device_flag, seed_flag
 from utils.errors import UserError
 
 KINDS = ("head", "lm")
-PLAN = "plan.json"
-MOST_STEPS = 8
-COUNTS = {
-    "tokens": "tokens that the target writes",
-    "rows": "conversations that it writes at once",
-    "length": "tokens of each",
+PLAN_FILE = "plan.json"
+MAX_STEPS = 8
+COUNT_FLAGS = {
+    "tokens": "tokens to generate for training",
+    "rows": "conversations generated in parallel; together they form one page",
+    "length": "tokens per conversation",
     "batch": "conversations per training step",
-    "passes": "over what was written",
-    "steps": "drafts in a row that training looks at",
-    "vocabulary": "ids that a head can draft",
-    "width": "of an lm",
-    "depth": "layers of an lm",
+    "passes": "training passes over the generated text",
+    "steps": f"consecutive drafts to train for, at most {MAX_STEPS}",
+    "vocabulary": "number of token ids that a head can draft",
+    "width": "hidden size of an lm, a multiple of 64",
+    "depth": "number of layers of an lm",
 }
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """tokens: how many the target writes. hours: a limit for writing and training together, 0 for none. passes: over what was written.
+    """The settings of a distillation. The field names are the keys of plan.json.
 
-    rows, length: of a page. batch: rows a training step sees. steps: drafts that training unrolls. vocabulary: ids a head can draft.
-    rate: of Muon, for matrices; rate_rest: of AdamW, for everything else. width, depth: of an lm. start: the folder of a drafter to go on
-    from, of this kind and for this target.
+    tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
+    shape of a page. batch: rows per training step. steps: drafts that training is unrolled over. rate: Muon's learning
+    rate, for matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
     """
 
     target: str
@@ -59,8 +62,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A plan, where its work goes, and what is to be done: begin, resume, or only measure what lies there."""
+class Options:
+    """A plan, the folder of the drafter, and whether to resume, to keep the work folder, or only to measure."""
 
     plan: Plan
     out: Path
@@ -70,123 +73,103 @@ class Order:
 
     @property
     def work(self) -> Path:
-        """Pages and checkpoints."""
+        """The folder of pages and checkpoints."""
         return self.out / "work"
 
 
-def read_order(argv: list[str] | None = None) -> Order:
-    """From the flags; argparse leaves with status 2 where they are wrong.
+def parse_options(argv: list[str] | None = None) -> Options:
+    """The options from the command line.
 
-    Raises UserError where they do not fit what lies in the folder.
+    Invalid flags make argparse exit with status 2. Raises UserError if the flags do not fit the contents of the folder.
     """
-    usual = {field.name: field.default for field in fields(Plan)}
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    if flags.rows < flags.batch:
+        parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
+    if flags.width % 64:
+        parser.error(f"--width {flags.width} is not a multiple of 64")
+    if flags.steps > MAX_STEPS:
+        parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
+    values = {field.name: getattr(flags, field.name) for field in fields(Plan) if hasattr(flags, field.name)}
+    plan = Plan(**values | {"target": flags.target or ""})
+    options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep, flags.measure)
+    return _resumed(options) if options.resume else _checked(options)
+
+
+def save_plan(options: Options) -> None:
+    """Write the plan to the work folder."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    write_json(options.work / PLAN_FILE, asdict(options.plan))
+
+
+def _resumed(options: Options) -> Options:
+    """The options with the stored plan; only --hours and --device override it."""
+    file = options.work / PLAN_FILE
+    if not file.is_file():
+        raise UserError(f"There is nothing to resume in {options.out}: leave out --resume to begin.")
+    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    if options.plan.target and options.plan.target != plan.target:
+        raise UserError(f"The work in {options.out} is for {plan.target}, not for {options.plan.target}.")
+    device = plan.device if options.plan.device == "auto" else options.plan.device
+    return replace(options, plan=replace(plan, hours=options.plan.hours or plan.hours, device=device))
+
+
+def _checked(options: Options) -> Options:
+    if not options.plan.target:
+        raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
+    if (options.work / PLAN_FILE).is_file() and not options.measure:
+        raise UserError(f"{options.out} contains unfinished work: add --resume to continue, or choose another folder.")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Plan(target="")
     parser = argparse.ArgumentParser(
         prog="python -m sampling.distill",
-        description="Make a drafter for a target model out of text that the target writes itself.",
+        description="Train a drafter for a target model on text that the target generates itself.",
     )
-    parser.add_argument("--target", metavar="ID|FOLDER|FILE.gguf|embedded", help="the target model")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the drafter goes")
-    parser.add_argument(
-        "--kind", choices=KINDS, default="head", help="head: one layer on the target's hidden states; lm: a small model"
+    add = parser.add_argument
+    add("--target", metavar="ID|FOLDER|FILE.gguf|embedded", help="the target model")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write the drafter to")
+    add(
+        "--kind",
+        choices=KINDS,
+        default="head",
+        help="head: one decoder layer on the target's hidden states; lm: a small language model (default: head)",
     )
-    parser.add_argument(
-        "--hours", type=_hours, default=0.0, metavar="H", help="take at most so long, under half of it for writing"
-    )
-    parser.add_argument(
-        "--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto"
-    )
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="questions to answer, a line each; without it the target asks them too"
-    )
-    parser.add_argument(
-        "--start", metavar="FOLDER", help="teach the drafter in that folder further, instead of a new one"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on where the work in the folder stopped")
-    parser.add_argument("--keep", action="store_true", help="keep pages and checkpoints in FOLDER/work when it is done")
-    parser.add_argument(
-        "--measure", action="store_true", help="only measure the drafter in the folder, on text written anew"
-    )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
-    for name, meaning in COUNTS.items():
-        parser.add_argument(
-            f"--{name}", type=_count, default=usual[name], metavar="N", help=f"{meaning} (default: {usual[name]})"
-        )
-    parser.add_argument(
-        "--rate", type=_rate, default=usual["rate"], metavar="R", help=f"learning rate (default: {usual['rate']})"
-    )
-    given = parser.parse_args(argv)
-    if given.rows < given.batch:
-        parser.error(f"--batch {given.batch} is more than the --rows {given.rows} of a page")
-    if given.width % 64:
-        parser.error(f"--width {given.width} is no multiple of 64")
-    if given.steps > MOST_STEPS:
-        parser.error(f"--steps {given.steps} is out of range: 1 to {MOST_STEPS}")
-    chosen = {name: value for name, value in vars(given).items() if name in usual}
-    plan = Plan(**chosen | {"target": given.target or ""})
-    return _checked(Order(plan, given.out.expanduser(), given.resume, given.keep, given.measure))
+    add("--hours", type=_hours, default=0.0, metavar="H", help="time limit, of which less than half is for generation")
+    add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
+    add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
+    add("--resume", action="store_true", help="continue interrupted work in the --out folder")
+    add("--keep", action="store_true", help="keep generated text and checkpoints in FOLDER/work when finished")
+    add("--measure", action="store_true", help="only measure the drafter in the --out folder, on newly generated text")
+    add("--seed", type=seed_flag, default=0, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
+    for name, meaning in COUNT_FLAGS.items():
+        default = getattr(defaults, name)
+        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    add("--rate", type=_rate, default=defaults.rate, metavar="R", help=f"learning rate (default: {defaults.rate})")
+    return parser
 
 
-def _checked(order: Order) -> Order:
-    file = order.work / PLAN
-    if order.resume:
-        if not file.is_file():
-            raise UserError(f"There is nothing to resume in {order.out}: leave --resume out to begin.")
-        kept = Plan(**json.loads(file.read_text(encoding="utf-8")))
-        kept = replace(kept, hours=order.plan.hours or kept.hours)
-        if order.plan.device != "auto":
-            kept = replace(kept, device=order.plan.device)
-        if order.plan.target and order.plan.target != kept.target:
-            raise UserError(f"The work in {order.out} is for {kept.target}, not for {order.plan.target}.")
-        return replace(order, plan=kept)
-    if not order.plan.target:
-        raise UserError("--target is missing: say which model the drafter is for, for example --target embedded.")
-    if file.is_file() and not order.measure:
-        raise UserError(f"{order.out} holds unfinished work: add --resume to go on with it, or choose another folder.")
-    return order
-
-
-def keep_plan(order: Order) -> None:
-    """Write the plan next to the work."""
-    order.work.mkdir(parents=True, exist_ok=True)
-    write_json(order.work / PLAN, asdict(order.plan))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    half = path.with_suffix(".part")
-    half.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(half, path)
+def _number(text: str, convert: Callable[[str], Number], is_allowed: Callable[[Number], bool], allowed: str) -> Number:
+    """The number in `text`. Raises ArgumentTypeError if it is not a number or not allowed."""
+    try:
+        value = convert(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number; choose {allowed}") from None
+    if not is_allowed(value):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; choose {allowed}")
+    return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: a whole number of at least 1")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= MAX_SEED:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: 0 to {MAX_SEED}")
-    return value
+    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: above 0, at most 1")
-    return value
+    return _number(text, float, lambda value: 0 < value <= 1, "a number above 0, at most 1")
 
 
 def _hours(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 10_000:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: more than 0 hours")
-    return value
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(f"auto|{DEVICE_PATTERN}", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a device; choose auto, cpu, cuda, cuda:N or mps")
-    return text
+    return _number(text, float, lambda value: 0 < value < 10_000, "more than 0 and less than 10,000 hours")

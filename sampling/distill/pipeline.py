@@ -1,236 +1,173 @@
-"""A distillation from beginning to end: the target writes, the student learns, the result is measured, kept and described.
+"""A distillation from start to end: generate text, train the student, measure it, and write it with a model card.
 
-What is finished is on disk: written pages, checkpoints, the time spent. Ctrl-C or a crash costs the page in hand, or the steps since the
-last checkpoint, and nothing else.
+Everything finished is on disk: pages, checkpoints, time spent. An interruption loses the current page, or the steps
+since the last checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from sampling.distill.acceptance import measure_acceptance
 from sampling.distill.chat_script import Script
 from sampling.distill.dataset import Corpus
-from sampling.distill.generate import Page, Writer
+from sampling.distill.generate import Page, PageGenerator
 from sampling.distill.model_card import write_card
-from sampling.distill.options import Order, keep_plan, write_json
-from sampling.distill.progress import Report, Teller, said
-from sampling.distill.students import begin, finished, keep, target_layers
-from sampling.distill.trainer import STATE, Schooling, Trainer, measure, rounds
-from utils.decode.model_session import context_length
+from sampling.distill.options import Options, save_plan
+from sampling.distill.progress import Progress, ProgressReporter, Rates, Report, rates_text
+from sampling.distill.students import Student, create_student, load_student, save_student, target_layers
+from sampling.distill.target import load_target
+from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
+from utils.decode.model_info import context_length
 from utils.errors import UserError
-from utils.models.checkpoints import load_model, load_tokenizer
-from utils.models.devices import Placement, choose_device
-from utils.models.gguf import converted
 from utils.models.head_file import is_head
-from utils.models.sources import locate
 from utils.prompts.chat_template import end_ids
 from utils.prompts.prompt_files import read_prompts
 
-WRITING_SHARE = 0.45  # of the hours
-FIRST_SEED = 1000  # of a page to learn from; those below are for pages held out
+GENERATION_SHARE = 0.45  # of --hours
+FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
-LOOKS, LOOK_ROWS = 20, 24  # at so many rows of the held-out page, while training
-TIMED = 10  # steps, by which the length of the training is reckoned
-LEAST = 16  # tokens of a conversation besides the template's first ones
+EVALUATIONS, EVALUATION_ROWS = 20, 24  # during training, on part of the held-out page
+TIMED_STEPS = 10  # steps after which the duration of the training is estimated
+MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
 
 
-@dataclass(slots=True)
-class Progress:
-    """What the work has taken so far. curve: (tokens learnt from, seconds, rates) at each look."""
+class Distillation:
+    """A loaded target and what to do with it."""
 
-    writing: float = 0.0
-    training: float = 0.0
-    curve: list[dict[str, Any]] = field(default_factory=list)
-
-    def save(self, folder: Path) -> None:
-        write_json(folder / "progress.json", asdict(self))
-
-    @classmethod
-    def load(cls, folder: Path) -> Progress:
-        file = folder / "progress.json"
-        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()
-
-
-class Workshop:
-    """A target, loaded, and an order to carry out."""
-
-    def __init__(self, order: Order, report: Report) -> None:
-        self._order, self._report = order, report
-        questions = _questions(order.plan.prompts)
-        device = choose_device(order.plan.device)
-        where = Placement(device, number_format(device), report)
-        source = converted(locate(order.plan.target, report), where)
-        self.target = load_model(source, "none", where)
-        tokenizer = load_tokenizer(source)
-        if tokenizer is None:
+    def __init__(self, options: Options, report: Report) -> None:
+        self._options, self._report = options, report
+        plan = options.plan
+        questions = _questions(Path(plan.prompts)) if plan.prompts else []
+        self._target = load_target(plan.target, plan.device, report)
+        model, tokenizer = self._target.model, self._target.tokenizer
+        script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
+        self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
+        if (least := len(script.prefix) + len(script.answer_prefix) + MIN_FREE_TOKENS) > self._plan.length:
             raise UserError(
-                f"'{source.name}' has no tokenizer files: copy tokenizer.json and tokenizer_config.json next to the weights."
+                f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
-        self._tokenizer = tokenizer
-        self._head = _head_of(self.target)
-        script = Script.of(tokenizer, end_ids(self.target, tokenizer), questions)
-        self._plan = replace(
-            order.plan, length=min(order.plan.length, context_length(self.target) or order.plan.length)
-        )
-        if (least := len(script.head) + len(script.to_answer) + LEAST) > self._plan.length:
-            raise UserError(
-                f"Conversations of {self._plan.length} tokens are too short here: --length must be at least {least}."
-            )
-        self._writer = Writer(
-            self.target, script, target_layers(self.target), rows=order.plan.rows, length=self._plan.length
-        )
-        self._asked = bool(questions)
-        if order.plan.start and not order.measure:
-            self._check_start(Path(order.plan.start))
+        self._generator = PageGenerator(model, script, target_layers(model), rows=plan.rows, length=self._plan.length)
+        self._complete = bool(questions)
+        if plan.start and not options.measure:
+            self._check_start(Path(plan.start))
 
-    def _check_start(self, folder: Path) -> None:
-        """Before hours of writing. Raises UserError where it cannot be gone on from."""
-        kind = "head" if is_head(folder) else "lm"
-        finished(folder, self.target)
-        if kind != self._plan.kind:
-            raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to go on from it.")
-
-    def make(self) -> None:
-        """Write, train, keep. Raises KeyboardInterrupt when interrupted; the work can then be resumed."""
-        order, work = self._order, self._order.work
-        keep_plan(order)
+    def run(self) -> None:
+        """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
+        options, work = self._options, self._options.work
+        save_plan(options)
         progress = Progress.load(work)
         corpus = Corpus(work / "pages")
-        held_out = self._held_out(Corpus(work / "held-out"))
-        self._write(corpus, progress)
+        held_out = self._held_out_page(Corpus(work / "held-out"))
+        self._generate(corpus, progress)
         trainer = self._trainer(corpus, held_out)
         self._train(trainer, progress)
-        keep(trainer.student, order.out, self.target, self._tokenizer)
-        rates = measure(
-            finished(order.out, self.target), held_out, self._head, self._plan
-        ).rates()  # of what was kept, which is rounded
-        write_card(order, progress, rates, written=corpus.count, steps=trainer.step, target=self.target)
-        self._report(f"{order.out}: {said(rates)}")
-        if not order.keep:
-            done = work.replace(work.with_name("work.done"))  # whole or not there
-            shutil.rmtree(done, ignore_errors=True)
-
-    def measure(self) -> dict[str, list[float | None]]:
-        """Acceptance of the drafter in the folder, on a page that is written anew from the plan's seed."""
-        student = finished(self._order.out, self.target)
-        page = self._writer.write(
-            self._seed(0), asked=self._asked, tell=self._teller("writing", 0, self._writer.tokens)
+        save_student(trainer.student, options.out, self._target)
+        rates = self._measured(load_student(options.out, self._target), held_out)  # the stored weights are rounded
+        write_card(
+            options, progress, rates, generated=corpus.generated_tokens, steps=trainer.step, model=self._target.model
         )
-        rates = measure(student, page, self._head, self._plan).rates()
-        self._report(f"{self._order.out}: {said(rates)}")
+        if not options.keep:
+            finished = work.replace(work.with_name("work.done"))  # a work folder that exists is always complete
+            shutil.rmtree(finished, ignore_errors=True)
+
+    def measure(self) -> None:
+        """Report the acceptance of the drafter in the folder on the held-out page, which is generated again."""
+        student = load_student(self._options.out, self._target)
+        self._measured(student, self._page(0, self._reporter("generating", 0, self._generator.page_tokens)))
+
+    def _check_start(self, folder: Path) -> None:
+        """Raise UserError, before hours of generation, if the drafter in the folder cannot be trained further."""
+        kind = "head" if is_head(folder) else "lm"
+        load_student(folder, self._target)
+        if kind != self._plan.kind:
+            raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to continue training it.")
+
+    def _measured(self, student: Student, page: Page) -> Rates:
+        plan = self._plan
+        rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
+        self._report(f"{self._options.out}: {rates_text(rates)}")
         return rates
 
-    def _seed(self, number: int) -> int:
-        return self._plan.seed * 100_000 + number
+    def _page(self, number: int, reporter: ProgressReporter) -> Page:
+        seed = self._plan.seed * 100_000 + number
+        return self._generator.generate(seed, complete=self._complete, on_tokens=reporter.advance)
 
-    def _held_out(self, shelf: Corpus) -> Page:
-        if not len(shelf):
-            tell = self._teller("writing what is held out", 0, self._writer.tokens)
-            shelf.add(self._writer.write(self._seed(0), asked=self._asked, tell=tell))
-        return shelf.page(0)
+    def _held_out_page(self, corpus: Corpus) -> Page:
+        if not len(corpus):
+            corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._generator.page_tokens)))
+        return corpus.page(0)
 
-    def _write(self, corpus: Corpus, progress: Progress) -> None:
-        wanted = -(-self._plan.tokens // self._writer.tokens)  # pages
-        limit = self._plan.hours * 3600 * WRITING_SHARE or float("inf")
-        tell = self._teller("writing", len(corpus) * self._writer.tokens, wanted * self._writer.tokens)
-        while len(corpus) < wanted and (progress.writing < limit or not len(corpus)):
-            began = time.monotonic()
-            corpus.add(self._writer.write(self._seed(FIRST_SEED + len(corpus)), asked=self._asked, tell=tell))
-            progress.writing += time.monotonic() - began
-            progress.save(self._order.work)
+    def _generate(self, corpus: Corpus, progress: Progress) -> None:
+        page_tokens = self._generator.page_tokens
+        pages = -(-self._plan.tokens // page_tokens)
+        limit = self._plan.hours * 3600 * GENERATION_SHARE or float("inf")
+        reporter = self._reporter("generating", len(corpus) * page_tokens, pages * page_tokens)
+        while len(corpus) < pages and (progress.writing < limit or not len(corpus)):
+            started = time.monotonic()
+            corpus.add(self._page(FIRST_TRAINING_SEED + len(corpus), reporter))
+            progress.writing += time.monotonic() - started
+            progress.save(self._options.work)
 
     def _trainer(self, corpus: Corpus, held_out: Page) -> Trainer:
         plan = self._plan
         total = max(1, len(corpus) * (plan.rows // plan.batch) * plan.passes)
-        trainer = Trainer(begin(self.target, corpus, plan), Schooling(corpus, held_out, self._head), plan, total)
-        if (self._order.work / STATE).is_file():
-            trainer.load(self._order.work)
-            self._report(f"going on at step {trainer.step} of {trainer.total}")
+        data = TrainingData(corpus, held_out, self._target.lm_head)
+        trainer = Trainer(create_student(self._target, corpus, plan), data, plan, total)
+        if (self._options.work / STATE_FILE).is_file():
+            trainer.load(self._options.work)
+            self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
     def _train(self, trainer: Trainer, progress: Progress) -> None:
-        per_step = self._plan.batch * self._plan.length
-        before = progress.training
-        kept = began = time.monotonic()
-        teller = Teller(self._report, "training", trainer.step * per_step, trainer.total * per_step)
+        step_tokens = self._plan.batch * self._plan.length
+        earlier = progress.training
+        saved = started = time.monotonic()
+        reporter = self._reporter("training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
-            for step in rounds(trainer):
+            while trainer.step < trainer.total:
+                trainer.train_step()
                 now = time.monotonic()
-                progress.training = before + now - began
-                if self._plan.hours and step == TIMED:
+                progress.training = earlier + now - started
+                if self._plan.hours and trainer.step == TIMED_STEPS:
                     self._shorten(trainer, progress)
-                    teller.wanted = trainer.total * per_step
-                if step % max(1, trainer.total // LOOKS) == 0:
-                    self._look(trainer, progress)
-                if now - kept > CHECKPOINT_SECONDS:
-                    kept = now
-                    self._checkpoint(trainer, progress)
-                teller.tell(per_step, f", loss {trainer.loss:.2f}")
+                    reporter.total = trainer.total * step_tokens
+                if trainer.step % max(1, trainer.total // EVALUATIONS) == 0:
+                    self._evaluate(trainer, progress)
+                if now - saved > CHECKPOINT_SECONDS:
+                    saved = now
+                    self._save_checkpoint(trainer, progress)
+                reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
-            if trainer.whole:  # else the last checkpoint is what there is
-                self._checkpoint(trainer, progress)
+            if trainer.is_consistent:  # otherwise the last checkpoint stays
+                self._save_checkpoint(trainer, progress)
 
-    def _look(self, trainer: Trainer, progress: Progress) -> None:
-        """Acceptance on a part of what is held out."""
-        rates, tokens = trainer.acceptance(LOOK_ROWS).rates(), trainer.step * self._plan.batch * self._plan.length
+    def _evaluate(self, trainer: Trainer, progress: Progress) -> None:
+        """Add a point to the curve, from part of the held-out page."""
+        rates = trainer.acceptance(EVALUATION_ROWS).rates()
+        tokens = trainer.step * self._plan.batch * self._plan.length
         progress.curve.append({"tokens": tokens, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
-        self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {said(rates)}")
+        self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {rates_text(rates)}")
 
-    def _checkpoint(self, trainer: Trainer, progress: Progress) -> None:
-        trainer.save(self._order.work)
-        progress.save(self._order.work)
+    def _save_checkpoint(self, trainer: Trainer, progress: Progress) -> None:
+        trainer.save(self._options.work)
+        progress.save(self._options.work)
 
     def _shorten(self, trainer: Trainer, progress: Progress) -> None:
-        """As many steps as the hours still hold."""
-        left = self._plan.hours * 3600 - progress.writing - progress.training
-        trainer.total = max(TIMED, min(trainer.total, TIMED + int(left / (progress.training / TIMED))))
+        """Reduce the number of steps to what fits into the remaining time."""
+        seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
+        steps_left = int(seconds_left / (progress.training / TIMED_STEPS))
+        trainer.total = max(TIMED_STEPS, min(trainer.total, TIMED_STEPS + steps_left))
 
-    def _teller(self, what: str, made: int, wanted: int) -> Callable[[int], None]:
-        return Teller(self._report, what, made, wanted).tell
-
-
-def _questions(file: str | None) -> list[str]:
-    found = [prompt.text for prompt in read_prompts(Path(file))] if file else []
-    if file and not found:
-        raise UserError(f"The prompts file {file} holds no prompt: write one a line.")
-    return found
+    def _reporter(self, task: str, done: int, total: int) -> ProgressReporter:
+        return ProgressReporter(self._report, task, done, total)
 
 
-def number_format(device: str) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it."""
-    if device == "cpu":
-        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    else:
-        able = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if able else torch.float32
-
-
-@torch.no_grad()
-def _head_of(target: Any) -> torch.Tensor:
-    """The weight (V, H) whose product with the last hidden state is the target's logits. Raises UserError where there is none."""
-    if target.config.is_encoder_decoder:
-        raise UserError(f"{target.name_or_path} is an encoder-decoder model: drafters are made for decoder-only ones.")
-    if getattr(target, "_is_stateful", False):
-        raise UserError(f"{target.name_or_path} is a recurrent model: drafters are made for models with attention.")
-    ids = torch.arange(8, device=target.device)[None] % target.config.get_text_config(decoder=True).vocab_size
-    output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
-    layer = target.get_output_embeddings()
-    weight = getattr(layer, "weight", None)
-    if weight is None or getattr(layer, "bias", None) is not None or weight.dim() != 2:
-        raise UserError(
-            f"The logits of {target.name_or_path} are no plain product of its hidden state: no drafter can be made for it."
-        )
-    made = torch.nn.functional.linear(output.hidden_states[-1], weight).float()
-    if (made - output.logits.float()).norm() > 0.05 * output.logits.float().norm():
-        raise UserError(
-            f"{target.name_or_path} changes its logits behind its head (a cap or a scale): no drafter can be made for it."
-        )
-    return weight.detach()
+def _questions(file: Path) -> list[str]:
+    questions = [prompt.text for prompt in read_prompts(file)]
+    if not questions:
+        raise UserError(f"The prompts file {file} contains no prompt: write one per line.")
+    return questions

@@ -1,44 +1,80 @@
-"""What a distillation says while it works: how far it is, how fast, how long it will take."""
+"""The progress of a distillation: the record that is saved with the work, and lines that report speed and time left."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-SAY_SECONDS = 15.0
+from utils.files import replacing
+
+REPORT_SECONDS = 15.0
+PROGRESS_FILE = "progress.json"
 
 Report = Callable[[str], None]
+Rates = dict[
+    str, list[float | None]
+]  # acceptance rates by text ("greedy", "drawn") and position, None if nothing was counted
 
 
-class Teller:
-    """Says now and then how far something is. made, wanted: tokens there at the beginning, and at the end."""
+@dataclass(slots=True)
+class Progress:
+    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation."""
 
-    def __init__(self, report: Report, what: str, made: int, wanted: int) -> None:
-        self._report, self._what, self._made, self.wanted = report, what, made, wanted
-        self._first, self._began = made, time.monotonic()
-        self._said = self._began
+    writing: float = 0.0
+    training: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
 
-    def tell(self, count: int, remark: str = "") -> None:
-        """So many tokens more."""
-        self._made += count
+    def save(self, folder: Path) -> None:
+        write_json(folder / PROGRESS_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> Progress:
+        """The stored progress, or an empty one."""
+        file = folder / PROGRESS_FILE
+        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()
+
+
+class ProgressReporter:
+    """Reports the progress of one task from time to time. done, total: tokens finished at the start and at the end."""
+
+    def __init__(self, report: Report, task: str, done: int, total: int) -> None:
+        self._report, self._task, self._done, self.total = report, task, done, total
+        self._initial, self._started = done, time.monotonic()
+        self._last_report = self._started
+
+    def advance(self, tokens: int, remark: str = "") -> None:
+        """Count `tokens` more, and report if the last report is long enough ago."""
+        self._done += tokens
         now = time.monotonic()
-        if now - self._said > SAY_SECONDS:
-            self._said, speed = now, (self._made - self._first) / (now - self._began)
-            left = clock((self.wanted - self._made) / speed)
+        if now - self._last_report > REPORT_SECONDS:
+            self._last_report, speed = now, (self._done - self._initial) / (now - self._started)
+            left = duration_text((self.total - self._done) / speed)
             self._report(
-                f"{self._what}: {self._made:,} of {self.wanted:,} tokens, {speed:,.0f} tokens/s{remark}, {left} left"
+                f"{self._task}: {self._done:,} of {self.total:,} tokens, {speed:,.0f} tokens/s{remark}, {left} left"
             )
 
 
-def clock(seconds: float) -> str:
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON; an interruption leaves the old file in place."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def duration_text(seconds: float) -> str:
     """Hours and minutes, or minutes and seconds."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def said(rates: dict[str, list[float | None]]) -> str:
-    """Acceptance by place."""
-    shown = {
-        name: " ".join("-" if rate is None else f"{rate:.3f}" for rate in places) for name, places in rates.items()
-    }
-    return f"greedy acceptance {shown['greedy']}, at T = 1 {shown['drawn']}"
+def rate_text(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def rates_text(rates: Rates) -> str:
+    """Acceptance rates by position, in one line."""
+    greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
+    return f"greedy acceptance {greedy}, at T = 1 {sampled}"

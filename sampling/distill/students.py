@@ -1,18 +1,26 @@
-"""Students of either kind: how they begin, and how they are kept when they are done."""
+"""The drafters that are trained ("students"): what they predict on a page, and how they are created, loaded and saved.
+
+A head is unrolled over several drafts (EAGLE-3, arXiv 2503.01840): its prediction of step s at entry t uses its own
+state of step s - 1 at t and the true token. A small language model needs no unrolling, because it reads the target's
+text as long as its drafts are accepted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from sampling.distill.dataset import Corpus
-from sampling.distill.loss import HeadStudent, ModelStudent, Student
+from sampling.distill.generate import Page
 from sampling.distill.options import Plan
-from utils.decode.model_session import context_length, vocabulary_size
+from sampling.distill.target import Target
+from utils.decode.model_info import context_length, vocabulary_size
 from utils.errors import UserError
 from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
@@ -22,73 +30,146 @@ from utils.models.load_errors import quiet
 from utils.models.sources import locate
 
 
-def target_layers(target: Any) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """The predictions of one step, as the logits `states @ rows.T` of states (B, N, H) and output rows (V', H).
+
+    position: entry 0 predicts the token at this position of the page, entry 1 the next one, and so on.
+    """
+
+    states: Tensor
+    rows: Tensor
+    position: int
+
+
+class Student(Protocol):
+    """A drafter in training. weights: the trained module. vocabulary: the ids (V',) it can draft, None for all."""
+
+    weights: nn.Module
+    vocabulary: Tensor | None
+
+    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]: ...
+
+
+class HeadStudent:
+    """A head in training. embed: the target's embedding. rows: the target's output rows (V', H) of `vocabulary`."""
+
+    def __init__(self, head: Head, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
+        self.head, self.ids = head, vocabulary
+        self.weights: nn.Module = head
+        self.vocabulary: Tensor | None = vocabulary
+        self._embed, self._rows = embed, rows
+
+    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
+        """The predictions of each step, with N = T - steps - 1 entries."""
+        count = page.tokens.shape[1] - steps - 1
+        tokens, head = page.tokens.long(), self.head
+        states = head.fuse_features(page.features[:, :count].to(head.mix.weight.dtype))
+        cache = DynamicCache(config=head.config)
+        for step in range(steps):
+            positions = torch.arange(step, step + count, device=tokens.device)[None]
+            embedded = self._embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)
+            states = head(states, embedded, positions, cache=cache, mask=_attention_mask(count, step, tokens.device))
+            yield Predictions(head.norm(states), self._rows, step + 2)
+
+
+class ModelStudent:
+    """A small causal language model in training, with the target's vocabulary."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.weights: nn.Module = model
+        self.vocabulary: Tensor | None = None
+
+    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
+        """The predictions of each step; one forward pass serves them all."""
+        states = self.model.get_decoder()(input_ids=page.tokens.long()).last_hidden_state
+        count = page.tokens.shape[1] - steps - 1
+        rows = self.model.get_output_embeddings().weight
+        for step in range(steps):
+            yield Predictions(states[:, step + 1 : step + 1 + count], rows, step + 2)
+
+
+def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
+    """(1, 1, N, (step + 1) N): an entry attends to true entries up to itself and to its own earlier steps."""
+    true_entries = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    own_steps = torch.eye(count, dtype=torch.bool, device=device)
+    return torch.cat([true_entries, *[own_steps] * step], dim=-1)[None, None]
+
+
+def target_layers(model: Any) -> tuple[int, ...]:
     """The hidden states that a head of this target reads."""
-    return feature_layers(target.config.get_text_config(decoder=True).num_hidden_layers)
+    return feature_layers(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def frequent(corpus: Corpus, count: int, vocabulary: int) -> Tensor:
-    """The ids (V',), ascending, that the target chose most often."""
+def most_frequent_ids(corpus: Corpus, count: int, vocabulary: int) -> Tensor:
+    """The `count` ids that the target generated most often, ascending (V',)."""
     totals = torch.zeros(vocabulary, dtype=torch.long)
     for number in range(len(corpus)):
         page = corpus.page(number)
-        totals += torch.bincount(page.tokens[page.own].long(), minlength=vocabulary)
+        totals += torch.bincount(page.tokens[page.generated].long(), minlength=vocabulary)
     return totals.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def begin(target: Any, corpus: Corpus, plan: Plan) -> Student:
-    """A student that has learnt nothing yet, or what `plan.start` holds; a head's vocabulary is that of the corpus in either case."""
+def create_student(target: Target, corpus: Corpus, plan: Plan) -> Student:
+    """A new student, or the one in `plan.start`. The vocabulary of a head is always that of the corpus."""
     torch.manual_seed(plan.seed)
-    if plan.start:
-        student = finished(Path(plan.start), target)
+    student = load_student(Path(plan.start), target) if plan.start else None
+    if isinstance(student, ModelStudent):
         student.weights.requires_grad_(True)
-        if isinstance(student, ModelStudent):
-            return student
-        return head_student(student.head, target, frequent(corpus, plan.vocabulary, vocabulary_size(target)))
+        return student
     if plan.kind == "lm":
-        return ModelStudent(_small_model(target, plan).to(target.device))
-    head = Head(shape_for(target, target_layers(target)))
-    last_norm = target.get_decoder().norm.weight if hasattr(target.get_decoder(), "norm") else None
-    _initialize(head, last_norm)
-    return head_student(head.to(target.device), target, frequent(corpus, plan.vocabulary, vocabulary_size(target)))
+        return ModelStudent(_small_model(target.model, plan).to(target.model.device))
+    head = student.head.requires_grad_(True) if student else _new_head(target.model)
+    return _head_student(head, target, most_frequent_ids(corpus, plan.vocabulary, vocabulary_size(target.model)))
 
 
-def finished(folder: Path, target: Any) -> HeadStudent | ModelStudent:
-    """The drafter in a folder, in float32. Raises UserError where there is none, or a head of another target."""
+def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:
+    """The drafter in a folder, in float32. Raises UserError if there is none or if it does not fit the target."""
     if is_head(folder):
-        head, vocabulary = read_head(folder, target)
-        return head_student(head.to(target.device), target, vocabulary)
-    model = load_model(
-        locate(str(folder), lambda line: None), "none", Placement(str(target.device), torch.float32, lambda line: None)
-    )
-    if vocabulary_size(model) != vocabulary_size(target):
-        raise UserError(
-            f"The drafter in {folder} has another vocabulary than the target: {vocabulary_size(model):,} ids."
-        )
+        head, vocabulary = read_head(folder, target.model)
+        return _head_student(head, target, vocabulary)
+    placement = Placement(str(target.model.device), torch.float32, lambda line: None)
+    model = load_model(locate(str(folder), lambda line: None), "none", placement)
+    if (size := vocabulary_size(model)) != (expected := vocabulary_size(target.model)):
+        raise UserError(f"The drafter in {folder} has a vocabulary of {size:,} ids and the target one of {expected:,}.")
     return ModelStudent(model)
 
 
-def head_student(head: Head, target: Any, vocabulary: Tensor) -> HeadStudent:
-    """A head with what it borrows."""
-    vocabulary = vocabulary.to(target.device)
+def save_student(student: Student, folder: Path, target: Target) -> None:
+    """Write the drafter to a folder that `--drafter FOLDER` accepts."""
+    if isinstance(student, HeadStudent):
+        save_head(folder, HeadFile.of(student.head, student.ids, target.model))
+    elif isinstance(student, ModelStudent):
+        (folder / CONFIG).unlink(missing_ok=True)  # an earlier head in the folder
+        with quiet():
+            student.model.save_pretrained(folder)
+            target.tokenizer.save_pretrained(folder)
+
+
+def _head_student(head: Head, target: Target, vocabulary: Tensor) -> HeadStudent:
+    vocabulary = vocabulary.to(target.model.device)
     return HeadStudent(
-        head, target.get_input_embeddings(), target.get_output_embeddings().weight.detach()[vocabulary], vocabulary
+        head.to(target.model.device), target.model.get_input_embeddings(), target.lm_head[vocabulary], vocabulary
     )
 
 
 @torch.no_grad()
-def _initialize(head: Head, last_norm: Tensor | None) -> None:
-    """Small numbers, and the last feature straight through: the head begins by saying what the target said one token ago."""
+def _new_head(model: Any) -> Head:
+    """Small random weights that pass the last feature through: at first a head repeats the previous prediction."""
+    head = Head(shape_for(model, target_layers(model)))
     size = head.shape.hidden
-    for part in head.parameters():
-        if part.dim() == 2:
-            nn.init.normal_(part, std=0.02)
-    scale = torch.ones(size) if last_norm is None or last_norm.shape != (size,) else last_norm.float().cpu()
-    usual = scale.abs().median().clamp(min=1e-3)
-    scale = scale.where(scale.abs() > 0.05 * usual, usual)
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    norm = getattr(model.get_decoder(), "norm", None)
+    scale = torch.ones(size) if norm is None or norm.weight.shape != (size,) else norm.weight.float().cpu()
+    median = scale.abs().median().clamp(min=1e-3)
+    scale = scale.where(scale.abs() > 0.05 * median, median)
     head.norm.weight.copy_(scale)
     head.read.weight[:, -size:] += torch.diag(1 / scale)
     head.mix.weight[:, -size:] += torch.eye(size)
+    return head
 
 
 def _small_model(target: Any, plan: Plan) -> Any:
@@ -107,14 +188,3 @@ def _small_model(target: Any, plan: Plan) -> Any:
         pad_token_id=None,
     )
     return LlamaForCausalLM(config)
-
-
-def keep(student: Student, folder: Path, target: Any, tokenizer: Any) -> None:
-    """Write a drafter that `--drafter FOLDER` takes."""
-    if isinstance(student, HeadStudent):
-        save_head(folder, HeadFile.of(student.head, student.ids, target))
-    elif isinstance(student, ModelStudent):
-        (folder / CONFIG).unlink(missing_ok=True)  # no head any more
-        with quiet():
-            student.model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)

@@ -1,14 +1,14 @@
-"""Two drafters in a row: the second drafts where the first one declines."""
+"""Two drafters in a row: the second drafts when the first declines."""
 
 from dataclasses import replace
 
-from sampling.drafters.model import Draft, Drafter, Verified
+from utils.decode.drafts import Draft, Drafter, Verified
 
 
 class ChainDrafter:
-    """first: asked first, usually one that costs next to nothing. Who drafts depends on the text so far alone: no rule minds.
+    """first: asked first, usually one that costs almost nothing. kinds: of the two, which drafts are labelled with.
 
-    kinds: of the two, which drafts are marked with.
+    Who drafts depends on the text so far alone, so no verification rule is biased.
     """
 
     def __init__(self, first: Drafter, second: Drafter, *, kinds: tuple[str, str] = ("", "")) -> None:
@@ -21,8 +21,8 @@ class ChainDrafter:
     def propose(self, context: list[int], count: int) -> Draft:
         draft = self._first.propose(context, count)
         if draft.tokens:
-            return replace(draft, by=self._kinds[0])
-        return replace(self._second.propose(context, count), by=self._kinds[1])
+            return replace(draft, kind=self._kinds[0])
+        return replace(self._second.propose(context, count), kind=self._kinds[1])
 
     def commit(self, context: list[int], verified: Verified) -> None:
         self._first.commit(context, verified)

@@ -1,105 +1,112 @@
-"""A drafter with another tokenizer: it reads the text so far in its own words, and what it says is read in the target's.
+"""A drafter model with a different tokenizer: the text so far is retokenized for it, and its drafts are retokenized
+for the target.
 
-Known as universal assisted decoding (Timor et al. 2025, arXiv 2502.05202, and the assisted generation of transformers). Drafts are what the
-drafter finds likeliest, told as text; the target judges them as it judges n-grams, so that no rule is biased whatever is lost on the way.
+Known as universal assisted decoding (Timor et al. 2025, arXiv 2502.05202; assisted generation in transformers).
+Drafts are the drafter's greedy tokens. The target verifies them like n-grams, so no rule is biased by what
+retokenization loses.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from sampling.adaptive_gamma import DraftLength, Mark
-from sampling.drafters.model import NO_DRAFT, Draft, Verified, agreed
+from sampling.adaptive_gamma import AdaptiveGamma, Bucket
+from utils.decode.drafts import NO_DRAFT, Draft, Verified, matching_prefix
 from utils.decode.model_session import ModelSession
 
-TAIL = 16  # tokens of the target's before a draft, among which its first may merge
+TAIL = 16  # target tokens before a draft, with which its first token may merge
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for part of a character
 
 
-class Translation:
-    """ours: the target's tokenizer. theirs: the drafter's."""
+class Retokenizer:
+    """Translates token ids between the target's tokenizer and the drafter's."""
 
-    def __init__(self, ours: Any, theirs: Any) -> None:
-        self._ours, self._theirs = ours, theirs
-        self.endings = frozenset(theirs.all_special_ids)
+    def __init__(self, target: Any, drafter: Any) -> None:
+        self._target, self._drafter = target, drafter
+        self.end_ids = frozenset(drafter.all_special_ids)
 
-    def heard(self, context: Sequence[int]) -> list[int]:
-        """The target's ids as the drafter reads them."""
-        ids: list[int] = self._theirs(self._ours.decode(context))["input_ids"]
-        return ids[:-1] if ids and ids[-1] == self._theirs.eos_token_id else ids
+    def to_drafter(self, context: Sequence[int]) -> list[int]:
+        """The target's context in the drafter's ids."""
+        ids: list[int] = self._drafter(self._target.decode(context))["input_ids"]
+        return ids[:-1] if ids and ids[-1] == self._drafter.eos_token_id else ids
 
-    def said(self, context: Sequence[int], heard: Sequence[int], new: Sequence[int]) -> list[int]:
-        """The drafter's new ids as the target would write them behind its context."""
-        before, after = self._theirs.decode(heard), self._theirs.decode([*heard, *new])
+    def to_target(self, context: Sequence[int], read: Sequence[int], new: Sequence[int]) -> list[int]:
+        """The drafter's new ids, which follow `read`, in the target's ids after its context. Empty if they do not
+        join cleanly.
+        """
+        before, after = self._drafter.decode(read), self._drafter.decode([*read, *new])
         text = after[len(before) :].rstrip(BROKEN)
-        tail = self._ours.decode(context[-TAIL:])
-        start, whole = (self._ours(part, add_special_tokens=False)["input_ids"] for part in (tail, tail + text))
-        return list(whole[len(start) :]) if whole[: len(start)] == start and after.startswith(before) else []
+        tail = self._target.decode(context[-TAIL:])
+        start, joined = (self._target(part, add_special_tokens=False)["input_ids"] for part in (tail, tail + text))
+        joins = joined[: len(start)] == start and after.startswith(before)
+        return list(joined[len(start) :]) if joins else []
 
 
-class TranslatedDrafter:
-    """opened: a new session of the drafter's own. length: drafts no more than pay, by place alone: nobody knows what will be one token."""
+class CrossTokenizerDrafter:
+    """new_session: opens a session of the drafter. adaptive: chooses the number of drafts, by position alone, since
+    the number of target tokens is not known in advance.
+    """
 
     def __init__(
         self,
-        opened: Callable[[], ModelSession],
-        translation: Translation,
+        new_session: Callable[[], ModelSession],
+        retokenizer: Retokenizer,
         vocab_size: int,
         *,
-        length: DraftLength | None = None,
+        adaptive: AdaptiveGamma | None = None,
     ) -> None:
-        self._opened, self._translation, self._vocab_size = opened, translation, vocab_size
-        self._length = length
-        self._session = opened()
-        self._read: list[int] = []  # the drafter's ids that its cache may hold, and how many of them were text
-        self._firm = 0
-        self._sent: tuple[list[int], list[Mark], int] = [], [], 0
+        self._new_session, self._retokenizer, self._vocab_size = new_session, retokenizer, vocab_size
+        self._adaptive = adaptive
+        self._session = new_session()
+        self._fed: list[int] = []  # the drafter's ids that its cache may hold
+        self._text_length = 0  # how many of them were text, not drafts
+        self._round: tuple[list[int], list[Bucket], int] = [], [], 0
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._renew()
+        self._restart()
 
-    def _renew(self) -> None:
-        self._session, self._read, self._firm = self._opened(), [], 0
-        self._session.begin([0])  # what it reads is told round by round
+    def _restart(self) -> None:
+        self._session, self._fed, self._text_length = self._new_session(), [], 0
+        self._session.begin([0])  # the text is fed round by round
 
     def propose(self, context: list[int], count: int) -> Draft:
-        self._sent = [], [], 0
-        if self._length is not None:
-            count = self._length.best([("place", place) for place in range(count)])
-        heard = self._translation.heard(context)
-        room = self._session.room(heard) if heard else 0
+        self._round = [], [], 0
+        if self._adaptive is not None:
+            count = self._adaptive.best([("position", position) for position in range(count)])
+        read = self._retokenizer.to_drafter(context)
+        room = self._session.room(read) if read else 0
         count = count if room is None else min(count, room)
-        if count < 1 or max(heard) >= self._session.vocab_size:
+        if count < 1 or max(read) >= self._session.vocab_size:
             return NO_DRAFT
-        said = self._likeliest(heard, count)
-        drafts = self._translation.said(context, heard, said)[:count] if said else []
+        new = self._greedy(read, count)
+        drafts = self._retokenizer.to_target(context, read, new)[:count] if new else []
         drafts = list(takewhile(lambda token: token < self._vocab_size, drafts))
-        self._sent = drafts, [("place", place) for place in range(len(drafts))], len(said)
-        return Draft(drafts, unsent=max(0, len(said) - len(drafts)))
+        self._round = drafts, [("position", position) for position in range(len(drafts))], len(new)
+        return Draft(drafts, withheld=max(0, len(new) - len(drafts)))
 
-    def _likeliest(self, heard: list[int], count: int) -> list[int]:
-        same = min(agreed(self._read, heard), len(heard) - 1)
-        if same < self._firm and _has_windows(
-            self._session.model
-        ):  # text that it read is written otherwise now, and may be out of sight
-            self._renew()
+    def _greedy(self, read: list[int], count: int) -> list[int]:
+        """At most `count` greedy tokens after `read`."""
+        same = min(matching_prefix(self._fed, read), len(read) - 1)
+        # Text that was fed is tokenized differently now, and a sliding window may have dropped what precedes it.
+        if same < self._text_length and _has_sliding_window(self._session.model):
+            self._restart()
         self._session.rewind(same)
-        self._firm = len(heard)
-        said: list[int] = []
-        while len(said) < count:
-            token = int(self._session.feed([*heard, *said], keep=1)[0].argmax())
-            if token in self._translation.endings:
+        self._text_length = len(read)
+        new: list[int] = []
+        while len(new) < count:
+            token = int(self._session.feed([*read, *new], keep=1)[0].argmax())
+            if token in self._retokenizer.end_ids:
                 break
-            said.append(token)
-        self._read = [*heard, *said[:-1]]
-        return said
+            new.append(token)
+        self._fed = [*read, *new[:-1]]
+        return new
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        drafts, marks, computed = self._sent
-        if self._length is not None:
-            self._length.learn(marks, agreed(drafts, context[verified.start :]), computed)
-        self._sent = [], [], 0
+        drafts, buckets, computed = self._round
+        if self._adaptive is not None:
+            self._adaptive.learn(buckets, matching_prefix(drafts, context[verified.start :]), computed)
+        self._round = [], [], 0
 
 
-def _has_windows(model: Any) -> bool:
+def _has_sliding_window(model: Any) -> bool:
     return getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None

@@ -1,6 +1,7 @@
-"""A head as a drafter: a session that goes on from the target's hidden states where there are any, and from its own where there are none.
+"""A draft head as a drafter: its session continues from the target's hidden states where they are known, and from its
+own beyond.
 
-The session answers like that of a model, so that drawing drafts, sharing noise and plain decoding are what they are for any model.
+The session answers like that of a model, so drawing drafts, sharing noise and decoding alone work as for any model.
 """
 
 from typing import Any
@@ -8,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampling.adaptive_gamma import DraftLength
-from sampling.drafters.model import ModelDrafter, Verified
+from sampling.adaptive_gamma import AdaptiveGamma
+from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
-from utils.decode.kv_cache import growing_cache
-from utils.decode.model_session import ModelSession, context_length, model_name, vocabulary_size
+from utils.decode.drafts import Verified
+from utils.decode.kv_cache import new_cache
+from utils.decode.model_info import context_length, model_name, vocabulary_size
+from utils.decode.model_session import ModelSession
 from utils.errors import UserError
-from utils.models.draft_head import Grafted
+from utils.models.draft_head import TargetHead
 
 
 class HeadSession:
-    """One run's use of a head. Entry i joins what is known behind token i with token i + 1, and tells of token i + 2.
+    """One run's use of a head. Cache entry i joins what is known after token i with token i + 1, and predicts token i
+    + 2.
 
-    It has room for drafts once `see` has brought it features of the target.
+    It has room for drafts once `add_features` has brought it features of the target.
     """
 
-    def __init__(self, model: Grafted) -> None:
+    def __init__(self, model: TargetHead) -> None:
         self.model = model
         self.name = f"the head of {model_name(model)}"
         self.vocab_size = vocabulary_size(model)
@@ -31,65 +35,69 @@ class HeadSession:
         self._reset()
 
     def _reset(self) -> None:
-        self._cache = growing_cache(self.model.config)
-        self._held = 0  # entries in the cache
-        self._seen = 0  # positions whose features have come
-        self._waiting: Tensor | None = None  # features (T, F) of positions that have no entry yet
+        self._cache = new_cache(self.model.config)
+        self._cached = 0  # entries in the cache
+        self._known = 0  # positions whose features have arrived
+        self._pending: Tensor | None = None  # features (T, F) of positions that have no entry yet
         self._state: Tensor | None = None  # (1, H) of the last entry
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """A new run."""
+        """Start a run."""
         self._reset()
         return list(prompt)
 
     def room(self, context: list[int]) -> int | None:
-        """How many more tokens it can tell of."""
-        if not self._seen:
+        """How many more tokens it can predict."""
+        if not self._known:
             return 0
         return None if self.context_length is None else self.context_length - len(context)
 
-    def see(self, features: Tensor, first: int, known: int) -> None:
-        """Features (T, F) of the positions from `first`; those that are new and below `known` are kept."""
-        new = features[self._seen - first : known - first]
-        self._waiting = new if self._waiting is None else torch.cat([self._waiting, new])
-        self._seen = known
+    def add_features(self, features: Tensor, first: int, known: int) -> None:
+        """Add features (T, F) of the positions from `first`. Those that are new and below `known` are kept."""
+        new = features[self._known - first : known - first]
+        self._pending = new if self._pending is None else torch.cat([self._pending, new])
+        self._known = known
 
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:
-        """Logits (1, V) of what follows the context; `keep` is 1. Each call brings at most one token that was not there at the last."""
+        """Logits (1, V) for the next token; `keep` is 1. Each call adds at most one token that was not in the last
+        context.
+        """
         assert keep == 1
         end = len(context) - 1
-        if end > self._held:
-            before = self._before(end)
-            tokens = torch.tensor([context[self._held + 1 : end + 1]], device=self.model.device)
-            places = torch.arange(self._held, end, device=self.model.device)[None]
-            self._state = self.model.state(before[None], tokens, places, self._cache)[0, -1:]
-            self._held = end
+        if end > self._cached:
+            states = self._states_before(end)
+            tokens = torch.tensor([context[self._cached + 1 : end + 1]], device=self.model.device)
+            positions = torch.arange(self._cached, end, device=self.model.device)[None]  # (1, T)
+            self._state = self.model.next_states(states[None], tokens, positions, self._cache)[0, -1:]
+            self._cached = end
         assert self._state is not None
         return self.model.logits(self._state)
 
-    def _before(self, end: int) -> Tensor:
-        """What is known behind the tokens from `held` to `end` - 1, (T, H): the target's features of them, or the last state."""
-        if self._waiting is None:
-            assert self._state is not None and end == self._held + 1
+    def _states_before(self, end: int) -> Tensor:
+        """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the head's
+        own last one.
+        """
+        if self._pending is None:
+            assert self._state is not None and end == self._cached + 1
             return self._state
-        features, self._waiting = self._waiting, None
-        assert len(features) == end - self._held
-        return self.model.head.guess(features)
+        features, self._pending = self._pending, None
+        assert len(features) == end - self._cached
+        return self.model.head.fuse_features(features)
 
     def rewind(self, length: int) -> None:
-        """Forget the entries that were made of guesses, and those behind the first `length` positions."""
-        kept = min(self._held, self._seen, length)
-        if kept < self._held:
-            self._cache.crop(kept - self._held)
-            self._held = kept
+        """Forget the entries made from the head's own states, and those after the first `length` positions."""
+        kept = min(self._cached, self._known, length)
+        if kept < self._cached:
+            self._cache.crop(kept - self._cached)
+            self._cached = kept
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head; the target's session must keep the features that it reads (`Grafted.head.shape.layers`).
+    """Drafts with a head. The target's session must keep the features that it reads (`TargetHead.head.shape.layers`).
 
-    It declines until the first round has brought it those of the prompt. read: those of the prompt but for its last token (T, F), where
-    the target had read that before; then it drafts in the first round too.
+    It declines until the first round has brought the prompt's features. prefilled: the features of the prompt without
+    its last token (T, F), if the target computed them earlier; then it drafts in the first round too.
     """
 
     def __init__(
@@ -99,44 +107,44 @@ class HeadDrafter(ModelDrafter):
         vocab_size: int,
         *,
         shares_noise: bool = False,
-        length: DraftLength | None = None,
-        read: Tensor | None = None,
+        adaptive: AdaptiveGamma | None = None,
+        observed: bool = False,
+        prefilled: Tensor | None = None,
     ) -> None:
-        super().__init__(session, decoding, vocab_size, shares_noise=shares_noise, length=length)
-        self._head, self._read = session, read
+        super().__init__(session, decoding, vocab_size, shares_noise=shares_noise, adaptive=adaptive, observed=observed)
+        self._head, self._prefilled = session, prefilled
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         super().begin(prompt, context)
-        if self._read is not None:
-            self._head.see(self._read, 0, len(self._read))
+        if self._prefilled is not None:
+            self._head.add_features(self._prefilled, 0, len(self._prefilled))
 
     def commit(self, context: list[int], verified: Verified) -> None:
         super().commit(context, verified)
         if verified.features is None:
             raise UserError(
-                "A head drafts from the target's hidden states: give the target's session features=head.shape.layers."
+                "A head drafts from the target's hidden states: open its session with features=head.shape.layers."
             )
-        first = (
-            verified.start + len(verified.logits) - 1 - len(verified.features)
-        )  # the last row fed is the last draft's
-        self._head.see(verified.features, first, len(context) - 1)
+        first = verified.start + len(verified.logits) - 1 - len(verified.features)  # the last row is the last draft's
+        self._head.add_features(verified.features, first, len(context) - 1)
 
 
 class FreeHead(HeadSession):
-    """A head that is left alone with the target's features of the prompt: what it writes when nobody corrects it."""
+    """A head that decodes alone after the target's features of the prompt: its own text, without corrections."""
 
-    def __init__(self, model: Grafted, target: Any, *, use_cache: bool = True) -> None:
+    def __init__(self, model: TargetHead, target: Any, *, use_cache: bool = True) -> None:
         super().__init__(model)
-        self._target = ModelSession(target, use_cache=use_cache, rewinds=False, features=model.head.shape.layers)
+        layers = model.head.shape.layers
+        self._target = ModelSession(target, use_cache=use_cache, rewinds=False, features=layers)
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """Raises UserError for a prompt of one token: there is nothing before it that the target has read."""
+        """Raises UserError for a prompt of one token: the target has no features before it."""
         context = self._target.begin(prompt)
         if len(context) < 2:
-            raise UserError("A head alone needs a prompt of two tokens or more.")
+            raise UserError("A head alone needs a prompt of at least two tokens.")
         super().begin(prompt)
         self._target.feed(context[:-1], keep=1)
         features = self._target.take_features()
         assert features is not None
-        self.see(features, 0, len(context) - 1)
+        self.add_features(features, 0, len(context) - 1)
         return context

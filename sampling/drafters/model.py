@@ -1,78 +1,24 @@
-"""Drafts and who makes them: the Draft value, the Drafter protocol, and a model as a drafter.
-
-The draft-verify loop sees only the protocol. A drafter keeps its own state (a cache, a storage) and is told after every round what became
-of its draft.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Protocol
+"""A model as a drafter."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sampling.adaptive_gamma import DraftLength, Mark
+from sampling.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.decoding import Decoding
-from utils.decode.model_session import Session
+from utils.decode.drafts import NO_DRAFT, Draft, DraftEvidence, Verified, matching_prefix
 from utils.decode.noise import Domain
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """tokens: k proposed ids. probs: the law (k, V) each was drawn from; None where that law is one-hot or plays no part in judging.
-
-    What else is known of them, for whoever asks why (utils.metrics.draft_trace): said, the raw logits (1, V') that each was drawn by; matched, the
-    number of tokens of context that each went by, 0 for none; runners_up, what was entered at every new position besides the text;
-    unsent, how many more were worked out and not proposed; by, what kind of drafter has made them, where several take turns.
-    """
-
-    tokens: list[int]
-    probs: Tensor | None = None
-    said: Sequence[Tensor] = ()
-    matched: Sequence[int] = ()
-    runners_up: Sequence[Sequence[int]] = ()
-    unsent: int = 0
-    by: str = ""
-
-
-NO_DRAFT = Draft([])
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What the target said in a round that began at context length `start`: its raw logits and its processed law, both (k+1, V).
-
-    features: the hidden states (T, F) of the rows fed since the last round, the last of them the last draft's; None where the target's
-    session keeps none.
-    """
-
-    start: int
-    logits: Tensor
-    law: Tensor
-    features: Tensor | None = None
-
-
-class Drafter(Protocol):
-    """Proposes tokens for the target to verify."""
-
-    def begin(self, prompt: list[int], context: list[int]) -> None:
-        """A new run: the prompt's ids, and the context new tokens will be appended to (another one for encoder-decoder targets)."""
-
-    def propose(self, context: list[int], count: int) -> Draft:
-        """At most `count` drafts for what follows the context; fewer, or none, is a fair answer."""
-
-    def commit(self, context: list[int], verified: Verified) -> None:
-        """The context as it stands after the round, and what the target said in it."""
+from utils.decode.session import Session
 
 
 class ModelDrafter:
-    """A model that drafts by plain decoding under the target's own processor.
+    """Drafts autoregressively under the target's own processor.
 
-    session: the drafter model's own. vocab_size: the target's; q is cut or zero-filled to it, since vocabularies of one family differ in
-    their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. length: drafts no more than pay; without it as
-    many as it is asked for. It declines from where its context ends, or where the text holds an id that it has no embedding for.
+    session: the drafter model's. vocab_size: the target's; q is cut or zero-padded to it, since vocabularies of one
+    family differ in their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. adaptive:
+    chooses the number of drafts; without it, as many as requested are drafted. observed: whether drafts carry the
+    logits they were drawn from. It declines once its context is full, or if the text holds an id outside its
+    vocabulary.
     """
 
     def __init__(
@@ -82,14 +28,14 @@ class ModelDrafter:
         vocab_size: int,
         *,
         shares_noise: bool = False,
-        length: DraftLength | None = None,
+        adaptive: AdaptiveGamma | None = None,
+        observed: bool = False,
     ) -> None:
         self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
-        self._shares_noise, self._length = shares_noise, length
-        self._sent: tuple[list[int], list[Mark], int] | None = (
-            None  # drafts, their marks, and how many were computed; None: not asked
-        )
-        self._known = min(vocab_size, session.vocab_size)
+        self._shares_noise, self._adaptive, self._observed = shares_noise, adaptive, observed
+        # The round's drafts, their buckets, and how many distributions were computed. None: not asked this round.
+        self._round: tuple[list[int], list[Bucket], int] | None = None
+        self._shared_vocab = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin
         self._readable = True
 
@@ -101,56 +47,56 @@ class ModelDrafter:
             self._session.begin(prompt)
 
     def propose(self, context: list[int], count: int) -> Draft:
-        self._sent = [], [], 0
+        self._round = [], [], 0
         room = self._session.room(context)
         count = count if room is None else min(count, room)
         if count < 1 or not self._readable:
             return NO_DRAFT
         start = len(context) - self._origin
         tokens: list[int] = []
-        laws: list[Tensor] = []
-        said: list[Tensor] = []
-        marks: list[Mark] = []
-        length, computed = self._length, 0
-        while len(tokens) < count and (length is None or length.goes_on(marks)):
-            logits = self._session.feed(context + tokens, keep=1)[:, : self._known]
+        rows: list[Tensor] = []  # q of each draft, (V,)
+        seen: list[Tensor] = []
+        buckets: list[Bucket] = []
+        adaptive, computed = self._adaptive, 0
+        while len(tokens) < count and (adaptive is None or adaptive.continues(buckets)):
+            logits = self._session.feed(context + tokens, keep=1)[:, : self._shared_vocab]
             computed += 1
-            law = self._decoding.law(logits, self._session.name)[0]  # q, (V,)
-            if length is not None:
-                marks.append(_sureness(logits))
-                if not length.sends(marks):  # seen in the law, before a token is drawn from it
-                    marks.pop()
+            q = self._decoding.probs(logits, self._session.name)[0]
+            if adaptive is not None:
+                buckets.append(_confidence(logits))
+                if not adaptive.proposes(buckets):  # decided by the distribution, before a token is drawn from it
+                    buckets.pop()
                     break
-            laws.append(law)
-            # A row of its own: some models compute logits of all that they are fed, and a view would hold them.
-            said.append(logits.clone() if logits.untyped_storage().nbytes() > logits.nbytes else logits)
-            tokens.append(self._draw(laws[-1], start + len(tokens), start))
-        self._sent = tokens, marks, computed
-        if self._shares_noise or not tokens:
-            # Drawn with noise that the judge draws with again: p/q on top of it would be biased.
-            return Draft(tokens, said=said, unsent=computed - len(tokens))
-        probs = torch.stack(laws)
-        missing = self._vocab_size - self._known
-        return Draft(tokens, pad(probs, (0, missing)) if missing else probs, said, unsent=computed - len(tokens))
+            rows.append(q)
+            if self._observed:
+                seen.append(logits.clone())  # a view would keep the logits of everything that was fed
+            tokens.append(self._draw(q, start + len(tokens), start))
+        self._round = tokens, buckets, computed
+        evidence = DraftEvidence(logits=seen) if self._observed else None
+        return Draft(tokens, self._probs(rows), computed - len(tokens), evidence=evidence)
 
-    def _draw(self, law: Tensor, position: int, start: int) -> int:
+    def _probs(self, rows: list[Tensor]) -> Tensor | None:
+        """q as (k, V). None if the drafts share the target's noise: accepting by p/q on top of that would be biased."""
+        if self._shares_noise or not rows:
+            return None
+        missing = self._vocab_size - self._shared_vocab
+        probs = torch.stack(rows)
+        return pad(probs, (0, missing)) if missing else probs
+
+    def _draw(self, q: Tensor, position: int, start: int) -> int:
         noise = self._decoding.noise
-        return noise.sample(law, position) if self._shares_noise else noise.pick(law, Domain.DRAFT, position, start)
+        return noise.sample(q, position) if self._shares_noise else noise.pick(q, Domain.DRAFT, position, start)
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        self._readable = self._readable and max(context[verified.start :]) < self._session.vocab_size
-        if self._length is not None and self._sent is not None:
-            tokens, marks, computed = self._sent
-            self._length.learn(marks, agreed(tokens, context[verified.start :]), computed)
-            self._sent = None
+        text = context[verified.start :]
+        self._readable = self._readable and max(text) < self._session.vocab_size
+        if self._adaptive is not None and self._round is not None:
+            tokens, buckets, computed = self._round
+            self._adaptive.learn(buckets, matching_prefix(tokens, text), computed)
+            self._round = None
         self._session.rewind(len(context) - 1)
 
 
-def agreed(drafted: Sequence[int], text: Sequence[int]) -> int:
-    """How many drafts, from the front, became text."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text, strict=False)))
-
-
-def _sureness(logits: Tensor) -> Mark:
-    """Of logits (1, V): how much the likeliest token has at temperature 1, in eighths."""
-    return "sure", min(7, int(8 * torch.softmax(logits, dim=-1).max().item()))
+def _confidence(logits: Tensor) -> Bucket:
+    """The highest probability of logits (1, V) at temperature 1, in eighths."""
+    return "confidence", min(7, int(8 * torch.softmax(logits, dim=-1).max().item()))

@@ -13,16 +13,18 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import infer
 from utils.bounds import LOADED
-from utils.comparison.model_drafters import draft_seconds
-from utils.comparison.strategies import Job, kind_of
-from utils.comparison.warm_up import MEASURED
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
+from utils.comparison.warm_up import TIMED_TOKENS as MEASURED
+from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
 from utils.config.value_types import StorageSpec
 from utils.engine import threads
-from utils.engine.forward_timing import Pace
+from utils.engine.forward_timing import ForwardProbe
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect
 from utils.models.load_errors import quiet
+from utils.pairs.drafter_kinds import kind_of
 
 DRAFT = 10  # most n-gram drafts per round, ours and prompt lookup's
 STORAGE = StorageSpec("basic", 4)
@@ -69,7 +71,7 @@ def our_arms(pair: Any, gammas: Sequence[int] = (), kinds: Sequence[str] = ()) -
 
     gammas: further arms, speculative with a fixed number of drafts. kinds: further arms, of other kinds of drafters.
     """
-    rows = {row.name: row for row in infer.STRATEGIES}
+    rows = {row.name: row for row in STRATEGIES}
     costs = costs_of(pair, kinds)
     storage = {"ngram_storage": STORAGE, "top_k_filler": 1}  # as prompt lookup: what was said, nothing else
     arms = [_our_arm(pair, rows["target"], "ours target", Settings(costs=costs))]
@@ -118,8 +120,8 @@ class _Clock(StoppingCriteria):
 
 def peer_arms(pair: Any) -> list[Arm]:
     """transformers' plain decoding, prompt lookup and assisted decoding, with as many threads as help them here."""
-    pace = Pace(pair.target)
-    count = threads.fastest(lambda: pace.forward(1), threads.thread_counts())
+    pace = ForwardProbe(pair.target)
+    count = threads.fastest_count(lambda: pace.forward(1), threads.candidate_counts())
     return [
         _peer_arm("generate", pair, count),
         _peer_arm("generate, prompt lookup", pair, count, prompt_lookup_num_tokens=DRAFT),

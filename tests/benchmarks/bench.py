@@ -24,7 +24,9 @@ from arms import DRAFT, STORAGE, Arm, Run, our_arms, peer_arms
 from picture import draw
 
 from utils.comparison.records import versions
-from utils.pairs.load_pair import Pair, PairRequest, load_pair
+from utils.pairs.load_pair import load_pair
+from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import prompt_ids
 from utils.screen.renderer import Renderer, make_renderer
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from arms import Arm
 
-import infer
 from ngram_assisted import NGramStorage
 from utils.bounds import LOADED
-from utils.comparison.strategies import Job
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
-from utils.config.value_types import ProcessorKind
+from utils.config.value_types import ProcessorType
 from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
@@ -57,10 +57,10 @@ def windows(models: dict[str, tuple[Any, int]], repeats: int = 7) -> dict[str, d
 def acceptance(pair: Any, rows: list[tuple[str, list[int]]], length: int) -> dict[str, dict[str, list[list[int]]]]:
     """By processor and task: (accepted, tried) of the loaded drafter by a draft's place in its round, PLACES drafts in each."""
     found: dict[str, dict[str, list[list[int]]]] = {}
-    speculative = next(row for row in infer.STRATEGIES if row.kinds).variants((LOADED,), pair)[0]
+    speculative = next(row for row in STRATEGIES if row.kinds).variants((LOADED,), pair)[0]
     for processor in (GreedyProcessor(), MultinomialProcessor(1.0)):
         settings = Settings(gamma=PLACES, length=length, processor=processor)
-        by_task = found.setdefault(ProcessorKind().show(processor), {})
+        by_task = found.setdefault(ProcessorType().show(processor), {})
         for task, ids in rows:
             made = collect(speculative.steps(Job(ids, pair, settings, None)))
             for name in (task, "all"):

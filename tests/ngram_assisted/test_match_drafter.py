@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny import tiny_llama
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
-from sampling import ChainDrafter, DraftLength, autoregressive_steps, speculative_steps
+from sampling import AdaptiveGamma, ChainDrafter, autoregressive_steps, speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.metrics.costs import Costs
@@ -80,7 +80,7 @@ def test_the_text_is_plain_decodings_own(prompt, gamma, adapts):
     model = MODEL
     plan = Decoding.of(None, 40, end_ids=None, seed=1)
     plain = tokens_of(autoregressive_steps(prompt, ModelSession(model, rewinds=False), plan))
-    length = DraftLength(Costs((0.1,))) if adapts else None
+    length = AdaptiveGamma(Costs((0.1,))) if adapts else None
     for drafter in (
         MatchDrafter(LongestMatch(), length=length),
         MatchDrafter(SuffixAutomaton(), length=length),

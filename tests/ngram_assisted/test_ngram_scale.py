@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import Screen, checked, workbench
+from fakes import Screen, checked, open_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -154,14 +154,14 @@ def test_files_that_are_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> Non
 
 def test_a_storage_outlives_its_session(view: Screen, tmp_path: Path) -> None:
     file, path = tmp_path / "runs.jsonl", tmp_path / "a.ngrams"
-    first = workbench(view, records=file)
+    first = open_session(view, records=file)
     for line in ("/target off", "/speculative off", "/length 30"):
         first.handle(line)
     cold = checked(first, file, "Hello there")
     assert first.handle(f"/ngram_save {path}") is Verdict.DONE
     assert "n-grams written to" in view.take()[1]
 
-    second = workbench(view, records=file)
+    second = open_session(view, records=file)
     for line in ("/target off", "/speculative off", "/length 30"):
         second.handle(line)
     assert second.handle("/ngram_save nowhere.ngrams") is Verdict.FAILED  # nothing in it yet
@@ -180,4 +180,4 @@ def test_a_storage_outlives_its_session(view: Screen, tmp_path: Path) -> None:
     ):
         assert second.handle(line) is Verdict.FAILED, line
     assert checked(second, file, "/ngram_limit 3", "Hello there")["settings"]["ngram_limit"] == 3
-    assert len(second._bench.memory.storage) <= 3
+    assert len(second.harness.state.storage) <= 3

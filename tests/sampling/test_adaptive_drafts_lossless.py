@@ -11,9 +11,9 @@ import torch
 from toys import chi_square, decoding, joint_law, opposed, session, toy
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
-from sampling import RULES, ChainDrafter, DraftLength, ModelDrafter, speculative_steps
+from sampling import RULES, AdaptiveGamma, ChainDrafter, ModelDrafter, speculative_steps
 from sampling.adaptive_gamma import Mark
-from sampling.drafters.model import Draft
+from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.costs import Costs
@@ -31,11 +31,11 @@ def text(make, rule, seed):
 
 
 def chosen(plan, kind=ModelDrafter, model=None):
-    return kind(session(model or toy(2, SIZE)), plan, SIZE, length=DraftLength(COSTS, 0.1))
+    return kind(session(model or toy(2, SIZE)), plan, SIZE, length=AdaptiveGamma(COSTS, 0.1))
 
 
-def chained(plan):
-    return ChainDrafter(MatchDrafter(SuffixAutomaton(), length=DraftLength(COSTS)), chosen(plan))
+def chain_single_drafts(plan):
+    return ChainDrafter(MatchDrafter(SuffixAutomaton(), length=AdaptiveGamma(COSTS)), chosen(plan))
 
 
 def looked_up(plan):
@@ -64,7 +64,7 @@ def far_from_the_law(make, rule):
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(
     "make",
-    [chosen, partial(chosen, model=opposed(TARGET)), chained, looked_up],
+    [chosen, partial(chosen, model=opposed(TARGET)), chain_single_drafts, looked_up],
     ids=["own", "opposed", "chain", "lookup"],
 )
 def test_the_law_is_the_targets(make, rule):
@@ -95,7 +95,7 @@ def test_drafts_that_were_worked_out_and_not_sent_are_told(shares: bool) -> None
             forwards.append(1)
             return super().feed(context, keep)
 
-    class Strict(DraftLength):
+    class Strict(AdaptiveGamma):
         """Of the three that it works out in a round it sends 0, 1 or 2 in turns."""
 
         rounds = 0

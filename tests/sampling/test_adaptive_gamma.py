@@ -8,18 +8,18 @@ from tiny import tiny_head, tiny_llama
 from ngram_assisted import MatchDrafter, NGramDrafter, NGramStorage, SuffixAutomaton
 from sampling import (
     RULES,
+    AdaptiveGamma,
     ChainDrafter,
-    DraftLength,
     HeadDrafter,
     HeadSession,
     ModelDrafter,
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.adaptive_gamma import Tempo
-from sampling.drafters.model import Verified
+from sampling.adaptive_gamma import ThroughputEstimate
 from utils.bounds import RULES as RULE_NAMES
 from utils.decode.decoding import Decoding
+from utils.decode.drafts import Verified
 from utils.decode.model_session import ModelSession
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.metrics.costs import Costs
@@ -43,14 +43,14 @@ def value(length, marks):
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP, Costs((0.3,))])
 def test_the_best_number_is_the_best_of_all_numbers(costs):
-    length = DraftLength(costs)
+    length = AdaptiveGamma(costs)
     for marks in product(sizes(1, 2, 3), repeat=5):
         assert value(length, marks[: length.best(marks)]) == max(value(length, marks[:count]) for count in range(6))
 
 
 @pytest.mark.parametrize("step", [0.0, 0.05, 0.4])
 def test_a_draft_is_computed_where_some_longer_draft_has_more_value(step):
-    length = DraftLength(DEAR, step)
+    length = AdaptiveGamma(DEAR, step)
     for marks in product([("sure", 1), ("sure", 7)], repeat=3):
         for count in range(4):
             known = list(marks[:count])
@@ -62,13 +62,13 @@ def test_a_draft_is_computed_where_some_longer_draft_has_more_value(step):
 
 
 def test_a_draft_that_was_computed_is_sent_where_it_pays_for_the_wider_window():
-    length = DraftLength(Costs((0.3, 0.7)))
+    length = AdaptiveGamma(Costs((0.3, 0.7)))
     assert length.sends([("sure", 7)]) and not length.sends([("sure", 0)])
     assert length.sends([("sure", 7), ("sure", 4)]) and not length.sends([("sure", 7), ("sure", 1)])
 
 
 def test_it_stops_drafting_where_nothing_stands_and_tries_again_later():
-    length, marks = DraftLength(Costs((0.2, 0.3, 0.4))), sizes(2, 2, 2)
+    length, marks = AdaptiveGamma(Costs((0.2, 0.3, 0.4))), sizes(2, 2, 2)
     assert length.best(marks) == 3
     for _ in range(40):
         length.learn(marks[: length.best(marks)], 0)
@@ -81,7 +81,7 @@ def test_it_stops_drafting_where_nothing_stands_and_tries_again_later():
 
 
 def test_a_drafter_that_fails_is_asked_seldom_but_again_and_again():
-    length, tries = DraftLength(Costs((0.1, 0.2)), 0.1), []
+    length, tries = AdaptiveGamma(Costs((0.1, 0.2)), 0.1), []
     for _ in range(300):
         tries.append(length.goes_on([]))
         length.learn([("sure", 4)] if tries[-1] else [], 0)
@@ -89,7 +89,7 @@ def test_a_drafter_that_fails_is_asked_seldom_but_again_and_again():
 
 
 def test_what_stands_is_drafted_longer():
-    length = DraftLength(DEAR)
+    length = AdaptiveGamma(DEAR)
     assert length.best(sizes(*[1] * 8)) == 0
     for _ in range(30):
         length.learn(sizes(1, 1, 1, 1), 4)
@@ -99,7 +99,7 @@ def test_what_stands_is_drafted_longer():
 
 def test_what_the_run_makes_anyway_is_what_a_draft_must_beat():
     """The same drafts are fewer where long ones have made the run fast."""
-    slow, fast = DraftLength(DEAR), DraftLength(DEAR)
+    slow, fast = AdaptiveGamma(DEAR), AdaptiveGamma(DEAR)
     for _ in range(50):
         fast.learn(sizes(*[9] * 8), 8)
     assert fast.pace > 2 > slow.pace == 1
@@ -107,7 +107,7 @@ def test_what_the_run_makes_anyway_is_what_a_draft_must_beat():
 
 
 def test_only_what_was_reached_is_evidence():
-    length = DraftLength(CHEAP)
+    length = AdaptiveGamma(CHEAP)
     before = length.chance(("size", 3))
     length.learn(sizes(2, 2, 3, 3), 1)  # the second failed: the others were never tried
     assert length.chance(("size", 3)) == before
@@ -117,14 +117,14 @@ def test_only_what_was_reached_is_evidence():
 
 def test_costs_go_on_beyond_the_last_one():
     costs = Costs((0.1, 0.3), (("head", 0.07),))
-    assert [round(costs.window(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
-    assert [costs.step(kind) for kind in ("head", "model", None)] == [0.07, 0.0, 0.0]
-    assert round(DraftLength(costs, 0.07).cost(2), 6) == 0.44
-    assert DraftLength(Costs()).best(sizes(1, 1)) == 2  # nothing could be measured
+    assert [round(costs.verify_cost(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
+    assert [costs.draft_cost(kind) for kind in ("head", "model", None)] == [0.07, 0.0, 0.0]
+    assert round(AdaptiveGamma(costs, 0.07).cost(2), 6) == 0.44
+    assert AdaptiveGamma(Costs()).best(sizes(1, 1)) == 2  # nothing could be measured
     assert Costs.of([0.12345, -1.0, 1e9], {"head": 0.0712}) == Costs((0.123, 0.0, 1000.0), (("head", 0.071),))
 
 
-class Ear(DraftLength):
+class Ear(AdaptiveGamma):
     """Remembers what it was taught."""
 
     def __init__(self, costs, step=0.0):
@@ -181,7 +181,7 @@ def test_choosing_changes_the_drafts_and_never_the_text(seed):
         steps = list(speculative_steps([1, 2, seed], drafter, ModelSession(model), plan, gamma=6))
         return tokens_of(steps), sum(len(step.drafted) for step in steps)
 
-    fixed, dear, cheap = run(None), run(DraftLength(DEAR)), run(DraftLength(CHEAP))
+    fixed, dear, cheap = run(None), run(AdaptiveGamma(DEAR)), run(AdaptiveGamma(CHEAP))
     assert fixed[0] == dear[0] == cheap[0]
     assert dear[1] <= cheap[1] < fixed[1] and cheap[1] > 0
 
@@ -195,7 +195,7 @@ def test_a_models_chosen_drafts_leave_the_text_alone_and_one_table_is_one_text(r
     plain = tokens_of(autoregressive_steps([1, 2, 3], ModelSession(target, rewinds=False), plan))
 
     def run(costs):
-        length = DraftLength(costs, 0.05)
+        length = AdaptiveGamma(costs, 0.05)
         drafter = ModelDrafter(ModelSession(other), plan, 8, shares_noise=RULES[rule].shares_noise, length=length)
         return list(speculative_steps([1, 2, 3], drafter, ModelSession(target), plan, gamma=8, rule=RULES[rule]))
 
@@ -206,10 +206,10 @@ def test_a_models_chosen_drafts_leave_the_text_alone_and_one_table_is_one_text(r
 
 def test_drafters_of_one_run_share_its_tempo_and_learn_what_they_were_asked():
     """The second of a chain is not asked where the first drafts; where neither drafts, the round counts once."""
-    tempo = Tempo()
-    first, second = DraftLength(CHEAP, 0.0, tempo), DraftLength(CHEAP, 0.1, tempo)
+    tempo = ThroughputEstimate()
+    first, second = AdaptiveGamma(CHEAP, 0.0, tempo), AdaptiveGamma(CHEAP, 0.1, tempo)
     first.learn(sizes(3, 3), 2)
-    alone = Tempo()
+    alone = ThroughputEstimate()
     alone.add(3, 1.1)
     assert first.pace == second.pace == alone.pace > 1
     first.learn([], 0)  # declined: the second was asked

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 from fakes import screen
-from test_embedded_pair import PROMPTS, bench_on
+from test_embedded_pair import PROMPTS, open_session_on
 from test_sampled_distribution import SAMPLERS, START, speculate
 from toys import chi_square, joint_law, opposed, toy
 
-from utils.pairs.load_pair import PairRequest, load_pair
+from utils.pairs.load_pair import load_pair
+from utils.pairs.request import PairRequest
 
 pytestmark = pytest.mark.full
 
@@ -26,9 +27,9 @@ MORE = [
 def test_long_greedy_texts_are_one_text_at_a_wide_window(tmp_path: Path) -> None:
     """12 prompts x 64 tokens at a wide window, with a drafter that is often right."""
     file = tmp_path / "runs.jsonl"
-    bench = bench_on(load_pair(PairRequest("embedded", "layers:28"), lambda message: None), screen(), file)
+    session = open_session_on(load_pair(PairRequest("embedded", "layers:28"), lambda message: None), screen(), file)
     for line in ("/length 64", "/gamma 8", *PROMPTS, *MORE):
-        bench.handle(line)
+        session.handle(line)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 12 * 3
     different = [(row["prompt"], row["strategy"], row["first_difference"]) for row in rows if not row["same_as_target"]]

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fakes import tiny_pair, workbench
+from fakes import open_session, tiny_pair
 from tiny import DECODER, build, next_logits, tiny_bart, tiny_marian, tiny_t5
 
-import infer
 from ngram_assisted import NGramStorage
 from sampling import RULES
-from utils.comparison.strategies import Job
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.engine import Engine
 from utils.errors import UserError
@@ -146,7 +146,7 @@ def run(row: Row, kind: str, pair: Any = None, **changes: Any) -> tuple[list[int
     settings = replace(Settings(length=LENGTH, costs=None), **changes)
     job = Job(PROMPT, pair or pair_of(row), settings, NGramStorage(3, 64))
     name, words = (kind, ("loaded",)) if kind in ("ngram", "target", "drafter", "beam") else ("speculative", (kind,))
-    strategy = next(row for row in infer.STRATEGIES if row.name == name).variants(words, job.pair)[0]
+    strategy = next(row for row in STRATEGIES if row.name == name).variants(words, job.pair)[0]
     steps = list(strategy.steps(job))
     return tokens_of(steps), acceptance_of(steps)
 
@@ -252,7 +252,7 @@ def test_a_target_without_a_usable_cache_is_served_without_one(view: Any) -> Non
     target = replace(row, fields=row.fields | {"vocab_size": 300}).model()
     pair = tiny_pair(drafter=False, chat=False)
     pair.target, pair.engine = target, Engine([target])
-    bench = workbench(view, pair)
+    session = open_session(view, pair)
     assert pair.engine.state.kind == "plain" and pair.engine.step_seconds > 0
-    assert bench.handle("Hello") is Verdict.FAILED and "cache off" in view.take()[1]
-    assert bench.handle("/cache off") is bench.handle("Hello") is Verdict.DONE
+    assert session.handle("Hello") is Verdict.FAILED and "cache off" in view.take()[1]
+    assert session.handle("/cache off") is session.handle("Hello") is Verdict.DONE

@@ -10,8 +10,8 @@ from sampling import (
     speculative_generate,
     speculative_steps,
 )
-from sampling.drafters.model import Draft, Verified
 from utils.decode.decoding import Decoding
+from utils.decode.drafts import Draft, Verified
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError

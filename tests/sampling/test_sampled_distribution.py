@@ -23,7 +23,7 @@ from sampling import (
     speculative_generate,
     speculative_steps,
 )
-from sampling.drafters.model import Draft
+from utils.decode.drafts import Draft
 from utils.decode.noise import Domain, Noise
 from utils.logits_processor import (
     LogitsProcessor,

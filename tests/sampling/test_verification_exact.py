@@ -28,8 +28,8 @@ from exact import (
 )
 
 from sampling import RULES, choose_rule
-from sampling.drafters.model import Draft
 from sampling.verification import verify_rejection
+from utils.decode.drafts import Draft
 from utils.decode.noise import Domain
 
 REJECTION, BLOCK = RULES["rejection"], RULES["block"]

@@ -1,4 +1,4 @@
-"""Several processes of one run: prompts shared out, records in one file, one screen."""
+"""Multi-process runs: sharded prompts, one record file, one screen."""
 
 import os
 import subprocess
@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import records_of, screen, workbench
+from fakes import open_session, records_of, screen
 from paths import ROOT
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.comparison.records import RecordFile
-from utils.distributed import heard, part, share, together, told
+from utils.distributed import broadcast, broadcast_lines, is_tensor_parallel, shard_prompts, shutdown
 from utils.errors import UserError
 from utils.models.devices import choose_device
 from utils.repl.runner import Verdict, explain_error
 
 
-def test_processes_share_out_the_prompts_and_the_first_one_speaks(tmp_path: Path) -> None:
-    """As a launcher starts them: by what stands in the environment."""
+def test_processes_shard_the_prompts_and_only_rank_zero_prints(tmp_path: Path) -> None:
+    """Data parallel, with the environment variables that a launcher sets."""
     save_folder(tmp_path / "tiny", tiny_llama(vocab_size=300), tiny_tokenizer())
     prompts = [f"prompt {number}" for number in range(5)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
@@ -35,7 +35,7 @@ def test_processes_share_out_the_prompts_and_the_first_one_speaks(tmp_path: Path
         str(tmp_path / "records.jsonl"),
     ]
     command = [sys.executable, str(ROOT / "infer.py"), *flags, "--prompts", str(tmp_path / "prompts.txt")]
-    several = [
+    processes = [
         subprocess.Popen(
             command,
             cwd=ROOT,
@@ -46,13 +46,13 @@ def test_processes_share_out_the_prompts_and_the_first_one_speaks(tmp_path: Path
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=200) for process in several]
-    assert [process.returncode for process in several] == [0, 0], said
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     records = records_of(tmp_path / "records.jsonl")
     assert sorted({record["prompt"] for record in records}) == prompts and len(records) == 3 * len(prompts)
-    groups = [records[place : place + 3] for place in range(0, len(records), 3)]
+    groups = [records[start : start + 3] for start in range(0, len(records), 3)]
     assert all(len({record["prompt"] for record in group}) == 1 for group in groups)
-    assert said[0][0].count("> prompt") == 3 and said[1] == ("", "")
+    assert outputs[0][0].count("> prompt") == 3 and outputs[1] == ("", "")
 
 
 LINES = (
@@ -67,8 +67,8 @@ LINES = (
 )
 
 
-def test_processes_that_compute_a_target_together_write_what_one_writes(tmp_path: Path) -> None:
-    """Under torchrun, over gloo, with lines that only one of them can read."""
+def test_tensor_parallel_processes_write_the_records_of_a_single_process(tmp_path: Path) -> None:
+    """Under torchrun with gloo; only rank zero can read the lines."""
     tokenizer, file = tiny_tokenizer(), tmp_path / "records.jsonl"
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tokenizer)
     save_folder(tmp_path / "drafter", tiny_llama(1, vocab_size=300), tokenizer)
@@ -94,9 +94,9 @@ def test_processes_that_compute_a_target_together_write_what_one_writes(tmp_path
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("> Hello") == 2 and "2 processes compute target together" in run.stderr
     made = records_of(file)
-    bench = workbench(screen(), load(tmp_path / "target", tmp_path / "drafter"), tmp_path / "alone.jsonl")
+    session = open_session(screen(), load(tmp_path / "target", tmp_path / "drafter"), tmp_path / "alone.jsonl")
     for line in LINES:
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     alone = records_of(tmp_path / "alone.jsonl")
     assert [(record["strategy"], record["token_ids"]) for record in made] == [
         (record["strategy"], record["token_ids"]) for record in alone
@@ -115,7 +115,7 @@ def test_processes_that_compute_a_target_together_write_what_one_writes(tmp_path
         ("t5", {}, "cannot spread over processes"),
     ],
 )
-def test_what_cannot_be_computed_together_is_refused(
+def test_pairs_that_do_not_support_tensor_parallelism_are_refused(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, target: str, words: dict[str, str], sentence: str
 ) -> None:
     for name, value in {
@@ -131,17 +131,21 @@ def test_what_cannot_be_computed_together_is_refused(
     assert sentence in refusal(place, **words)
 
 
-def test_a_launcher_that_shares_out_prompts_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_and_tensor_parallel_launchers_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    assert together() and share(["a", "b"]) == ["a", "b"] and part(1) == 0
+    assert is_tensor_parallel() and shard_prompts(["a", "b"]) == ["a", "b"] and shutdown(1) == 0
     with pytest.raises(SystemExit):
         explain_error(screen().renderer, MemoryError())
     explain_error(screen().renderer, UserError("of all"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert (
-        not together() and share(["a", "b"]) == ["b"] and part(1) == 1 and told(3) == 3 and list(heard(["x"])) == ["x"]
+        not is_tensor_parallel()
+        and shard_prompts(["a", "b"]) == ["b"]
+        and shutdown(1) == 1
+        and broadcast(3) == 3
+        and list(broadcast_lines(["x"])) == ["x"]
     )
     explain_error(screen().renderer, MemoryError())
 
@@ -150,7 +154,7 @@ def test_a_launcher_that_shares_out_prompts_is_told_from_one_that_does_not(monke
     ("words", "device"),
     [({}, "cuda"), ({"WORLD_SIZE": "4", "LOCAL_RANK": "3"}, "cuda:3"), ({"WORLD_SIZE": "x"}, "cuda")],
 )
-def test_each_process_has_a_device_of_its_own(
+def test_each_process_uses_the_device_of_its_local_rank(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, str], device: str
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

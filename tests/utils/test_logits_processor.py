@@ -1,4 +1,4 @@
-"""Processors are pure and exact: order of operations, ties, extremes, and the fast paths equal to a plain reference."""
+"""Processors are pure and exact: order of operations, ties, extremes, and fast paths that equal a simple reference."""
 
 import math
 
@@ -11,12 +11,13 @@ from utils.decode.noise import Noise
 from utils.errors import UserError
 from utils.logits_processor import (
     GreedyProcessor,
+    InvalidLogits,
     MultinomialProcessor,
     NucleusProcessor,
     TopKNucleusProcessor,
     TopKProcessor,
-    leading,
-    nucleus,
+    nucleus_probs,
+    stable_topk,
     top_tokens,
 )
 
@@ -31,17 +32,17 @@ ROWS = st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0, 4.0, -math
 
 
 def reference(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Plain Python: a stable sort by (-probability, id), then cut."""
+    """Pure Python: a stable sort by (-probability, id), then the cuts."""
     top = max(logits)
     weights = [math.exp((logit - top) / temperature) for logit in logits]
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[:top_k]
-    total, reached, kept = sum(weights[token] for token in order), 0.0, []
+    total, reached, nucleus = sum(weights[token] for token in order), 0.0, []
     for token in order:
         if reached / total >= top_p:
             break
-        kept.append(token)
+        nucleus.append(token)
         reached += weights[token]
-    return [weights[token] / reached if token in kept else 0.0 for token in range(len(weights))]
+    return [weights[token] / reached if token in nucleus else 0.0 for token in range(len(weights))]
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,11 +52,11 @@ def reference(logits: list[float], temperature: float, top_k: int, top_p: float)
     top_k=st.integers(1, 12),
     top_p=st.sampled_from([0.05, 0.33, 0.6, 0.9, 1.0]),
 )
-def test_laws_equal_the_plain_reference(row: list[float], temperature: float, top_k: int, top_p: float) -> None:
+def test_distributions_equal_the_reference(row: list[float], temperature: float, top_k: int, top_p: float) -> None:
     if max(row) == -math.inf:
         return
     logits = torch.tensor([row, row])
-    cases = [
+    cases = [  # processor, (top_k, top_p)
         (MultinomialProcessor(temperature), (len(row), 1.0)),
         (TopKProcessor(temperature, top_k), (top_k, 1.0)),
         (NucleusProcessor(temperature, top_p), (len(row), top_p)),
@@ -63,35 +64,37 @@ def test_laws_equal_the_plain_reference(row: list[float], temperature: float, to
     ]
     for processor, (count, mass) in cases:
         expected = torch.tensor(reference(row, temperature, count, mass), dtype=torch.float64)
-        for law in processor(logits):
-            torch.testing.assert_close(law, expected, rtol=1e-9, atol=1e-12)
+        for probs in processor(logits):
+            torch.testing.assert_close(probs, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("processor", ALL, ids=str)
-def test_laws_are_normalised_float64_and_the_logits_stay_as_they_were(processor) -> None:
+def test_distributions_are_normalised_float64_and_logits_are_not_modified(processor) -> None:
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    law = processor(logits)
-    assert law.shape == logits.shape and law.dtype == (torch.float32 if processor.name == "greedy" else torch.float64)
-    torch.testing.assert_close(law.sum(-1), torch.ones(2, 3, dtype=law.dtype))
+    probs = processor(logits)
+    assert probs.shape == logits.shape and probs.dtype == (
+        torch.float32 if processor.name == "greedy" else torch.float64
+    )
+    torch.testing.assert_close(probs.sum(-1), torch.ones(2, 3, dtype=probs.dtype))
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("processor", ALL, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_unusable_rows_are_an_error(processor, bad: float) -> None:
+def test_invalid_rows_raise(processor, bad: float) -> None:
     logits = torch.zeros(2, 6)
     logits[1, 3] = bad
-    with pytest.raises(UserError, match="NaN or infinite"):
+    with pytest.raises(InvalidLogits):
         processor(logits)
-    with pytest.raises(UserError):
+    with pytest.raises(InvalidLogits):
         processor(torch.full((1, 6), -math.inf))
 
 
 @pytest.mark.parametrize("processor", ALL, ids=str)
 def test_minus_infinity_is_probability_zero(processor) -> None:
-    law = processor(torch.tensor([[-math.inf, 1.0, -math.inf, 0.5]]))
-    assert law[0, 0] == law[0, 2] == 0 and law.sum() == pytest.approx(1.0)
+    probs = processor(torch.tensor([[-math.inf, 1.0, -math.inf, 0.5]]))
+    assert probs[0, 0] == probs[0, 2] == 0 and probs.sum() == pytest.approx(1.0)
 
 
 def test_ties_go_to_the_lowest_id() -> None:
@@ -116,8 +119,8 @@ def test_no_temperature_overflows_and_zero_is_greedy(build, temperature: float) 
 
 
 @pytest.mark.parametrize("shape", ["flat", "peaked", "stepped"])
-def test_the_sorted_prefix_changes_no_nucleus(shape: str) -> None:
-    """The shortcut (sort only the most likely entries) against sorting everything, where it suffices and where it does not."""
+def test_the_selected_prefix_does_not_change_the_nucleus(shape: str) -> None:
+    """The shortcut (select only the most likely entries) against a full sort, where it suffices and where it does not."""
     generator = torch.Generator().manual_seed(1)
     logits = {
         "flat": torch.zeros(3, 9000),
@@ -125,21 +128,23 @@ def test_the_sorted_prefix_changes_no_nucleus(shape: str) -> None:
         "stepped": torch.randint(0, 4, (3, 9000), generator=generator).float(),
     }[shape]
     for top_p in (0.01, 0.5, 0.9, 0.9999):
-        few, all_of_it = (nucleus(logits, 0.8, top_p, prefix=prefix) for prefix in (16, 9000))
-        laws = [torch.zeros(3, 9000, dtype=torch.float64).scatter_(-1, ids, probs) for probs, ids in (few, all_of_it)]
-        torch.testing.assert_close(*laws, rtol=1e-12, atol=0)
+        few, everything = (nucleus_probs(logits, 0.8, top_p, prefix=prefix) for prefix in (16, 9000))
+        distributions = [
+            torch.zeros(3, 9000, dtype=torch.float64).scatter_(-1, ids, probs) for probs, ids in (few, everything)
+        ]
+        torch.testing.assert_close(*distributions, rtol=1e-12, atol=0)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 5), min_size=9, max_size=9), min_size=1, max_size=3), count=st.integers(1, 9)
 )
-def test_leading_entries_equal_a_stable_sort(rows: list[list[int]], count: int) -> None:
-    """The fast selection against the plain one, on rows full of ties."""
+def test_stable_topk_equals_a_stable_sort(rows: list[list[int]], count: int) -> None:
+    """On rows full of ties."""
     logits = torch.tensor(rows, dtype=torch.float32)
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    made = leading(logits, count)
-    assert torch.equal(made[0], values[:, :count]) and torch.equal(made[1], ids[:, :count])
+    top_values, top_ids = stable_topk(logits, count)
+    assert torch.equal(top_values, values[:, :count]) and torch.equal(top_ids, ids[:, :count])
 
 
 @pytest.mark.parametrize(
@@ -156,17 +161,17 @@ def test_leading_entries_equal_a_stable_sort(rows: list[list[int]], count: int) 
         lambda: TopKNucleusProcessor(1, 1.5, 0.5),
     ],
 )
-def test_arguments_out_of_range_are_refused_with_the_range(build) -> None:
+def test_arguments_out_of_range_are_refused(build) -> None:
     with pytest.raises(UserError, match="out of range"):
         build()
 
 
-def test_large_half_precision_logits_are_usable_and_tiny_temperatures_warn_of_nothing(
+def test_large_half_precision_logits_are_usable_and_small_temperatures_raise_no_warning(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     assert GreedyProcessor()(torch.full((64, 3), 1100.0, dtype=torch.float16)).sum() == 64
-    law = MultinomialProcessor(0.02)(torch.arange(20.0)[None])[0]
-    assert Noise(0).sample(law, 0) == 19 and not list(recwarn)
+    probs = MultinomialProcessor(0.02)(torch.arange(20.0)[None])[0]
+    assert Noise(0).sample(probs, 0) == 19 and not list(recwarn)
 
 
 def test_top_k_beyond_the_vocabulary_keeps_everything() -> None:

@@ -1,4 +1,4 @@
-"""Text that reaches a screen is readable, whole and harmless."""
+"""Text that reaches the screen is readable, complete and harmless."""
 
 import pytest
 from hypothesis import given
@@ -39,23 +39,23 @@ def test_a_stream_adds_up_to_the_whole_text(text: str) -> None:
     st.integers(8, 14),
     st.integers(1, 7),
 )
-def test_lines_end_between_words_however_the_text_comes(parts: list[str], width: int, size: int) -> None:
+def test_lines_are_wrapped_between_words_however_the_text_is_split(parts: list[str], width: int, size: int) -> None:
     text = "".join(parts)
     lines = WrappedText(width, cell_len)
-    shown = "".join(lines.add(text[place : place + size]) for place in range(0, len(text), size)) + lines.end()
-    once = WrappedText(width, cell_len)
-    assert shown == once.add(text) + once.end()
-    assert "".join(shown.split()) == "".join(text.split()), "nothing is lost"
-    whole = WrappedText(None)
-    assert whole.add(text) + whole.end() == text
+    shown = "".join(lines.add(text[start : start + size]) for start in range(0, len(text), size)) + lines.end()
+    single = WrappedText(width, cell_len)
+    assert shown == single.add(text) + single.end()
+    assert "".join(shown.split()) == "".join(text.split()), "text was lost"
+    unwrapped = WrappedText(None)
+    assert unwrapped.add(text) + unwrapped.end() == text
     for line in shown.split("\n"):
         longest = max(map(cell_len, line.split()), default=0)
         assert cell_len(line.rstrip()) <= width or longest > width or not line[:1].strip(), line
     words = [word for word in text.split() if word.isascii() and len(word) < width]
-    assert all(word in shown.split() or "漢" in text for word in words), "no word is broken"
+    assert all(word in shown.split() or "漢" in text for word in words), "a word was split"
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_text_that_fits_is_unchanged() -> None:
     code = "def f(x):\n    return x\n\n\tend"
     lines = WrappedText(20)
     assert lines.add(code) + lines.end() == code
@@ -63,7 +63,7 @@ def test_what_fits_is_left_as_it_is() -> None:
     assert lines.add("one two three") + lines.end() == "one two\nthree" and lines.add("!") + lines.end() == "!"
 
 
-def test_half_a_character_waits_and_is_shown_in_the_end_if_it_never_comes() -> None:
+def test_an_incomplete_character_is_held_back_until_the_end() -> None:
     ids = TOKENIZER("é", add_special_tokens=False).input_ids
     assert len(ids) == 2
     stream = TextStream(TOKENIZER)

@@ -1,6 +1,5 @@
-"""Slash commands: a registry, and the commands by group. `default_registry` is the set the program starts with."""
+"""Slash commands: one module for each group. `default_registry` holds all of them."""
 
-from utils.commands.conversation import RESET
 from utils.commands.experiments.audit import AUDIT
 from utils.commands.experiments.divergence import DIVERGENCE
 from utils.commands.experiments.lossless import LOSSLESS
@@ -12,19 +11,20 @@ from utils.commands.experiments.whatif import WHATIF
 from utils.commands.experiments.why import WHY
 from utils.commands.explain import COLUMNS, EXPLAIN
 from utils.commands.export import EXPORT
+from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
-from utils.commands.registry import Command, Outcome, Registry, Situation
-from utils.commands.session import SESSION_COMMANDS
-from utils.commands.settings import tuning_commands
+from utils.commands.registry import Command, CommandContext, Registry
+from utils.commands.session import RESET, SESSION_COMMANDS
+from utils.commands.settings import setting_commands
 from utils.commands.settings_files import FILE_COMMANDS
 from utils.commands.storage import STORAGE_COMMANDS
 
-__all__ = ["Command", "Outcome", "Registry", "Situation", "default_registry"]
+__all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry"]
 
 
 def default_registry() -> Registry:
-    """Every command of the program: one per setting, those of storages and models, those that check texts, then those of the session."""
-    checks = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, REPLAY, EXPORT)
+    """All commands, in the order in which /help lists them."""
+    experiments = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, REPLAY, EXPORT)
     return Registry(
-        [*tuning_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *checks, RESET, *FILE_COMMANDS, *SESSION_COMMANDS]
+        [*setting_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *experiments, RESET, *FILE_COMMANDS, *SESSION_COMMANDS]
     )

@@ -1,67 +1,65 @@
-"""/explain and /columns: what the figures are and came to, and the last texts beside each other."""
+"""/explain and /columns: the definitions and values of figures, and the last texts side by side."""
 
 import re
+from collections.abc import Sequence
 
-from utils.commands.registry import Command, Outcome, Situation
+from utils.commands.outcomes import Outcome, ShowRows, ShowTexts
+from utils.commands.registry import Command, CommandContext
 from utils.comparison.glossary import FIGURES
-from utils.comparison.harness import Compared, Last
+from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Column
-from utils.errors import UserError, one_of
+from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
 from utils.text import decode
 
-NAMES = tuple(figure.name for figure in FIGURES)
+FIGURE_NAMES = tuple(figure.name for figure in FIGURES)
 
 
-def _explain(argument: str, situation: Situation) -> Outcome:
+def _explain(argument: str, context: CommandContext) -> Outcome:
     if not argument:
-        return Outcome(rows=tuple((figure.name, figure.meaning, "") for figure in FIGURES))
-    figure = FIGURES[NAMES.index(_name(argument.lower()))]
-    last = situation.bench.memory.last
-    told = (
-        [(strategy.name, figure.fraction(strategy, run, comparison)) for strategy, run, comparison in last.compared]
-        if last
-        else []
-    )
-    rows = tuple((name, fraction, "") for name, fraction in told if fraction)
-    return Outcome(rows=((figure.name, figure.meaning, ""), *rows))
+        return [ShowRows([(figure.name, figure.meaning) for figure in FIGURES])]
+    figure = FIGURES[FIGURE_NAMES.index(_figure_name(argument.lower()))]
+    last = context.harness.state.last
+    values = [(compared[0].name, figure.fraction(*compared)) for compared in last.compared] if last else []
+    return [ShowRows([(figure.name, figure.meaning), *((name, value) for name, value in values if value)])]
 
 
-def _name(word: str) -> str:
-    """A figure's name, from itself or from a word of it. Raises UserError where there is none."""
-    parts = (name for name in NAMES if word in re.findall(r"[\w/]+", name))
-    return word if word in NAMES else next(parts, "") or one_of(word, NAMES, "figure")
+def _figure_name(word: str) -> str:
+    """The figure with this name, or the first one whose name contains the word. Raises UserError if there is none."""
+    matches = (name for name in FIGURE_NAMES if word in re.findall(r"[\w/]+", name))
+    return word if word in FIGURE_NAMES else next(matches, "") or check_choice(word, FIGURE_NAMES, "figure")
 
 
-def _columns(argument: str, situation: Situation) -> Outcome:
-    last = situation.bench.last()
+def _columns(argument: str, context: CommandContext) -> Outcome:
+    last = context.harness.last()
     if not last.compared:
-        raise UserError("the last prompt was not answered by any strategy: send it again.")
-    groups: dict[tuple[int, ...], list[Compared]] = {}
-    for compared in sorted(last.compared, key=lambda compared: not compared[0].is_baseline):  # the target first
+        raise UserError("no strategy answered the last prompt: send it again.")
+    groups: dict[tuple[int, ...], list[ComparedRun]] = {}
+    for compared in sorted(last.compared, key=lambda compared: not compared[0].is_baseline):  # the target comes first
         groups.setdefault(tuple(compared[1].tokens), []).append(compared)
-    return Outcome(columns=tuple(_column(last, group) for group in groups.values()))
+    return [ShowTexts([_column(last, group) for group in groups.values()])]
 
 
-def _column(last: Last, group: list[Compared]) -> Column:
-    """Of strategies that said the same."""
+def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
+    """The column of strategies that generated the same tokens."""
     _, run, comparison = group[0]
+    names = [strategy.name for strategy, *_ in group]
     tokenizer, target = last.job.pair.tokenizer, last.target
     text = decode(tokenizer, run.tokens)
     about = f"{len(run.tokens)} tokens, {run.finish}"
     if comparison.first_difference is None:
-        return Column([row[0].name for row in group], about, text)
+        return Column(names, about, text)
     assert target is not None
     shared = first_difference(text, decode(tokenizer, target.tokens))
-    about += f", another from token {comparison.first_difference + 1}"
-    return Column([row[0].name for row in group], about, text[:shared], "" if shared is None else text[shared:])
+    about += f", differs from token {comparison.first_difference + 1}"
+    return Column(names, about, text[:shared], "" if shared is None else text[shared:])
 
 
 EXPLAIN = Command(
     "explain",
     "[NAME]",
-    "what the figures mean, and the fraction that one came to in the last runs",
+    "the definitions of all figures, or of one with its value in the last runs",
     _explain,
-    words=NAMES,
+    words=FIGURE_NAMES,
 )
-COLUMNS = Command("columns", "", "the last texts beside each other, each marked where it leaves the target's", _columns)
+COLUMNS = Command("columns", "", "the last texts side by side, marked where they differ from the target's", _columns)

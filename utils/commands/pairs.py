@@ -1,41 +1,42 @@
-"""/load, /pair and /pairs: other models, without leaving the session, and whether they fit."""
+"""/load, /pair and /pairs: load other models within the session, and check whether two models fit together."""
 
-from utils.commands.registry import Command, Outcome, Situation
+from utils.commands.outcomes import Outcome, ShowRows, UsePair
+from utils.commands.registry import Command, CommandContext
 from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import requested
+from utils.pairs.request import parse_request
 
 
-def _load(argument: str, situation: Situation) -> Outcome:
-    return Outcome(load=requested(argument, situation.bench.pair.request, situation.pairs))
+def _load(argument: str, context: CommandContext) -> Outcome:
+    return [UsePair(parse_request(argument, context.harness.pair.request, context.pairs))]
 
 
-def _pairs(argument: str, situation: Situation) -> Outcome:
-    loaded = situation.bench.pair.request
-    rows = (
-        (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _told(pair))
-        for name, pair in situation.pairs.items()
-    )
-    return Outcome(rows=tuple(rows))
+def _pair(argument: str, context: CommandContext) -> Outcome:
+    found = context.harness.pair.compatibility
+    findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
+    return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
 
 
-def _pair(argument: str, situation: Situation) -> Outcome:
-    fit = situation.bench.pair.fit
-    rows = tuple((row.what, row.value, row.remark) for row in fit.rows)
-    return Outcome(rows=(("verdict", fit.verdict, fit.reason), *rows))
+def _pairs(argument: str, context: CommandContext) -> Outcome:
+    loaded = context.harness.pair.request
+    rows = [
+        (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _description(pair))
+        for name, pair in context.pairs.items()
+    ]
+    return [ShowRows(rows)]
 
 
-def _told(pair: PairSpec) -> str:
-    return f"{pair.target} + {pair.drafter or 'its own first layers'}: {pair.summary}"
+def _description(pair: PairSpec) -> str:
+    return f"{pair.target} + {pair.drafter or 'the first layers of the target'}: {pair.summary}"
 
 
 PAIR_COMMANDS = (
     Command(
         "load",
         "PAIR | target=... drafter=... quantize=...",
-        "load other models; what is not named stays, and if it fails the old pair does",
+        "load other models; what is not named stays the same, and the old pair stays if loading fails",
         _load,
         words=tuple(PAIRS),
     ),
-    Command("pair", "", "whether the two models that are loaded fit together, and why", _pair),
-    Command("pairs", "", "the pairs that are known by name", _pairs),
+    Command("pair", "", "whether the two loaded models fit together, and why", _pair),
+    Command("pairs", "", "the pairs that can be loaded by name", _pairs),
 )

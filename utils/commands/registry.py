@@ -1,115 +1,84 @@
-"""The registry: commands as frozen values in an instance; lookup, nearest names, help rows.
+"""The registry of slash commands: it finds a command by its name, runs it and lists all commands for /help.
 
-A command is a function of its argument and the situation to an Outcome. It prints nothing and changes nothing: the caller applies the
-outcome. Errors are UserErrors, one sentence each.
+A command is a function of its argument and a CommandContext. It returns an Outcome (`utils.commands.outcomes`) or
+raises a UserError with one sentence.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import Enum, auto
-from typing import Any
 
-from utils.comparison.harness import Bench
-from utils.comparison.reports import Column, Report
+from utils.commands.outcomes import Outcome
+from utils.comparison.harness import Harness
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
 
 
-class Action(Enum):
-    """What the caller is asked to do besides showing the reply."""
-
-    CLEAR = auto()
-    QUIT = auto()
-    UNDO = auto()
-    RESET = auto()
-
-
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A command's answer: new settings, a reply, rows or columns to show, a prompt to generate from, models to run, an action.
-
-    lines: to be carried out one after the other, as if typed. storage: an n-gram storage to go on with. load: models to go on with, a
-    utils.pairs.request.PairRequest.
-    """
-
-    settings: Settings | None = None
-    reply: str = ""
-    rows: tuple[tuple[str, str, str], ...] = ()
-    columns: tuple[Column, ...] = ()
-    prompt: str | None = None
-    lines: tuple[str, ...] = ()
-    report: Report | None = None
-    storage: Any = None
-    load: Any = None
-    action: Action | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What a command may look at."""
+class CommandContext:
+    """What a command may read. facts: (name, value) pairs that describe the loaded models, as /show lists them."""
 
     settings: Settings
     registry: "Registry"
-    bench: Bench
+    harness: Harness
     limits: Limits = field(default_factory=Limits)
-    facts: tuple[tuple[str, str], ...] = ()  # (name, value) of what is loaded
+    facts: tuple[tuple[str, str], ...] = ()
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """name without its slash, usage of its argument, one-line summary, what it does, and how its current value reads.
+    """One slash command.
 
-    words: completions of the argument. verbatim: the argument is handed over with its outer blanks.
+    name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: one line for /help.
+    current: the current value, for commands that set something. words: completions of the argument.
+    verbatim: whether the argument keeps its leading and trailing blanks.
     """
 
     name: str
     usage: str
     summary: str
-    run: Callable[[str, Situation], Outcome]
+    run: Callable[[str, CommandContext], Outcome]
     current: Callable[[Settings], str] = lambda settings: ""
     words: tuple[str, ...] = ()
     verbatim: bool = False
 
+    def help_row(self, settings: Settings) -> tuple[str, str, str]:
+        """(usage, current value, summary)."""
+        return f"/{self.name} {self.usage}".strip(), self.current(settings), self.summary
+
 
 class Registry:
-    """Commands by name, in the order /help shows them."""
+    """Commands by name, in the order in which /help lists them."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
         self._commands: dict[str, Command] = {}
         for command in commands:
             if command.name in self._commands:
-                raise ValueError(f"two commands are called {command.name}")
+                raise ValueError(f"There are two commands named {command.name}.")
             self._commands[command.name] = command
 
     def __iter__(self) -> Iterator[Command]:
         return iter(self._commands.values())
 
-    def run(self, line: str, situation: Situation) -> Outcome:
-        """Carry out a line that begins with a slash. Raises UserError for an unknown name or a bad argument."""
+    def run(self, line: str, context: CommandContext) -> Outcome:
+        """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
         name, argument = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL).groups("")  # type: ignore[union-attr]
         command = self.find(name)
         if not command.usage and argument.strip():
-            raise UserError(f"/{name} takes no argument; '{argument.strip()}' is one too many.")
+            raise UserError(f"/{name} takes no argument, but got '{argument.strip()}'.")
         try:
-            return command.run(argument if command.verbatim else argument.strip(), situation)
+            return command.run(argument if command.verbatim else argument.strip(), context)
         except UserError as error:
             raise UserError(f"/{command.name}: {error}") from error
 
     def find(self, name: str) -> Command:
-        """The command of this name; UserError with the nearest name otherwise."""
+        """The command with this name. Raises UserError with the nearest name if there is none."""
         if name in self._commands:
             return self._commands[name]
         near = get_close_matches(name.lower(), self._commands, n=1, cutoff=0.5)
-        hint = f"the nearest is /{near[0]}" if near else "/help lists them"
+        hint = f"the nearest is /{near[0]}" if near else "/help lists all commands"
         raise UserError(f"There is no command /{name}; {hint}. (/say TEXT sends text that begins with a slash.)")
-
-    def help_rows(self, settings: Settings) -> tuple[tuple[str, str, str], ...]:
-        """(usage, current value, summary) of every command."""
-        return tuple(
-            (f"/{command.name} {command.usage}".strip(), command.current(settings), command.summary) for command in self
-        )

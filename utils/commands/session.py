@@ -1,42 +1,52 @@
-"""The commands of the session itself: say, show, help, clear, quit."""
+"""The commands of the session itself: /say, /show, /help, /reset, /clear and /quit."""
 
-from utils.commands.registry import Action, Command, Outcome, Situation
-from utils.config.settings import setting_fields, shown
+from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, RunPrompt, ShowRows
+from utils.commands.registry import Command, CommandContext
+from utils.config.settings import setting_fields
 from utils.errors import UserError
+from utils.prompts.conversation import format_turns
+
+NO_CONVERSATION = "there is no conversation to forget"
+FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 
 
-def _say(argument: str, situation: Situation) -> Outcome:
+def _say(argument: str, context: CommandContext) -> Outcome:
     if not argument.strip():
         raise UserError("give the text to send, for example: /say /etc/hosts is a file that")
-    return Outcome(prompt=argument)
+    return [RunPrompt(argument)]
 
 
-def _show(argument: str, situation: Situation) -> Outcome:
-    values = ((name, shown(situation.settings, entry), "") for name, entry in setting_fields().items())
-    return Outcome(rows=(*((name, value, "") for name, value in situation.facts), *values))
+def _show(argument: str, context: CommandContext) -> Outcome:
+    values = [(name, entry.show(context.settings)) for name, entry in setting_fields().items()]
+    return [ShowRows([*context.facts, *values])]
 
 
-def _help(argument: str, situation: Situation) -> Outcome:
-    if not argument:
-        return Outcome(rows=situation.registry.help_rows(situation.settings))
-    command = situation.registry.find(argument.removeprefix("/"))
-    return Outcome(
-        rows=((f"/{command.name} {command.usage}".strip(), command.current(situation.settings), command.summary),)
-    )
+def _help(argument: str, context: CommandContext) -> Outcome:
+    commands = [context.registry.find(argument.removeprefix("/"))] if argument else context.registry
+    return [ShowRows([command.help_row(context.settings) for command in commands])]
 
 
-def _clear(argument: str, situation: Situation) -> Outcome:
-    return Outcome(action=Action.CLEAR)
+def _reset(argument: str, context: CommandContext) -> Outcome:
+    turns = len(context.harness.state.conversations)
+    if turns:
+        return [ForgetConversations(), Reply(FORGOTTEN.format(format_turns(turns)))]
+    hint = "" if context.settings.turns else " (/turns on keeps one)"
+    return [Reply(NO_CONVERSATION + hint)]
 
 
-def _quit(argument: str, situation: Situation) -> Outcome:
-    return Outcome(action=Action.QUIT)
+def _clear(argument: str, context: CommandContext) -> Outcome:
+    return [ClearScreen()]
 
 
+def _quit(argument: str, context: CommandContext) -> Outcome:
+    return [Quit()]
+
+
+RESET = Command("reset", "", "forget the conversations that /turns on keeps", _reset)
 SESSION_COMMANDS = (
-    Command("say", "TEXT", "send TEXT as it stands, also when it begins with a slash", _say, verbatim=True),
-    Command("show", "", "what is loaded, and every setting", _show),
-    Command("help", "[COMMAND]", "every command with its current value", _help),
+    Command("say", "TEXT", "send TEXT exactly as typed, even if it begins with a slash", _say, verbatim=True),
+    Command("show", "", "the loaded models and all settings", _show),
+    Command("help", "[COMMAND]", "all commands with their current values, or one of them", _help),
     Command("clear", "", "clear the screen", _clear),
-    Command("quit", "", "leave (so does Ctrl-D); Ctrl-C stops a running prompt or check", _quit),
+    Command("quit", "", "end the session, as Ctrl-D does; Ctrl-C stops a running prompt or report", _quit),
 )

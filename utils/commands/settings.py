@@ -1,40 +1,40 @@
-"""One command per setting, derived from the table in utils.config.settings: `/gamma` shows, `/gamma 6` sets, `/debug` flips."""
+"""One command for each setting, derived from the table in `utils.config.settings`.
+
+`/gamma` shows the value, `/gamma 6` sets it, and `/cache` without an argument switches a toggle.
+"""
 
 from collections.abc import Iterator
-from dataclasses import Field
 from functools import partial
-from typing import Any
 
-from utils.commands.registry import Command, Outcome, Situation
-from utils.config.settings import Settings, changed, setting_fields, shown
-from utils.config.value_types import Levels, Toggle
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply
+from utils.commands.registry import Command, CommandContext
+from utils.config.settings import Setting, setting_fields
+from utils.config.value_types import Toggle, ToggleOrChoice
+
+NO_EFFECT = "no effect while /{} is off"
 
 
-def tuning_commands() -> Iterator[Command]:
+def setting_commands() -> Iterator[Command]:
     """A command for every field of Settings."""
     for name, entry in setting_fields().items():
-        kind = entry.metadata["kind"]
+        value_type = entry.value_type
         yield Command(
             name=name,
-            usage=kind.usage,
-            summary=entry.metadata["help"],
-            run=partial(_tune, name, entry),
-            current=partial(_current, entry),
-            words=kind.words,
+            usage=value_type.usage,
+            summary=entry.help,
+            run=partial(_set_or_show, name, entry),
+            current=entry.show,
+            words=value_type.words,
         )
 
 
-def _current(entry: Field[Any], settings: Settings) -> str:
-    return shown(settings, entry)
-
-
-def _tune(name: str, entry: Field[Any], argument: str, situation: Situation) -> Outcome:
-    """Set the field, or show it where it needs an argument and none was given."""
-    if not argument and not isinstance(entry.metadata["kind"], Toggle | Levels):
-        fact = dict(situation.facts).get(entry.metadata["fact"])
+def _set_or_show(name: str, entry: Setting, argument: str, context: CommandContext) -> Outcome:
+    """Set the field. Without an argument switch a toggle, and show any other field."""
+    if not argument and not isinstance(entry.value_type, Toggle | ToggleOrChoice):
+        fact = dict(context.facts).get(entry.fact)
         state = "" if fact is None else f"; now {fact}"
-        return Outcome(reply=f"{name}: {shown(situation.settings, entry)}{state}   ({entry.metadata['help']})")
-    settings = changed(situation.settings, entry, argument, situation.limits)
-    needs = entry.metadata["needs"]
-    idle = f"   (no effect while /{needs} is off)" if needs and not getattr(settings, needs) else ""
-    return Outcome(settings=settings, reply=f"{name}: {shown(settings, entry)}{idle}")
+        return [Reply(f"{name}: {entry.show(context.settings)}{state}   ({entry.help})")]
+    settings = entry.change(context.settings, argument, context.limits)
+    has_effect = not entry.needs or getattr(settings, entry.needs)
+    hint = "" if has_effect else f"   ({NO_EFFECT.format(entry.needs)})"
+    return [ChangeSettings(settings, f"{name}: {entry.show(settings)}{hint}")]

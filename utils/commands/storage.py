@@ -1,63 +1,61 @@
-"""/ngram_save and /ngram_load: an n-gram storage that outlives its session."""
+"""/ngrams, /ngram_save and /ngram_load: look at the n-gram storage, write it to a file and read it back."""
 
-import os
 from dataclasses import replace
 from heapq import nlargest
-from pathlib import Path
 
-from utils.commands.registry import Command, Outcome, Situation
-from utils.config.value_types import StorageSpec, Whole
+from ngram_assisted import load_storage, save_storage
+from utils.bounds import WholeRange
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
+from utils.commands.paths import path_in
+from utils.commands.registry import Command, CommandContext
+from utils.config.value_types import StorageSpec
 from utils.errors import UserError
 from utils.text import token_piece
 
-SHOWN, MOST_SHOWN = 20, 1000
+EXAMPLE = "/ngram_save answers.ngrams"
+DEFAULT_ROWS, MAX_ROWS = 20, 1000
 
 
-def _save(argument: str, situation: Situation) -> Outcome:
-    path, storage = _path(argument), situation.bench.memory.storage
+def _save(argument: str, context: CommandContext) -> Outcome:
+    path, storage = path_in(argument, EXAMPLE), context.harness.state.storage
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
-    situation.bench.storages.save(storage, path, situation.bench.pair.target_name)
-    return Outcome(reply=f"{len(storage)} n-grams written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    save_storage(storage, path, context.harness.pair.target_name)
+    return [Reply(f"{len(storage)} n-grams written to {path} ({path.stat().st_size / 1e6:.1f} MB)")]
 
 
-def _load(argument: str, situation: Situation) -> Outcome:
-    path, bench, settings = _path(argument), situation.bench, situation.settings
-    storage, kind, model = bench.storages.load(path, bench.vocabulary, settings.ngram_limit)
+def _load(argument: str, context: CommandContext) -> Outcome:
+    path, harness, settings = path_in(argument, EXAMPLE), context.harness, context.settings
+    storage, kind, model = load_storage(path, context.limits.vocabulary, settings.ngram_limit)
     notes = [f"{len(storage)} n-grams read from {path}: {kind} {storage.n}"]
     if settings.reset_in_between:
-        notes.append("/reset_in_between is off now, so that they are kept")
-    if model != bench.pair.target_name:
-        notes.append(f"they come from runs of {model or 'an unknown model'}, not of {bench.pair.target_name}")
-    changed = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
-    return Outcome(settings=changed, storage=storage, reply="; ".join(notes))
+        notes.append("/reset_in_between was turned off to keep them")
+    if model != harness.pair.target_name:
+        notes.append(f"they come from runs of {model or 'an unknown model'}, not of {harness.pair.target_name}")
+    settings = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
+    return [ChangeSettings(settings), UseStorage(storage), Reply("; ".join(notes))]
 
 
-def _ngrams(argument: str, situation: Situation) -> Outcome:
-    """The entries that were counted most often, the longest contexts first among equals."""
-    most: int = Whole(1, MOST_SHOWN).parse(argument or str(SHOWN), SHOWN, situation.limits)
-    storage, tokenizer = situation.bench.memory.storage, situation.bench.pair.tokenizer
+def _ngrams(argument: str, context: CommandContext) -> Outcome:
+    """The n-grams with the highest counts; among equal counts those with the longest contexts come first."""
+    limit = WholeRange(1, MAX_ROWS).parse(argument or str(DEFAULT_ROWS))
+    storage, tokenizer = context.harness.state.storage, context.harness.pair.tokenizer
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt with /ngram on first.")
-    grams = (
-        (count, len(context), context, token)
-        for context, counts in storage.contexts()
-        for token, count in counts.items()
+    entries = (
+        (count, len(prefix), prefix, token) for prefix, counts in storage.contexts() for token, count in counts.items()
     )
-    most_often = [(count, (*context, token)) for count, _, context, token in nlargest(most, grams)]
-    rows = ((f"{count}x", " ".join(token_piece(tokenizer, token) for token in gram), "") for count, gram in most_often)
-    reply = f"{len(storage)} n-grams; most often ({min(most, len(storage))}), the last token followed the others:"
-    return Outcome(reply=reply, rows=tuple(rows))
-
-
-def _path(argument: str) -> Path:
-    if not argument:
-        raise UserError("give a file, for example: /ngram_save answers.ngrams")
-    return Path(os.path.expanduser(argument))
+    rows = [
+        (f"{count}x", " ".join(token_piece(tokenizer, part) for part in (*prefix, token)))
+        for count, _, prefix, token in nlargest(limit, entries)
+    ]
+    return [Reply(f"{len(storage)} n-grams; the {len(rows)} most frequent:"), ShowRows(rows)]
 
 
 STORAGE_COMMANDS = (
-    Command("ngrams", "[N]", f"the N entries of the n-gram storage that were counted most often (N: {SHOWN})", _ngrams),
+    Command("ngrams", "[N]", f"the N most frequent n-grams of the storage (default: {DEFAULT_ROWS})", _ngrams),
     Command("ngram_save", "FILE", "write the n-gram storage to a file", _save),
-    Command("ngram_load", "FILE", "go on with a storage from a file; /reset_in_between is turned off", _load),
+    Command(
+        "ngram_load", "FILE", "use the n-gram storage from a file from now on, and turn off /reset_in_between", _load
+    ),
 )

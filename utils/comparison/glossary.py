@@ -1,6 +1,6 @@
-"""Every figure that the program shows, in one table: its name, what it is, and the fraction that it came to in a run.
+"""Every figure that the program shows, in one table: its name, its definition, and its fraction in a run.
 
-/explain and the README's page are this table; a test holds the page to it.
+/explain and the documentation show this table; a test compares the documentation with it.
 """
 
 from collections.abc import Callable
@@ -10,73 +10,75 @@ from utils.comparison.strategies import Strategy
 from utils.metrics.results import Comparison, Generation
 
 Fraction = Callable[[Strategy, Generation, Comparison], str]
+SHOWN_POSITIONS = 6
 
 
 def _nothing(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
     return ""
 
 
-def _over(part: float, whole: float, form: str, *, unit: str = "") -> str:
-    """A fraction as it is written out; a dash where there is nothing to divide by."""
-    written = f"{part:g}/{whole:g}" if isinstance(whole, int) else f"{part:g}/{whole:.2f}"
-    return f"{written}{unit} = {part / whole:{form}}" if whole else f"{written}{unit} = -"
+def _ratio(part: float, whole: float, form: str, *, unit: str = "") -> str:
+    """A fraction and its value, with a dash for the value where the denominator is 0."""
+    fraction = f"{part:g}/{whole:g}" if isinstance(whole, int) else f"{part:g}/{whole:.2f}"
+    return f"{fraction}{unit} = {part / whole:{form}}" if whole else f"{fraction}{unit} = -"
+
+
+def _seconds(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+    return f"{run.seconds:.3f} s, of which {run.first_seconds or 0:.3f} s until the first token"
 
 
 def _speed(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _over(len(run.tokens), run.seconds, ".1f", unit=" s")
+    return _ratio(len(run.tokens), run.seconds, ".1f", unit=" s")
 
 
 def _speedup(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
     if comparison.speedup is None or run.tokens_per_second is None:
         return ""
-    return f"{run.tokens_per_second:.1f}/{run.tokens_per_second / comparison.speedup:.1f} = {comparison.speedup:.2f}x"
+    target = run.tokens_per_second / comparison.speedup
+    return f"{run.tokens_per_second:.1f}/{target:.1f} = {comparison.speedup:.2f}x"
 
 
 def _acceptance(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _over(run.accepted, run.drafted, ".3f") if strategy.drafts else ""
+    return _ratio(run.accepted, run.drafted, ".3f") if strategy.drafts else ""
 
 
 def _drafts(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _over(run.drafted, len(run.steps), ".1f") if strategy.drafts else ""
+    return _ratio(run.drafted, len(run.steps), ".1f") if strategy.drafts else ""
 
 
 def _per_forward(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _over(len(run.tokens), run.target_forwards, ".2f") if strategy.uses_target else ""
-
-
-def _places(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return ", ".join(_over(accepted, tried, ".2f") for accepted, tried in run.accepted_by_position[:6])
-
-
-def _declined(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _over(run.declined_rounds, len(run.steps), ".2f") if strategy.drafts else ""
-
-
-def _times(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    if not strategy.drafts or not run.laps:
-        return ""
-    parts = [sum(getattr(lap, name) for lap in run.laps) for name in ("drafting", "verifying", "other")]
-    return (
-        " | ".join(f"{name} {1000 * part:.0f}" for name, part in zip(("draft", "verify", "other"), parts, strict=True))
-        + " ms in all"
-    )
+    return _ratio(len(run.tokens), run.target_forwards, ".2f") if strategy.uses_target else ""
 
 
 def _text(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
     if comparison.same is None:
         return ""
     total = len(run.tokens)
-    place = comparison.first_difference
-    return (
-        f"{total} of {total} tokens are the target's"
-        if place is None
-        else f"the first {place} of {total} tokens are the target's"
-    )
+    if comparison.first_difference is None:
+        return f"{total} of {total} tokens are the target's"
+    return f"the first {comparison.first_difference} of {total} tokens are the target's"
+
+
+def _by_position(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+    positions = run.accepted_by_position[:SHOWN_POSITIONS]
+    return ", ".join(_ratio(accepted, tried, ".2f") for accepted, tried in positions)
+
+
+def _declined(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+    return _ratio(run.declined_rounds, len(run.steps), ".2f") if strategy.drafts else ""
+
+
+def _times(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+    if not strategy.drafts or not run.timings:
+        return ""
+    fields = {"draft": "drafting", "verify": "verifying", "other": "other"}
+    seconds = {name: sum(getattr(timing, field) for timing in run.timings) for name, field in fields.items()}
+    return " | ".join(f"{name} {1000 * total:.0f}" for name, total in seconds.items()) + " ms in total"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """name: as on the screen. meaning: what it is, with its unit. fraction: what it came to in a run, "" where it does not apply."""
+    """name: as on the screen. meaning: its definition and unit. fraction: its value in a run, or ""."""
 
     name: str
     meaning: str
@@ -84,70 +86,76 @@ class Figure:
 
 
 FIGURES = (
-    Figure("tokens", "new tokens, an end token among them", lambda strategy, run, comparison: str(len(run.tokens))),
+    Figure("tokens", "new tokens, including an end token", lambda strategy, run, comparison: str(len(run.tokens))),
     Figure(
         "seconds",
-        "time inside the strategy, prefill and the filling of the storage included; what the screen takes is not billed",
-        lambda strategy, run, comparison: (
-            f"{run.seconds:.3f} s, {run.first_seconds or 0:.3f} s of them before the first token"
-        ),
+        "time inside the strategy, including the prefill and filling the n-gram storage, excluding the screen",
+        _seconds,
     ),
     Figure("tokens/s", "tokens / seconds", _speed),
-    Figure("speed-up", "tokens/s over those of target-only on the same prompt; 1.00x is equal speed", _speedup),
+    Figure("speed-up", "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed", _speedup),
     Figure(
         "acceptance",
-        "accepted drafts / drafts, those behind a rejected one among them; those behind an accepted end token are not counted",
+        "accepted drafts / drafts, including drafts after a rejected one, without drafts after an accepted end token",
         _acceptance,
     ),
-    Figure("drafts/round", "drafts / rounds, rounds without drafts among them: what /gamma auto has chosen", _drafts),
+    Figure(
+        "drafts/round", "drafts / rounds, including rounds without drafts: the average gamma that was used", _drafts
+    ),
     Figure(
         "tokens/forward",
-        "new tokens / forward passes of the target: the speed-up if drafts and windows cost nothing",
+        "new tokens / forward passes of the target: the speed-up if drafting and verifying had no cost",
         _per_forward,
     ),
     Figure(
-        "text", "whether the tokens are target-only's own, or the first one, counted from 1, that is another", _text
+        "text",
+        "whether the tokens equal those of target-only, or the first token, counted from 1, that differs",
+        _text,
     ),
     Figure(
-        "by place",
-        "accepted / tried at the first place of a round, the second, and so on; tried: all before it were accepted",
-        _places,
+        "by position",
+        "accepted / tried at the first position of a round, the second, ...; tried: all earlier drafts were accepted",
+        _by_position,
     ),
-    Figure("declined", "rounds in which nothing was drafted / rounds: plain steps of the target", _declined),
+    Figure("declined", "rounds without drafts / rounds: such a round is a decode step of the target", _declined),
     Figure(
         "draft | verify | other",
-        "milliseconds of a round in the drafter, in the target's forward, and in all else: processors, noise, judging",
+        "milliseconds in the drafter, in the target's forward pass, and in everything else: processors, noise, rules",
         _times,
     ),
-    Figure("p", "probability of a token in the target, before the processor"),
+    Figure("p", "probability of a token under the target, before the processor"),
     Figure(
         "q",
-        "probability of a draft in the drafter, before the processor; drafts without a law of their own (n-grams) count as 1",
+        "probability of a draft under the drafter, before the processor; 1 for drafts without a distribution (n-grams)",
     ),
     Figure(
         "p/q",
-        "p over q; where /verify rejection samples, processed min(1, p/q) is a draft's chance; else it stands if the target says it",
+        "p divided by q; with sampling under /verify rejection, a draft is accepted with probability min(1, p/q) of "
+        "the processed distributions; otherwise it is accepted if it equals the target's token",
     ),
     Figure(
         "choice",
-        "a draft's rank in the target: 1 is its likeliest token; a near miss has a tenth of the p of what the target said, or more",
+        "rank of a draft under the target, from 1, its likeliest token; a near miss has at least a tenth of the p of "
+        "the target's token",
     ),
-    Figure("hits", "where an n-gram or a match came from, and in brackets how many tokens of context it went by"),
+    Figure("hits", "where an n-gram or a match came from, and in brackets how many tokens of context matched"),
     Figure(
-        "a draft (c)", "time of a draft / time of a plain step of the target, measured on the loaded models (/costs)"
+        "draft cost (c)",
+        "time of one draft / time of a decode step of the target, measured on the loaded models (/costs)",
     ),
     Figure(
-        "its window (v)",
-        "time of a target forward over all drafts of a round and one more token / time of a plain step (/costs)",
+        "verify cost (v)",
+        "time of a verify pass over all drafts of a round and one more token / time of a decode step (/costs)",
     ),
     Figure(
         "predicted",
-        "plain steps that the text takes / those that its rounds take, v + drafts x c each (Leviathan et al. 2023, with measured costs)",
+        "decode steps for the text / decode steps for its rounds, v + drafts x c each (Leviathan et al. 2023, with "
+        "measured costs)",
     ),
-    Figure("before decoding", "/race: median time until the first tokens, prefill and first round"),
-    Figure("decoding", "/race: tokens behind the first round / their seconds, median"),
+    Figure("time to first token", "/race: median time until the first tokens: prefill and first round"),
+    Figure("decoding", "/race: tokens after the first round / their seconds, median"),
     Figure(
         "verdict",
-        "/race: faster or slower where all of five repeats or more agree (by chance five do once in 16), else within noise",
+        "/race: faster or slower if five or more repeats all agree (five agree by chance once in 16), or within noise",
     ),
 )

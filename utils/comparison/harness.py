@@ -1,240 +1,159 @@
-"""Bench: the loaded models and strategies as those who run them need them, and what a session remembers from one line to the next.
+"""Harness: the loaded pair and the strategies, as the session and the commands that run models use them.
 
-The workbench runs prompts on it; commands that run models (utils.commands) are handed it. It shows nothing and decides nothing about
-settings.
+It plans and runs jobs. It shows nothing and decides nothing about settings.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from utils.comparison.reports import Finding, Report
-from utils.comparison.strategies import DrafterKind, Job, Kept, Strategy
+from ngram_assisted import STORAGES, NGramStorage
+from utils.comparison.job import Job
+from utils.comparison.last_prompt import LastPrompt, PlannedRun
+from utils.comparison.session_state import SessionState
+from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
+from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
-from utils.decode.steps import FinishReason, Step
-from utils.errors import UserError
-from utils.metrics.divergence import Divergence, Parting, explain
-from utils.metrics.results import Comparison, Generation, collect, compare
-from utils.metrics.stopwatch import Lap
+from utils.decode.steps import FinishReason
+from utils.errors import ContextOverflow, UserError
+from utils.metrics.results import Generation, collect
+from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
-from utils.prompts.conversation import Conversations, Turn, Turns, own_since
+from utils.prompts.conversation import Turn, Turns, with_reset_hint
 from utils.text import decode
 
-Asked = tuple[Strategy, Job]
-Compared = tuple[Strategy, Generation, Comparison]
+NO_DRAFTER = "No drafter is loaded: strategies that need one are skipped (--drafter loads one)."
+NO_PROMPT_YET = "a prompt is needed: send one first."
+NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
+
+
+def empty_storage(settings: Settings, vocabulary: int) -> NGramStorage:
+    """An empty n-gram storage of the kind, order and size in the settings."""
+    spec = settings.ngram_storage
+    return STORAGES[spec.kind](spec.order, vocabulary, settings.ngram_limit)
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
-    """What the last prompt came to: its text as it was sent, what was run, and how the runs compare.
+class Harness:
+    """A pair, the table of strategies, and the state of the session."""
 
-    job: the target's, or where the target was off the first strategy's. jobs: each strategy's own, by its name.
-    """
-
-    text: str
-    job: Job
-    compared: tuple[Compared, ...]
-    jobs: Mapping[str, Job]
+    pair: Pair
+    state: SessionState
+    strategies: Sequence[Strategy] = field(default=STRATEGIES)
 
     @classmethod
-    def of(cls, text: str, asked: Sequence[Asked], results: Sequence[tuple[Strategy, Generation]]) -> "Last":
-        """Compare what came of what was asked, in so far as it was the same."""
-        jobs = {strategy.name: job for strategy, job in asked}
-        job = next((job for strategy, job in asked if strategy.is_baseline), asked[0][1])
-        target = next((run for strategy, run in results if strategy.is_baseline), None)
-        compared = (
-            (strategy, run, compare(run, target, alike=jobs[strategy.name].is_like(job))) for strategy, run in results
-        )
-        return cls(text, job, tuple(compared), jobs)
+    def of(cls, pair: Pair, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
+        """With a new state."""
+        storage = empty_storage(settings, vocabulary_size(pair.target))
+        return cls(pair, SessionState(storage), strategies)
 
-    @property
-    def target(self) -> Generation | None:
-        """The target's own run."""
-        return next((run for strategy, run, _ in self.compared if strategy.is_baseline), None)
-
-
-@dataclass(frozen=True, slots=True)
-class StorageTools:
-    """What can be done with n-gram storages.
-
-    make: an empty one, for settings and a vocabulary. save: a storage to a file, with the name of the model. load: from a file, for a
-    vocabulary and a limit; with the name of its kind and of the model.
-    """
-
-    make: Callable[[Settings, int], Any]
-    save: Callable[[Any, Path, str], None]
-    load: Callable[[Path, int, int], tuple[Any, str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What the screen showed last: records, as --json has them; a finished report and its findings, or else the last prompt's runs.
-
-    causes: why texts differ, by the strategy's name.
-    """
-
-    records: list[dict[str, Any]]
-    report: Report | None = None
-    findings: Sequence[Finding] = ()
-    causes: Mapping[str, Divergence] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Memory:
-    """last: the last prompt's runs. shown: what the screen showed last. storage: the session's n-gram storage. kept: what drafters keep.
-
-    rounding: how far windows of another width were seen to move the target's logits. conversations: what was said, where turns are kept.
-    """
-
-    last: Last | None = None
-    shown: Shown | None = None
-    rounding: float = 0.0
-    storage: Any = None
-    kept: Kept = field(default_factory=Kept)
-    conversations: Conversations = field(default_factory=Conversations)
-
-
-Foreseen = Iterator[tuple[Strategy, int | None, list[Step], list[Lap]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """What can be learnt from drafters without a run.
-
-    draft_seconds: how long one of a kind takes for a draft. foresee: the rounds of every gamma along a finished text, with
-    laps that tell how many drafts are worked out for them.
-    """
-
-    draft_seconds: Callable[[Job, DrafterKind], float] = lambda job, kind: 0.0
-    foresee: Callable[[Job, Sequence[Strategy], list[int]], Foreseen] = lambda job, strategies, tokens: iter(())
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """pair: utils.pairs.load_pair.Pair."""
-
-    pair: Any
-    strategies: Sequence[Strategy]
-    storages: StorageTools
-    vocabulary: int
-    probes: Probes = field(default_factory=Probes)
-    memory: Memory = field(default_factory=Memory)
-
-    def last(self) -> Last:
-        """The last prompt's runs. Raises UserError where there was none."""
-        if self.memory.last is None:
-            raise UserError("a prompt is needed: send one first.")
-        return self.memory.last
+    def last(self) -> LastPrompt:
+        """The last prompt's runs. Raises UserError if there was no prompt."""
+        if self.state.last is None:
+            raise UserError(NO_PROMPT_YET)
+        return self.state.last
 
     def variants(self, settings: Settings) -> list[Strategy]:
-        """All strategies, one for each kind of drafter. Raises UserError for a kind that is not there."""
-        return [
-            variant for strategy in self.strategies for variant in strategy.variants(settings.drafter_kind, self.pair)
-        ]
+        """All strategies, one for each drafter kind in the settings. Raises UserError for a kind that the pair does not have."""
+        words = settings.drafter_kind
+        return [variant for strategy in self.strategies for variant in strategy.variants(words, self.pair)]
 
     def runnable(self, settings: Settings) -> list[Strategy]:
-        """Those of them whose models are loaded."""
-        return [
-            strategy
-            for strategy in self.variants(settings)
-            if self.pair.drafter is not None or not strategy.needs_drafter
-        ]
+        """Those whose models are loaded."""
+        has_drafter = self.pair.drafter is not None
+        return [strategy for strategy in self.variants(settings) if has_drafter or not strategy.needs_drafter]
 
     def enabled(self, settings: Settings) -> list[Strategy]:
-        """Those of them that the settings ask for. Raises UserError where none is left."""
-        chosen = [strategy for strategy in self.runnable(settings) if strategy.is_on(settings)]
-        if not chosen:
-            raise UserError("No strategy is left to run; turn one on, for example with /target on.")
-        return chosen
+        """Those of them that are enabled in the settings. Raises UserError if there are none."""
+        enabled = [strategy for strategy in self.runnable(settings) if strategy.is_on(settings)]
+        if not enabled:
+            raise UserError(NO_STRATEGY)
+        return enabled
 
     @property
     def baseline(self) -> Strategy:
         """The target alone."""
         return next(strategy for strategy in self.strategies if strategy.is_baseline)
 
-    def ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
-        """The prompt ids of a text behind what was said before. Raises UserError where it gives none."""
-        tokenizer, special = self.pair.tokenizer, settings.special
-        return prompt_ids(tokenizer, text, chat=settings.chat, system=settings.system, special=special, history=history)
-
-    def asked(self, text: str, settings: Settings, chosen: Sequence[Strategy]) -> list[Asked]:
-        """A prompt for each strategy, behind its own conversation where turns are kept; all share the session's storage."""
-        said, baseline = self.memory.conversations, self.baseline.name
-        histories = [said.of(strategy.name, baseline) if settings.keeps_turns else () for strategy in chosen]
-        ids = {history: self.ids(text, settings, history) for history in dict.fromkeys(histories)}
-        job = Job([], self.pair, settings, self.memory.storage, kept=self.memory.kept)
-        return [
-            (strategy, replace(job, prompt=ids[history], history=history))
-            for strategy, history in zip(chosen, histories, strict=True)
-        ]
-
-    def keep_turn(self) -> None:
-        """The last prompt and its answers become part of the conversations."""
-        last = self.last()
-        for strategy, run, _ in last.compared:
-            turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
-            self.memory.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
-
-    def compute(self, settings: Settings) -> None:
-        """Have the engine compute as the settings say. Raises UserError where it cannot; all is then as it was."""
-        self.pair.engine.use(settings.engine, settings.threads)
-        self.memory.kept.models.clear()  # they hold layers of the engine that was
-        self.memory.rounding = 0.0  # what was seen of another engine says nothing about this one
-
-    def new_storage(self, settings: Settings) -> Any:
-        """An empty n-gram storage."""
-        return self.storages.make(settings, self.vocabulary)
-
-    def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
-        """A job of its own: no storage, text or session is shared with another; what was cut out of the target is cut once."""
-        return Job(
-            prompt,
-            self.pair,
-            settings,
-            self.new_storage(settings),
-            kept=Kept(models=self.memory.kept.models),
+    def prompt_ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
+        """The token ids of a prompt that follows earlier turns. Raises UserError if there are none."""
+        return prompt_ids(
+            self.pair.tokenizer,
+            text,
+            chat=settings.chat,
+            system=settings.system,
+            special=settings.special,
             history=history,
         )
 
+    def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
+        """The enabled strategies with their jobs. All share the session's storage and caches.
 
-def run_alone(
-    bench: Bench, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()
-) -> Generation:
-    """A run on a storage of its own. Ctrl-C ends it all."""
-    fix_seeds(settings.seed)
-    run = collect(strategy.steps(bench.job(prompt, settings, history)))
-    if run.finish is FinishReason.INTERRUPTED:
-        raise KeyboardInterrupt
-    return run
+        Raises UserError for a prompt that the target cannot take. note: receives each reason why a strategy is skipped or drafts nothing.
+        """
+        missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
+        if self.pair.drafter is None and missing:
+            note(NO_DRAFTER)
+        planned = self._plan(text, settings, self.enabled(settings))
+        self._check_prompts(planned, note)
+        return planned
 
+    def _plan(self, text: str, settings: Settings, strategies: Sequence[Strategy]) -> list[PlannedRun]:
+        conversations, baseline = self.state.conversations, self.baseline.name
+        histories: list[Turns] = [
+            conversations.history(strategy.name, baseline) if settings.keeps_conversation else ()
+            for strategy in strategies
+        ]
+        ids = {history: self.prompt_ids(text, settings, history) for history in dict.fromkeys(histories)}
+        job = Job([], self.pair, settings, self.state.storage, caches=self.state.caches)
+        return [
+            PlannedRun(strategy, replace(job, prompt=ids[history], history=history))
+            for strategy, history in zip(strategies, histories, strict=True)
+        ]
 
-def unlike_target(last: Last) -> list[tuple[Strategy, Generation]]:
-    """The runs whose text should be the target's own, and is not."""
-    return [
-        (strategy, run) for strategy, run, comparison in last.compared if strategy.lossless and comparison.same is False
-    ]
+    def _check_prompts(self, planned: Sequence[PlannedRun], note: Callable[[str], None]) -> None:
+        """Refuse an unusable prompt once, not once per strategy. One that is too long for the drafter gets a note."""
+        session = ModelSession(self.pair.target, use_cache=False)
+        for _, job in planned:
+            try:
+                session.begin(job.prompt)
+            except ContextOverflow as error:
+                raise with_reset_hint(error, job.history) from error
+        longest = max((len(job.prompt) for strategy, job in planned if strategy.needs_drafter), default=0)
+        bound = context_length(self.pair.drafter) if longest else None
+        if bound is not None and longest >= bound:
+            note(f"The prompt has {longest} tokens and the drafter a context length of {bound}: it will draft nothing.")
 
+    def keep_turn(self) -> None:
+        """Add the last prompt and its answers to the conversations."""
+        last = self.last()
+        for strategy, run, _ in last.compared:
+            turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
+            self.state.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
 
-def own_conversations(last: Last) -> list[tuple[Strategy, int]]:
-    """The strategies that were asked something else than the target, and since which turn."""
-    jobs = [(strategy, last.jobs[strategy.name]) for strategy, _, _ in last.compared if last.target is not None]
-    return [(strategy, own_since(job.history, last.job.history)) for strategy, job in jobs if not job.is_like(last.job)]
+    def start_engine(self, settings: Settings) -> None:
+        """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not possible."""
+        self.pair.engine.use(settings.engine, settings.threads)
+        self.state.caches.cut_models.clear()  # they hold layers of the previous engine
+        self.state.rounding = 0.0  # it was measured with the previous engine
 
+    def new_storage(self, settings: Settings) -> NGramStorage:
+        """An empty n-gram storage."""
+        return empty_storage(settings, vocabulary_size(self.pair.target))
 
-def divergence_of(last: Last, strategy: Strategy, run: Generation, rounding: float) -> Divergence:
-    """Why a run is not the target's: a forward over its text, or a few."""
-    assert last.target is not None
-    settings = last.job.settings
-    parting = Parting(
-        last.job.prompt,
-        run.steps,
-        last.target.tokens,
-        opened=partial(last.job.session, "target"),
-        decoding=last.job.decoding,
-        window=settings.most_drafts + 1,
-        own_noise=strategy.draft_law and settings.verify != "coupled",
-    )
-    return explain(parting, rounding)
+    def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
+        """A job with its own storage and texts. Only layer cuts of the target are shared with other jobs."""
+        caches = DrafterCaches(cut_models=self.state.caches.cut_models)
+        return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
+
+    def run_alone(
+        self, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()
+    ) -> Generation:
+        """Run a strategy on its own storage. Raises KeyboardInterrupt on Ctrl-C."""
+        fix_seeds(settings.seed)
+        run = collect(strategy.steps(self.job(prompt, settings, history)))
+        if run.finish is FinishReason.INTERRUPTED:
+            raise KeyboardInterrupt
+        return run

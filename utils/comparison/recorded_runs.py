@@ -1,6 +1,7 @@
-"""Runs that were recorded: a file of --json read back, and what its circumstances were that are not the ones of now.
+"""Generations that were recorded with --json, read back from their file, and how their circumstances differ from now.
 
-A file that is damaged anywhere is refused as a whole, by the line. Whether a run can be had again is left to whoever runs it.
+A file that is damaged anywhere is refused as a whole, with the number of the damaged line. Running a generation again
+is left to /replay.
 """
 
 import json
@@ -14,9 +15,9 @@ from typing import Any
 from utils.comparison.records import SCHEMA
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.prompts.conversation import Turns, turns_of
+from utils.prompts.conversation import Turns, turns_from_messages
 
-# What makes a difference to a run; memory does not.
+# The circumstances that can change a run. Memory use, for example, cannot.
 CIRCUMSTANCES = {
     "versions": ("program", "python", "torch", "transformers", "numpy"),
     "models": (
@@ -31,13 +32,14 @@ CIRCUMSTANCES = {
     ),
     "engine": ("kind", "weights", "threads"),
 }
+# Fields of a record by their type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 NUMBERS = ("tokens_per_second", "tokens_per_target_forward")
 
 
 @dataclass(frozen=True, slots=True)
-class PastRun:
-    """A record of a generation, and the line of the file it stands in. What it need not have is None."""
+class RecordedRun:
+    """The record of a generation and its line number in the file. Optional fields that are absent are None."""
 
     line: int
     prompt: str
@@ -57,59 +59,81 @@ class PastRun:
     circumstances: Mapping[str, Mapping[str, Any]]
 
     def differences(self, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-        """A sentence for each circumstance that was another."""
+        """A sentence for each circumstance that differs from now."""
         for part, names in CIRCUMSTANCES.items():
             if not self.circumstances[part]:
                 yield f"{part}: not recorded"
             for name in names:
                 then = self.circumstances[part].get(name, now[part][name])
                 if then != now[part][name]:
-                    yield f"{part}, {name}: {_told(then)} then, {_told(now[part][name])} now"
+                    yield f"{part}, {name}: {_shown(then)} then, {_shown(now[part][name])} now"
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "none" if value is None else str(value)[:80]
 
 
-def read_past_runs(path: Path) -> tuple[list[PastRun], Counter[str]]:
-    """The generations of a file, and how many records of what else it holds. Raises UserError for a file that is no such thing."""
+def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
+    """The generations of a file, and the number of its other records by kind.
+
+    Raises UserError for a file that cannot be read, is damaged, or holds no generation.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"The records file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."
-        ) from error
-    runs: list[PastRun] = []
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"The records file {path} cannot be read: {reason}.") from error
+    runs: list[RecordedRun] = []
     others: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            record = _record(line, f"{path}, line {number}")
+            record = _parsed(line, f"{path}, line {number}")
             if record["record"] == "generation":
-                runs.append(_run(record, number, f"{path}, line {number}"))
+                runs.append(_recorded_run(record, number, f"{path}, line {number}"))
             else:
                 others[record["record"]] += 1
     if not runs:
-        raise UserError(f"{path} holds no record of a generation: --json FILE writes one for each.")
+        raise UserError(f"{path} holds no record of a generation. --json FILE writes one for each.")
     return runs, others
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: this is no JSON; give a file that --json has written.") from error
+        raise UserError(f"{where}: this is not valid JSON. Use a file that --json has written.") from error
     if not isinstance(record, dict) or not isinstance(record.get("record"), str):
-        raise UserError(f"{where}: this is no record; give a file that --json has written.")
+        raise UserError(f"{where}: this is not a record. Use a file that --json has written.")
     if record.get("schema") != SCHEMA:
-        raise UserError(
-            f"{where}: its schema is {_told(record.get('schema'))}, and schema {SCHEMA} is the only one that can be read."
-        )
+        raise UserError(f"{where}: schema {_shown(record.get('schema'))} is not supported, only schema {SCHEMA} is.")
     return record
 
 
-def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
-    """A record as a run. Raises UserError for a field that is missing or is not what it should be."""
-    checks = {
+def _recorded_run(record: dict[str, Any], line: int, where: str) -> RecordedRun:
+    """Raises UserError for a field that is missing or has the wrong type."""
+    for name, is_valid in _checks(record).items():
+        if not is_valid:
+            problem = "has an invalid value" if name in record else "is missing"
+            raise UserError(f'{where}: the record is damaged: its "{name}" {problem}.')
+    return RecordedRun(
+        line=line,
+        prompt=record["prompt"],
+        strategy=record["strategy"],
+        drafter_kind=record.get("drafter_kind"),
+        text=record.get("text"),
+        tokens=record["token_ids"],
+        prompt_tokens=record["prompt_tokens"],
+        interrupted=record["finish"] == FinishReason.INTERRUPTED,
+        **{name: record.get(name) for name in (*COUNTS, *NUMBERS)},
+        history=turns_from_messages(record.get("history") or ()),
+        settings=record["settings"],
+        circumstances={part: record.get(part, {}) for part in CIRCUMSTANCES},
+    )
+
+
+def _checks(record: dict[str, Any]) -> dict[str, bool]:
+    """Whether each field that is read has a valid type."""
+    return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
         **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
         **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
@@ -120,39 +144,15 @@ def _run(record: dict[str, Any], line: int, where: str) -> PastRun:
         "settings": isinstance(record.get("settings"), dict),
         "history": _is_conversation(record.get("history") or []),
     }
-    for name, good in checks.items():
-        if not good:
-            raise UserError(
-                f'{where}: the record is damaged: its "{name}" is {"not what it should be" if name in record else "missing"}.'
-            )
-    return PastRun(
-        line=line,
-        prompt=record["prompt"],
-        strategy=record["strategy"],
-        drafter_kind=record.get("drafter_kind"),
-        text=record.get("text"),
-        tokens=record["token_ids"],
-        prompt_tokens=record["prompt_tokens"],
-        interrupted=record["finish"] == FinishReason.INTERRUPTED,
-        **{name: record.get(name) for name in (*COUNTS, *NUMBERS)},
-        history=turns_of(record.get("history") or ()),
-        settings=record["settings"],
-        circumstances={part: record.get(part, {}) for part in CIRCUMSTANCES},
-    )
 
 
 def _is_conversation(messages: Any) -> bool:
-    """Whether user and assistant take turns in these."""
-    if (
-        not isinstance(messages, list)
-        or len(messages) % 2
-        or not all(isinstance(message, dict) for message in messages)
-    ):
+    """Whether these are messages of the user and the assistant in turns."""
+    if not isinstance(messages, list) or len(messages) % 2:
         return False
-    roles = [message.get("role") for message in messages]
-    return roles == ["user", "assistant"] * (len(messages) // 2) and all(
-        isinstance(message.get("content"), str) for message in messages
-    )
+    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
+        return False
+    return [message.get("role") for message in messages] == ["user", "assistant"] * (len(messages) // 2)
 
 
 def _is_count(value: Any) -> bool:

@@ -14,26 +14,26 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from utils.comparison.harness import Compared, Last
+from utils import __version__
+from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings, as_json
 from utils.errors import UserError
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import Generation
-from utils.prompts.conversation import messages_of
+from utils.prompts.conversation import to_messages
 from utils.text import decode
-from utils.version import VERSION
 
 SCHEMA = 1
 
 
-def generation_records(last: Last, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
+def generation_records(last: LastPrompt, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
     """A record for each run of a prompt; `divergences` by the strategy's name."""
     return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
 
 
-def _generation(last: Last, compared: Compared, divergence: Divergence | None) -> dict[str, Any]:
+def _generation(last: LastPrompt, compared: ComparedRun, divergence: Divergence | None) -> dict[str, Any]:
     strategy, run, comparison = compared
     job = last.jobs[strategy.name]
     return {
@@ -41,9 +41,9 @@ def _generation(last: Last, compared: Compared, divergence: Divergence | None) -
         "record": "generation",
         "prompt": last.text,
         "turn": job.turn,
-        "history": messages_of(job.history),
+        "history": to_messages(job.history),
         "strategy": strategy.name,
-        "drafter_kind": strategy.drafter_kind(job.pair),
+        "drafter_kind": strategy.drafter_label(job.pair),
         "text": decode(job.pair.tokenizer, run.tokens),
         "token_ids": run.tokens,
         "prompt_tokens": len(job.prompt),
@@ -104,8 +104,8 @@ def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
         "tokens_per_target_forward": run.tokens_per_target_forward if target else None,
         "accepted_by_position": [list(pair) for pair in run.accepted_by_position] if drafts else None,
         "declined_rounds": run.declined_rounds if drafts else None,
-        "draft_seconds": sum(lap.drafting for lap in run.laps) if drafts else None,
-        "verify_seconds": sum(lap.verifying for lap in run.laps) if drafts else None,
+        "draft_seconds": sum(timing.drafting for timing in run.timings) if drafts else None,
+        "verify_seconds": sum(timing.verifying for timing in run.timings) if drafts else None,
     }
 
 
@@ -127,7 +127,7 @@ def _models(pair: Any) -> dict[str, str | int | None]:
 def versions() -> dict[str, str]:
     """The program's and its main libraries' versions."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
-    return {"program": VERSION, "python": platform.python_version(), **libraries}
+    return {"program": __version__, "python": platform.python_version(), **libraries}
 
 
 class RecordFile:

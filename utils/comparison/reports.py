@@ -1,6 +1,6 @@
-"""Reports: what a command that runs models has to say, as it finds it out.
+"""Reports: the results of a command that runs models, as a stream of events.
 
-A report is an iterator of events that somebody else draws and records; closing it early keeps what it found.
+Whoever consumes the events draws and records them. Closing the stream early keeps the findings that were already made.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,64 +12,62 @@ from utils.config.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sentence about what is being done now."""
+    """A sentence about the work that is being done now."""
 
     text: str
 
 
-def time_left(spent: float, done: int, total: int) -> str:
-    """How long the rest will take where `done` of `total` took `spent` seconds; nothing before there is one."""
-    return f", about {spent / done * (total - done):.0f} s left" if done else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row: its cells for the screen, its figures for the record."""
+    """One row of a report: its cells for the screen, its figures for the JSON record."""
 
     cells: tuple[str, ...]
     figures: dict[str, Any]
 
 
+ReportEvent = Progress | Finding
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A text to be shown beside others: who said it, a line about it, the text, and of it what comes behind the first difference."""
+    """A text that is shown beside others. text: up to its first difference from the target's. other: the rest of it."""
 
-    names: Sequence[str]
-    about: str
+    names: Sequence[str]  # strategies that produced it
+    about: str  # the line below the names
     text: str
     other: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the same places. series: values by name, None where there is none. ticks: what the places are. below: of the axis."""
+    """One line per series over common ticks. A value of None leaves a gap."""
 
     series: Mapping[str, Sequence[float | None]]
     title: str
-    below: str
+    x_label: str
     ticks: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """name: as in the records. prompt, settings: what it is about. headings: of the findings' cells. conclude: sentences from the findings.
+    """A report that is yet to be computed: consuming `events` runs the models.
 
-    attachment: a line of data to copy, "" for none. chart: of the findings, where they have one.
-
-    upright: findings stand side by side, a column each; for few of them with many cells.
+    name: its `record` field in JSON. headings: of the cells of a finding. conclude: makes sentences from all findings.
+    attachment: one line of data to copy, or "". transposed: each finding is a column instead of a row, for few findings
+    with many cells.
     """
 
     name: str
     prompt: str
     settings: Settings
     headings: tuple[str, ...]
-    events: Iterator[Progress | Finding]
+    events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
     chart: Callable[[Sequence[Finding]], Chart | None] = lambda findings: None
-    upright: bool = False
+    transposed: bool = False
 
     def concluded(self, findings: Sequence[Finding]) -> "Report":
-        """The same with its last word said, and nothing held that it would need for another."""
+        """The finished report. It holds its sentences and data, and releases what was needed to compute them."""
         lines, attached = self.conclude(findings), self.attachment(findings)
         return replace(self, events=iter(()), conclude=lambda findings: lines, attachment=lambda findings: attached)

@@ -1,130 +1,36 @@
-"""Strategy: one row of the comparison table, and what a row is given to run.
+"""The table of strategies. Run order, toggles, colours, columns and comparison follow from its rows.
 
-The table itself is in infer.py, which alone sees all decoders. Run order, toggles, colours and columns come from the rows, so a new
-strategy is one row.
+A new strategy is one row: a name, the setting that turns it on, and a function from a Job to Steps.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from utils.bounds import LOADED
+from sampling import (
+    RULES,
+    BeamWidth,
+    Rule,
+    autoregressive_steps,
+    beam_search_steps,
+    speculative_steps,
+)
+from utils.comparison.job import Job
 from utils.config.settings import Settings
-from utils.decode.decoding import Decoding
-from utils.decode.model_session import ModelSession
-from utils.decode.noise import Noise
 from utils.decode.steps import Step
-from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor
-from utils.metrics.draft_trace import Notebook, NotedDrafter
-from utils.metrics.stopwatch import Stopwatch, TimedDrafter, TimedSession
-from utils.prompts.conversation import Turns
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What drafters keep from one prompt to the next, by their kind. models: cut out of the target. texts: what was said."""
-
-    models: dict[str, Any] = field(default_factory=dict)
-    texts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt for one strategy: its ids, the models (utils.pairs.load_pair.Pair), the settings of the moment, the n-gram storage.
-
-    drafter: the kind of drafter, a word of /drafter_kind. kept: what drafters keep between prompts. read: where many runs of one prompt
-    share what its prefill computed: the sessions that have read it, filled as they are asked for. stopwatch: what the run is timed by.
-    notebook: what takes notes of its drafts. history: the conversation that the prompt ids begin with.
-    """
-
-    prompt: list[int]
-    pair: Any
-    settings: Settings
-    storage: Any
-    drafter: str = LOADED
-    kept: Kept = field(default_factory=Kept)
-    read: dict[tuple[str, bool, tuple[int, ...]], ModelSession] | None = None
-    stopwatch: Stopwatch | None = None
-    notebook: Notebook | None = None
-    history: Turns = ()
-
-    @property
-    def turn(self) -> int:
-        """Which answer of its conversation this is, from 0."""
-        return len(self.history)
-
-    def is_like(self, other: "Job") -> bool:
-        """Whether both ask the same with the same noise, so that their texts can be compared."""
-        return (self.prompt, self.turn) == (other.prompt, other.turn)
-
-    @property
-    def decoding(self) -> Decoding:
-        """What to draw from, with which noise, and when to stop."""
-        return Decoding(
-            self.settings.processor, self.settings.length, self.pair.end_ids, Noise(self.settings.seed, self.turn)
-        )
-
-    def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
-        """A session of its own over the pair's "target" or "drafter", which keeps the hidden states that `features` names.
-
-        Raises UserError where its cache must be rewound and cannot be.
-        """
-        key = (model, rewinds, features)
-        if self.read is not None and key in self.read:
-            return self.read[key].fork()
-        session = ModelSession(
-            getattr(self.pair, model), use_cache=self.settings.cache, rewinds=rewinds, features=features
-        )
-        if self.read is None:
-            return session
-        with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
-            session.read(self.prompt)
-        self.read[key] = session
-        return session.fork()
-
-    def watched(self, drafter: Any, target: Any) -> tuple[Any, Any]:
-        """Both under the stopwatch, and the drafter under the notebook, where there are such."""
-        if self.stopwatch is not None:
-            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
-        return drafter if self.notebook is None else NotedDrafter(drafter, self.notebook), target
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterKind:
-    """A row of the table of drafters. pattern: of its word in /drafter_kind. make: a drafter and the target's session, for a rule.
-
-    own_law: whether its drafts have a law of their own. loads: whether it needs the drafter that was loaded with the pair. parts: the
-    words of what it is made of.
-    """
-
-    pattern: str
-    make: Callable[[Job, Any], tuple[Any, ModelSession]]
-    own_law: bool
-    loads: bool = False
-    parts: tuple[str, ...] = ()
-
-
-def drafter_label(word: str, pair: Any) -> str | None:
-    """What a word of /drafter_kind comes to with this pair."""
-    return pair.drafter_kind if word == LOADED else word
-
-
-def kind_of(word: str, kinds: Sequence[DrafterKind]) -> DrafterKind:
-    """The row of a word."""
-    return next(kind for kind in kinds if re.fullmatch(kind.pattern, word))
+from utils.pairs.drafter_inputs import BuiltDrafter
+from utils.pairs.drafter_kinds import NGRAM, DrafterKind, drafter_alone, drafter_kind, drafter_label
+from utils.pairs.pair import Pair
+from utils.pairs.request import LOADED
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """name: as in the JSON records. toggle: the Settings field that turns it on. steps: its decoder, models and all.
+    """A row of the table.
 
-    drafter_kind: what drafts, as the records say it; given the pair, since it may depend on the loaded drafter. drafts: whether it
-    drafts; draft_law: whether its drafts have a law of their own, so that p/q rules judge them. uses_target and needs_drafter: which
-    models it runs. draws: whether it draws its tokens, one by one, from a law. kinds: the drafters that can draft
-    for it; words: the one that does, or what that is made of. make: where it drafts, its drafter and the target's session, for a rule.
+    name: as in the JSON records. toggle: the field of Settings that turns it on. steps: its decoder. kind: the drafter kind, if it
+    drafts. word: how /drafter_kind names that kind. chooses_kind: whether /drafter_kind applies to it. uses_target, uses_drafter: the
+    models it runs. samples: whether its tokens are drawn one by one from the processed distribution.
     """
 
     name: str
@@ -132,15 +38,36 @@ class Strategy:
     colour: str
     toggle: str
     steps: Callable[[Job], Iterator[Step]]
-    drafter_kind: Callable[[Any], str | None] = lambda pair: None
-    drafts: bool = False
-    draft_law: bool = False
+    kind: DrafterKind | None = None
+    word: str = ""
+    chooses_kind: bool = False
     uses_target: bool = True
-    needs_drafter: bool = False
-    draws: bool = True
-    kinds: "Sequence[DrafterKind]" = ()
-    words: tuple[str, ...] = (LOADED,)
-    make: Callable[[Job, Any], tuple[Any, ModelSession]] | None = None
+    uses_drafter: bool = False
+    samples: bool = True
+
+    @property
+    def drafts(self) -> bool:
+        return self.kind is not None
+
+    @property
+    def draft_has_probs(self) -> bool:
+        """Whether its drafts have a distribution, so that they are verified by p/q."""
+        return self.kind is not None and self.kind.has_probs
+
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether it runs only with a loaded drafter."""
+        return self.uses_drafter or (self.kind is not None and self.kind.uses_loaded)
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether it may draft from earlier prompts."""
+        return self.kind is not None and self.kind.keeps_texts
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The words of /drafter_kind whose drafts it consists of."""
+        return () if self.kind is None else self.kind.parts or (self.word,)
 
     @property
     def is_baseline(self) -> bool:
@@ -148,50 +75,88 @@ class Strategy:
         return self.name == "target"
 
     @property
-    def keeps_texts(self) -> bool:
-        """Whether it drafts from a storage, or from texts, that may be kept between prompts."""
-        return self.drafts and (not self.kinds or "suffix" in self.words)
-
-    @property
     def lossless(self) -> bool:
-        """Whether its text follows exactly the target's law."""
-        return self.uses_target and self.draws
+        """Whether its text follows exactly the target's distribution."""
+        return self.uses_target and self.samples
+
+    def drafter_label(self, pair: Pair) -> str | None:
+        """The drafter kind as records and costs name it, or None if no drafter takes part."""
+        return drafter_label(self.word, pair) if self.word else None
 
     def repeats_target(self, settings: Settings) -> bool:
-        """Whether its text must be the target's very own: it depends on no draft, and rounds are what the target's text makes them."""
+        """Whether its text must be identical to the target's: then rounds and acceptance follow from that text."""
         greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
-        return self.lossless and (settings.verify == "coupled" or not self.draft_law or greedy)
+        return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or greedy)
 
-    def variants(self, words: Sequence[str], pair: Any) -> "list[Strategy]":
-        """Itself, or where drafters of several kinds can draft for it one for each word of /drafter_kind.
+    def build_drafter(self, job: Job, rule: Rule) -> BuiltDrafter:
+        """Its drafter for one run, and the target's session. Raises UserError if the pair does not allow it."""
+        assert self.kind is not None
+        inputs = replace(job, drafter=self.word).drafter_inputs(shares_noise=rule.shares_noise)
+        return self.kind.build(inputs)
 
-        Raises UserError for a kind that this pair has not got.
+    def variants(self, words: Sequence[str], pair: Pair) -> list["Strategy"]:
+        """The strategy itself, or one variant for each word of /drafter_kind if that applies to it.
+
+        Raises UserError for a kind that this pair does not have.
         """
-        if not self.kinds:
+        if not self.chooses_kind:
             return [self]
-        by_label = {
-            drafter_label(word, pair): word for word in reversed(words)
-        }  # the loaded one may have been named twice
-        return [self._with_drafter(word, pair, alone=len(by_label) == 1) for word in words if word in by_label.values()]
+        # The loaded drafter may be named twice, as "loaded" and by its kind: the first word wins.
+        by_label = {drafter_label(word, pair): word for word in reversed(words)}
+        return [self._variant(word, pair, alone=len(by_label) == 1) for word in words if word in by_label.values()]
 
-    def _with_drafter(self, word: str, pair: Any, *, alone: bool) -> "Strategy":
-        kind, label = kind_of(word, self.kinds), drafter_label(word, pair)
-        if pair.drafter is not None and word in ("model", "head") and word != pair.drafter_kind:
-            raise UserError(
-                f"The drafter that is loaded is {pair.drafter_kind}, not {word}: start with another --drafter."
-            )
+    def _variant(self, word: str, pair: Pair, *, alone: bool) -> "Strategy":
+        kind, label = drafter_kind(word), drafter_label(word, pair)
+        kind.check_pair(pair)
         return replace(
             self,
             name=self.name if alone else f"{self.name} {label}",
             title=self.title if word == LOADED and alone else f"{self.title}, {label}",
             steps=lambda job: self.steps(replace(job, drafter=word)),
-            words=kind.parts or (word,),
-            make=lambda job, rule: kind.make(replace(job, drafter=word), rule),
-            drafter_kind=lambda pair: label,
-            draft_law=kind.own_law,
-            needs_drafter=kind.loads,
+            kind=kind,
+            word=word,
         )
 
     def is_on(self, settings: Settings) -> bool:
-        """Whether the settings ask for this strategy."""
+        """Whether the settings enable it."""
         return bool(getattr(settings, self.toggle))
+
+
+def _drafted(job: Job, kind: DrafterKind) -> Iterator[Step]:
+    rule = RULES[job.settings.verify]
+    built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    drafter, target = job.observers.wrap(built.drafter, built.target)
+    yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.max_drafts, rule=rule)
+
+
+def _speculative(job: Job) -> Iterator[Step]:
+    yield from _drafted(job, drafter_kind(job.drafter))
+
+
+def _ngram(job: Job) -> Iterator[Step]:
+    yield from _drafted(job, NGRAM)
+
+
+def _target(job: Job) -> Iterator[Step]:
+    yield from autoregressive_steps(job.prompt, job.session("target", rewinds=False), job.decoding)
+
+
+def _drafter(job: Job) -> Iterator[Step]:
+    yield from autoregressive_steps(job.prompt, drafter_alone(job.drafter_inputs(shares_noise=False)), job.decoding)
+
+
+def _beam(job: Job) -> Iterator[Step]:
+    session = job.session("target", rewinds=False)
+    yield from beam_search_steps(job.prompt, session, job.decoding, BeamWidth(num_beams=job.settings.beams))
+
+
+STRATEGIES = (
+    Strategy(
+        "speculative", "Speculative", "magenta", "speculative", _speculative,
+        kind=drafter_kind(LOADED), word=LOADED, chooses_kind=True,
+    ),
+    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, kind=NGRAM, word=NGRAM.name),
+    Strategy("target", "Target only", "cyan", "target", _target),
+    Strategy("drafter", "Drafter only", "green", "drafter", _drafter, word=LOADED, uses_target=False, uses_drafter=True),
+    Strategy("beam", "Beam search", "blue", "beams", _beam, samples=False),
+)  # fmt: skip

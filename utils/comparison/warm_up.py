@@ -1,57 +1,73 @@
-"""What a pair needs before it serves: every strategy run once, and what its drafters cost measured."""
+"""What a pair needs before it is used: every strategy run once, and the costs of its drafters measured."""
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from statistics import median
 
-from utils.comparison.harness import Bench
-from utils.comparison.strategies import drafter_label, kind_of
+from sampling import RULES, speculative_steps
+from utils.comparison.harness import Harness
+from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
-from utils.decode.model_session import context_length
+from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason
-from utils.distributed import told
+from utils.distributed import broadcast
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect
+from utils.metrics.stopwatch import Stopwatch
+from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 
-MEASURED = 64  # tokens over which a drafter is timed
-BRIEF = 4  # tokens of a run that warms up
+TIMED_TOKENS = 64  # length of a run that times a drafter
+TIMED_DRAFTS, TIMED_ROUNDS = 3, 9  # drafts of a typical round
+WARM_UP_TOKENS = 4
 PROMPT = [0, 0, 0, 0]
 
 
-def measured(bench: Bench, settings: Settings) -> Settings:
-    """The settings with the costs of all kinds of drafters that they name; what the table lacks is measured now.
+def with_costs(harness: Harness, settings: Settings) -> Settings:
+    """The settings with the draft costs of all their drafter kinds. Missing ones are measured now.
 
-    Raises UserError for a kind that is not there or cannot draft.
+    Raises UserError for a kind that the pair does not have or that cannot draft.
     """
-    engine = bench.pair.engine
+    engine = harness.pair.engine
     known = settings.costs or Costs.of(engine.costs, {})
-    steps = dict(known.steps)
-    short = replace(settings, length=_at_most(MEASURED, bench), gamma=MEASURED)
-    kinds = [(word, strategy.kinds) for strategy in bench.runnable(short) if strategy.kinds for word in strategy.words]
-    for word, table in kinds:
-        label = drafter_label(word, bench.pair)
-        if label is not None and label not in steps:
-            job = replace(bench.job(PROMPT, short), drafter=word)
-            seconds = told(bench.probes.draft_seconds(job, kind_of(word, table)))
-            steps[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
-    return replace(settings, costs=Costs.of(known.windows, steps))
+    draft = dict(known.draft)
+    timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
+    chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
+    for word in (word for strategy in chosen for word in strategy.parts):
+        label = drafter_label(word, harness.pair)
+        if label is not None and label not in draft:
+            seconds = broadcast(draft_seconds(replace(harness.job(PROMPT, timed), drafter=word)))
+            draft[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
+    return replace(settings, costs=Costs.of(known.verify, draft))
 
 
-def briefly(settings: Settings) -> Settings:
-    """For a run that only warms up."""
-    return replace(settings, length=min(settings.length, BRIEF))
+def draft_seconds(job: Job) -> float:
+    """Seconds of one draft by the job's drafter kind: the median over a few rounds, or 0 if it drafts nothing."""
+    rule, watch = RULES[job.settings.verify], Stopwatch()
+    built = drafter_kind(job.drafter).build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    drafter, target = job.with_observers(watch).observers.wrap(built.drafter, built.target)
+    endless = replace(job.decoding, end_ids=frozenset())
+    rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
+    timings = [watch.read(0) for _ in islice(rounds, TIMED_ROUNDS)]
+    return median([timing.drafting / timing.drafts for timing in timings if timing.drafts] or [0.0])
 
 
-def warm_up(bench: Bench, settings: Settings) -> None:
+def shortened(settings: Settings) -> Settings:
+    """The settings for a run that only warms up."""
+    return replace(settings, length=min(settings.length, WARM_UP_TOKENS))
+
+
+def warm_up(harness: Harness, settings: Settings) -> None:
     """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
-    settings = replace(settings, length=_at_most(BRIEF, bench), beams=2)
-    job = bench.job(PROMPT, settings)
-    for strategy in bench.runnable(settings):
-        with suppress(UserError):  # it will be said when it is asked for
+    settings = replace(settings, length=_within_context(WARM_UP_TOKENS, harness), beams=2)
+    job = harness.job(PROMPT, settings)
+    for strategy in harness.runnable(settings):
+        with suppress(UserError):  # reported when the strategy is used
             if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
                 raise KeyboardInterrupt
 
 
-def _at_most(tokens: int, bench: Bench) -> int:
-    return min(tokens, context_length(bench.pair.target) or Limits().context)
+def _within_context(tokens: int, harness: Harness) -> int:
+    return min(tokens, context_length(harness.pair.target) or Limits().context)

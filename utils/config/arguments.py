@@ -1,101 +1,101 @@
-"""The command line: flags and their checks, without any heavy import, so that --help answers at once."""
+"""The command line: flags and their checks. Nothing heavy is imported, so that --help answers at once."""
 
 import argparse
-import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, ENGINES, MAX_SEED, MAX_THREADS, QUANTIZATIONS
+from utils import __version__
+from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, THREADS, check_device
 from utils.config.config_file import config_file, read_config
-from utils.errors import UserError, one_of
+from utils.errors import UserError, check_choice
 from utils.pairs.known_pairs import PAIRS
-from utils.version import VERSION
+
+Value = TypeVar("Value")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, and what the config file says where they are silent; argparse leaves with status 2 where they are wrong."""
+    """The flags, with defaults from the config file. argparse exits with status 2 if either is invalid."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        arguments.config = config = read_config(arguments.config)
+        config = read_config(arguments.config)
         if arguments.pair:
-            one_of(arguments.pair, tuple(config.pairs), "pair")
+            check_choice(arguments.pair, tuple(config.pairs), "pair")
     except UserError as error:
         parser.error(str(error))
     parser.set_defaults(**config.flags)
     arguments = parser.parse_args(argv)
     arguments.config = config
     if arguments.pair and (arguments.target or arguments.drafter):
-        parser.error("--pair names both models; leave out --target and --drafter, or leave out --pair")
+        parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
 
 
+def flag_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A parser that raises UserError as an argparse `type`, which would otherwise replace the message by its own."""
+
+    def parse_flag(text: str) -> Value:
+        try:
+            return parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
+
+    return parse_flag
+
+
+device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
+
+
 def _parser() -> argparse.ArgumentParser:
+    pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items())
     parser = argparse.ArgumentParser(
         prog="infer.py",
-        description="Does speculative decoding help, with which settings, and is the text really the target's own?",
-        epilog="Pairs: "
-        + "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items())
-        + "; and those of the config file",
+        description="Compare speculative decoding with other decoding strategies: speed, acceptance, equal text.",
+        epilog=f"Pairs: {pairs}; and those of the config file",
     )
-    parser.add_argument(
-        "--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file"
+    _add_models(parser)
+    _add_computation(parser)
+    add = parser.add_argument
+    add("-c", dest="lines", action="append", default=[], metavar="LINE", help="run this line and exit; repeatable")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="run the prompts of a file: one per line, or JSON lines with 'prompt'",
     )
-    parser.add_argument(
-        "--drafter", metavar="ID|FOLDER|head|layers:K", help="drafter model or head, or the target's own first K layers"
-    )
-    parser.add_argument(
-        "--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)"
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help=f"pairs and settings in TOML (default: {config_file()}, if there)"
-    )
-    parser.add_argument(
-        "--device", type=_device, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto"
-    )
-    parser.add_argument(
-        "--drafter-device", type=_device, metavar="DEVICE", help="of the drafter's weights (default: the target's)"
-    )
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the target's weights (default: the pair's)")
-    parser.add_argument("--drafter-quantize", choices=QUANTIZATIONS, help="the drafter's weights (default: the pair's)")
-    parser.add_argument("--engine", choices=ENGINES, help="how the models are computed (default: auto)")
-    parser.add_argument(
-        "--engine-weights",
-        choices=ENGINE_WEIGHTS,
-        default="float32",
-        help="int8: one byte per weight, on a CPU (default: float32)",
-    )
-    parser.add_argument(
-        "--threads", type=_threads, metavar="N|auto", help="CPU threads (default: auto, as many as help)"
-    )
-    parser.add_argument("--seed", type=_seed, metavar="N", help="seed of every run (default: 42)")
-    parser.add_argument(
-        "-c", dest="lines", action="append", default=[], metavar="LINE", help="run a line and leave; repeatable"
-    )
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="run a file of prompts, a line each, or JSON lines with 'prompt'"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON record per generation")
-    parser.add_argument("--no-color", action="store_true", help="plain text")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    add("--json", type=Path, metavar="FILE", help="append a JSON record of each generation to this file")
+    add("--no-color", action="store_true", help="plain text output")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
 
 
-def _device(text: str) -> str:
-    if not re.fullmatch(f"auto|{DEVICE_PATTERN}", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a device; choose auto, cpu, cuda, cuda:N or mps")
-    return text
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Flags that choose the models and how their weights are stored."""
+    add = parser.add_argument
+    add("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
+    add(
+        "--drafter",
+        metavar="ID|FOLDER|head|layers:K",
+        help="drafter: a model, a head, or the first K layers of the target",
+    )
+    add("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
+    add("--config", type=Path, metavar="FILE", help=f"TOML file with pairs and settings (default: {config_file()})")
+    add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    add("--drafter-device", type=device_flag, metavar="DEVICE", help="device of the drafter (default: the target's)")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
+    add("--quantize", choices=QUANTIZATIONS, help="quantization of the target (default: the pair's)")
+    add("--drafter-quantize", choices=QUANTIZATIONS, help="quantization of the drafter (default: the pair's)")
 
 
-def _seed(text: str) -> int:
-    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) > MAX_SEED:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a seed; choose a whole number from 0 to {MAX_SEED}")
-    return int(text)
+def _add_computation(parser: argparse.ArgumentParser) -> None:
+    """Flags about how the models are computed."""
+    add = parser.add_argument
+    add("--engine", choices=ENGINES, help="how the layers are computed (default: auto)")
+    add("--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, CPU only")
+    add("--threads", type=flag_type(_threads), metavar="N|auto", help="CPU threads (default: auto, the fastest number)")
+    add("--seed", type=seed_flag, metavar="N", help="random seed of every run (default: 42)")
 
 
 def _threads(text: str) -> int:
-    if text == "auto":
-        return 0
-    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not 1 <= int(text) <= MAX_THREADS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads; choose 1 to {MAX_THREADS}, or auto")
-    return int(text)
+    return 0 if text == "auto" else THREADS.parse(text)

@@ -1,28 +1,30 @@
-"""The file of a user's own pairs and settings (TOML), read at start; flags override what it says.
+"""The user's config file (TOML) with pairs, settings and default flags. It is read at start, and flags override it.
 
-It is read without importing torch: what a setting may be is told by utils.config.settings, when it is applied.
+No torch is imported. Settings stay as typed; utils.config.settings checks their values when they are applied.
 """
 
 from __future__ import annotations
 
-import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from utils.bounds import QUANTIZATIONS
-from utils.errors import UserError, one_of
+from utils.errors import UserError, check_choice
+from utils.files import user_folder
 from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import PARTS, checked
+from utils.pairs.request import REQUEST_FIELDS, check_field
 
-FLAGS = tuple(name for name in PARTS if name not in ("target", "drafter"))
+FLAGS = tuple(name for name in REQUEST_FIELDS if name not in ("target", "drafter"))
 ENTRIES = ("pair", "pairs", "settings", *FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """pair: the one to begin with. flags: of the command line. settings: as typed, by command. pairs: all known ones."""
+    """pair: name of the pair to start with. flags: values of flags. settings: values as typed, by command. pairs: all
+    known pairs.
+    """
 
     pair: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
@@ -31,61 +33,64 @@ class Config:
 
 
 def config_file() -> Path:
-    """Where it is looked for."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "speculative-decoding" / "config.toml"
+    """The default location of the config file."""
+    return user_folder("config") / "config.toml"
 
 
-def read_config(given: Path | None) -> Config:
-    """What the given file says, or the usual one where there is one. Raises UserError for a file that cannot be read or says nonsense."""
-    path = given or config_file()
-    if given is None and not path.is_file():
-        return Config()
+def read_config(path: Path | None) -> Config:
+    """The config in `path`, or in the default file if that exists.
+
+    Raises UserError if the file cannot be read, is not valid TOML or has invalid entries.
+    """
+    if path is None:
+        path = config_file()
+        if not path.is_file():
+            return Config()
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"The config file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."
-        ) from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"The config file {path} cannot be read: {reason}.") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"The config file {path} is no valid TOML: {error}.") from error
+        raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
     try:
-        return _understood(told)
+        return _parse(entries)
     except UserError as error:
         raise UserError(f"The config file {path}: {error}") from error
 
 
-def _understood(told: dict[str, Any]) -> Config:
-    for name in told:
-        one_of(name, ENTRIES, "the entry")
-    pairs = PAIRS | {name: _pair(name, entries) for name, entries in _table(told.get("pairs", {}), "pairs").items()}
-    pair = told.get("pair")
-    if pair is not None:
-        one_of(_text(pair, "pair"), tuple(pairs), "pair")
-    flags = {name: checked(name, _text(told[name], name)) for name in FLAGS if name in told}
-    settings = {
-        name: _text(value, f"settings.{name}") for name, value in _table(told.get("settings", {}), "settings").items()
-    }
-    return Config(pair, flags, settings, pairs)
+def _parse(entries: Mapping[str, object]) -> Config:
+    for name in entries:
+        check_choice(name, ENTRIES, "the entry")
+    pairs = PAIRS | {name: _pair(name, value) for name, value in _table(entries.get("pairs", {}), "pairs").items()}
+    pair = None if "pair" not in entries else check_choice(_text(entries["pair"], "pair"), tuple(pairs), "pair")
+    flags = {name: check_field(name, _text(entries[name], name)) for name in FLAGS if name in entries}
+    settings = _table(entries.get("settings", {}), "settings")
+    return Config(pair, flags, {name: _text(value, f"settings.{name}") for name, value in settings.items()}, pairs)
 
 
-def _pair(name: str, entries: Any) -> PairSpec:
+def _pair(name: str, value: object) -> PairSpec:
     known = tuple(entry.name for entry in fields(PairSpec))
-    words = {key: _text(value, f"pairs.{name}.{key}") for key, value in _table(entries, f"pairs.{name}").items()}
-    for key in words:
-        one_of(key, known, f"in pairs.{name} the entry")
-    if not words.get("target"):
+    entries = {key: _text(text, f"pairs.{name}.{key}") for key, text in _table(value, f"pairs.{name}").items()}
+    for key in entries:
+        check_choice(key, known, f"in pairs.{name} the entry")
+    if not entries.get("target"):
         raise UserError(f'pairs.{name} needs a target, for example target = "Qwen/Qwen3-4B".')
-    one_of(words.get("cuda_quantize", "none"), QUANTIZATIONS, f"in pairs.{name} the cuda_quantize")
-    return PairSpec(**{"drafter": None, "summary": "from the config file"} | words)  # type: ignore[arg-type]
+    return PairSpec(
+        entries["target"],
+        entries.get("drafter"),
+        entries.get("summary", "from the config file"),
+        check_choice(entries.get("cuda_quantize", "none"), QUANTIZATIONS, f"in pairs.{name} the cuda_quantize"),
+    )
 
 
-def _table(value: Any, name: str) -> dict[str, Any]:
+def _table(value: object, name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UserError(f"{name} must be a table: write [{name}] and its entries below.")
     return value
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if not isinstance(value, str | int | float):

@@ -1,45 +1,45 @@
-"""Kinds of settings about drafting: how many drafts, by which drafters, at what cost. See utils.config.value_types."""
+"""Value types of the settings about drafting: the number of drafts, the drafter kinds and the cost table."""
 
 import re
 from dataclasses import dataclass
 
-from utils.bounds import DRAFTER_KINDS, MAX_GAMMA
-from utils.config.value_types import Limits, Whole
-from utils.errors import UserError, one_of
+from utils.bounds import MAX_GAMMA, WholeRange
+from utils.config.value_types import Limits
+from utils.errors import UserError
 from utils.metrics.costs import Costs
+from utils.pairs.drafter_kinds import DRAFTER_KINDS, drafter_kind
+
+COST_TABLE_EXAMPLE = "windows 0.1 0.15 0.2; head 0.07"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """A number of drafts, or auto, which is None."""
+    """The number of drafts per round, or auto, which is None."""
 
     usage: str = "N|auto"
     words: tuple[str, ...] = ("auto",)
 
     def parse(self, text: str, current: int | None, limits: Limits) -> int | None:
-        return None if text.lower() == "auto" else int(Whole(0, MAX_GAMMA).parse(text, current or 0, limits))
+        return None if text.lower() == "auto" else WholeRange(0, MAX_GAMMA).parse(text)
 
     def show(self, value: int | None) -> str:
         return "auto" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterWords:
-    """One or more kinds of drafters, each once."""
+class DrafterKinds:
+    """One or more kinds of drafters. Repeated ones count once."""
 
     usage: str = "KIND ..."
-    words: tuple[str, ...] = DRAFTER_KINDS
+    words: tuple[str, ...] = tuple(kind.name for kind in DRAFTER_KINDS)
 
     def parse(self, text: str, current: tuple[str, ...], limits: Limits) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(text.lower().split()))
-        if not found:
+        kinds = tuple(dict.fromkeys(text.lower().split()))
+        if not kinds:
             raise UserError(f"Give one or more of {', '.join(self.words)}.")
-        for word in found:
-            if not word.startswith("layers:"):
-                one_of(word, self.words, "drafter")
-            elif not re.fullmatch(r"layers:[1-9]\d{0,3}", word, re.ASCII):
-                raise UserError(f"'{word}' is no drafter: write layers:K with a whole number, for example layers:4.")
-        return found
+        for kind in kinds:
+            drafter_kind(kind)
+        return kinds
 
     def show(self, value: tuple[str, ...]) -> str:
         return " ".join(value)
@@ -47,7 +47,9 @@ class DrafterWords:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What drafting takes, as one line; None is yet to be measured."""
+    """The costs of verifying and drafting on one line, or measure, which is None: they are measured before the next
+    run.
+    """
 
     usage: str = "measure|TABLE"
     words: tuple[str, ...] = ("measure",)
@@ -57,18 +59,18 @@ class CostTable:
             return None
         parts = [part.split() for part in text.split(";")]
         try:
-            (name, *windows), *steps = parts
-            if name != "windows" or any(len(step) != 2 for step in steps):
+            (name, *verify), *draft = parts
+            if name != "windows" or any(len(cost) != 2 for cost in draft):
                 raise ValueError
-            return Costs.of([_cost(word) for word in windows], {kind: _cost(word) for kind, word in steps})
+            return Costs.of([_cost(word) for word in verify], {kind: _cost(word) for kind, word in draft})
         except ValueError as error:
-            raise UserError("Write 'measure', or a table such as: windows 0.1 0.15 0.2; head 0.07.") from error
+            raise UserError(f"Write 'measure', or a table such as: {COST_TABLE_EXAMPLE}.") from error
 
     def show(self, value: Costs | None) -> str:
         if value is None:
             return "measure"
-        windows = " ".join(["windows", *(f"{cost:g}" for cost in value.windows)])
-        return "; ".join([windows, *(f"{kind} {cost:g}" for kind, cost in value.steps)])
+        verify = " ".join(["windows", *(f"{cost:g}" for cost in value.verify)])
+        return "; ".join([verify, *(f"{kind} {cost:g}" for kind, cost in value.draft)])
 
 
 def _cost(word: str) -> float:

@@ -1,185 +1,200 @@
-"""Settings: one frozen value per session, every field with its command, its kind (bounds and parser) and its help.
+"""Settings: one frozen value per session. Every field declares its command, its value type and its help text.
 
-The slash commands, /help, completions and the JSON record are derived from this table.
+The slash commands, /help, completions and the settings in records are derived from this table.
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
-from utils.bounds import AUTO_GAMMA, ENGINES, LOADED, MAX_FILLER, MAX_GRAMS, MAX_SEED, RULES
-from utils.config.draft_value_types import CostTable, DraftCount, DrafterWords
+from utils.bounds import AUTO_GAMMA, ENGINES, FILLER_TOP_K, MAX_NGRAMS, MAX_SEED, RULES
+from utils.config.draft_value_types import CostTable, DraftCount, DrafterKinds
 from utils.config.value_types import (
     Choice,
-    Kind,
-    Levels,
     Limits,
-    ProcessorKind,
-    StorageKind,
+    ProcessorType,
     StorageSpec,
+    StorageType,
     SystemPrompt,
     ThreadCount,
     Toggle,
-    Whole,
+    ToggleOrChoice,
+    ValueType,
+    WholeNumber,
 )
-from utils.errors import UserError, one_of
+from utils.errors import UserError, check_choice
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 from utils.metrics.costs import Costs
+from utils.pairs.request import LOADED
 from utils.text import encodable
 
 
-def _setting(default: Any, kind: Kind, meaning: str, *, command: str = "", needs: str = "", fact: str = "") -> Any:
-    """needs: a toggle without which the field has no effect. fact: what /show calls that which the setting came to."""
-    return field(
-        default=default, metadata={"kind": kind, "help": meaning, "command": command, "needs": needs, "fact": fact}
-    )
+def _setting(default: Any, value_type: ValueType, help: str, **options: str) -> Any:
+    return field(default=default, metadata={"value_type": value_type, "help": help, **options})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything a user can tune. A run works on the value it was given; commands make new ones."""
+    """Everything that a user can change. A run works on a snapshot; commands make new snapshots."""
 
     speculative: bool = _setting(True, Toggle(), "run speculative decoding with the drafter model")
     ngram: bool = _setting(True, Toggle(), "run n-gram assisted decoding (NASD)")
-    target: bool = _setting(True, Toggle(), "run the target alone: the baseline of every comparison")
+    target: bool = _setting(True, Toggle(), "run the target alone, the baseline of every comparison")
     drafter: bool = _setting(False, Toggle(), "run the drafter alone")
-    beams: int = _setting(0, Whole(0, 16), "beams of a beam search with the target; 0 leaves it out")
+    beams: int = _setting(0, WholeNumber(0, 16), "number of beams of a beam search with the target; 0: no beam search")
     gamma: int | None = _setting(
         None,
         DraftCount(),
-        "drafts per round, 0 to 63; 0: plain decoding through the loop; auto: as many as are likely to pay",
+        "maximum number of drafts per round, 0 to 63; auto: the number with the highest expected throughput",
     )
     drafter_kind: tuple[str, ...] = _setting(
-        (LOADED,), DrafterWords(), "what drafts for speculative decoding; several run side by side"
+        (LOADED,), DrafterKinds(), "drafters for speculative decoding; several are run one after the other"
     )
     costs: Costs | None = _setting(
-        None, CostTable(), "what drafts and windows take in plain steps; auto gamma goes by it"
+        None, CostTable(), "costs of verifying and drafting, in decode steps of the target; auto gamma depends on them"
     )
-    length: int = _setting(35, Whole(1, limit="context"), "most new tokens, 1 to the target's context")
+    length: int = _setting(
+        35, WholeNumber(1, limit="context"), "maximum number of new tokens, 1 to the target's context length"
+    )
     processor: LogitsProcessor = _setting(
-        GreedyProcessor(), ProcessorKind(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
+        GreedyProcessor(), ProcessorType(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"
     )
-    seed: int = _setting(42, Whole(0, MAX_SEED), "every strategy starts from this seed, 0 to 2**32 - 1")
+    seed: int = _setting(42, WholeNumber(0, MAX_SEED), "random seed of every strategy, 0 to 2**32 - 1")
     verify: str = _setting(
         "rejection",
         Choice(RULES, "rule"),
-        "rejection: p/q; block: p/q over the whole draft; coupled: target-only's noise, so its very text",
+        "rejection: accept each draft by p/q; block: accept them jointly; coupled: give the target's own text",
     )
     engine: str = _setting(
         "auto",
         Choice(ENGINES, "engine"),
-        "invariant: logits do not depend on the window they are computed in; plain: PyTorch as it comes; auto: the faster one",
+        "invariant: logits do not depend on the verify width; plain: PyTorch unchanged; auto: the faster of both",
         fact="engine now",
     )
-    threads: int = _setting(0, ThreadCount(), "CPU threads; auto: as many as help", fact="engine now")
-    cache: bool = _setting(True, Toggle(), "keep keys and values; off recomputes everything and gives the same text")
+    threads: int = _setting(0, ThreadCount(), "number of CPU threads; auto: the fastest number", fact="engine now")
+    cache: bool = _setting(True, Toggle(), "keep keys and values; off: recompute everything, with the same text")
     chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")
-    turns: bool = _setting(False, Toggle(), "go on with the conversation: every strategy keeps its own", needs="chat")
+    turns: bool = _setting(
+        False, Toggle(), "continue the conversation with each prompt; every strategy keeps its own", needs="chat"
+    )
     special: bool = _setting(
-        False, Toggle(), "read the names of special tokens in a prompt, such as <|im_end|>, as those tokens"
+        False, Toggle(), "read names of special tokens in a prompt, such as <|im_end|>, as these tokens"
     )
     ngram_storage: StorageSpec = _setting(
-        StorageSpec("basic", 3), StorageKind(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
+        StorageSpec("basic", 3), StorageType(), "n-gram storage and its order, 2 to 16", command="set_ngramstorage"
     )
     ngram_limit: int = _setting(
-        1_000_000, Whole(1, MAX_GRAMS), "most n-grams the storage holds; beyond it the oldest are forgotten"
+        1_000_000, WholeNumber(1, MAX_NGRAMS), "maximum number of n-grams in the storage; the oldest are dropped first"
     )
     top_k_filler: int = _setting(
-        3, Whole(1, MAX_FILLER), "target's top tokens entered per position, 1 to 64; 1: only what was generated"
+        3,
+        WholeNumber(FILLER_TOP_K.low, FILLER_TOP_K.high),
+        "number of the target's top tokens stored at each position, 1 to 64; 1: only the generated token",
     )
     reset_in_between: bool = _setting(True, Toggle(), "empty the n-gram storage before each prompt")
     debug: str = _setting(
         "off",
-        Levels(("on", "off", "full")),
-        "on: show every round, + accepted, - rejected, = corrected, * bonus; full: and why drafts fell, and where hits came from",
+        ToggleOrChoice(("on", "off", "full")),
+        "on: show every round (+ accepted, - rejected, = corrected, * bonus); full: also why drafts were rejected",
     )
 
     @property
-    def most_drafts(self) -> int:
-        """Of a round."""
+    def max_drafts(self) -> int:
+        """Maximum number of drafts per round."""
         return AUTO_GAMMA if self.gamma is None else self.gamma
 
     @property
-    def keeps_turns(self) -> bool:
-        """Whether prompts go on with a conversation."""
+    def keeps_conversation(self) -> bool:
+        """Whether each prompt continues the conversation."""
         return self.turns and self.chat
 
 
-def setting_fields() -> dict[str, Field[Any]]:
-    """The fields of Settings by the name of their command."""
-    return {entry.metadata["command"] or entry.name: entry for entry in fields(Settings)}
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of Settings. needs: a toggle without which it has no effect. fact: the label of its present effect in
+    /show.
+    """
+
+    name: str
+    default: Any
+    value_type: ValueType
+    help: str
+    command: str = ""
+    needs: str = ""
+    fact: str = ""
+
+    def show(self, settings: Settings) -> str:
+        """The value as it would be typed."""
+        return self.value_type.show(getattr(settings, self.name))
+
+    def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
+        """New settings with the value that `text` describes. Raises UserError if it is not valid."""
+        return replace(settings, **{self.name: self.value_type.parse(text, getattr(settings, self.name), limits)})
 
 
-def shown(settings: Settings, entry: Field[Any]) -> str:
-    """A field's value as one would type it."""
-    return str(entry.metadata["kind"].show(getattr(settings, entry.name)))
+@cache
+def setting_fields() -> Mapping[str, Setting]:
+    """The fields of Settings by the names of their commands."""
+    settings = (Setting(entry.name, entry.default, **entry.metadata) for entry in fields(Settings))
+    return {setting.command or setting.name: setting for setting in settings}
 
 
-def changed(settings: Settings, entry: Field[Any], text: str, limits: Limits) -> Settings:
-    """New settings with one field parsed from text. Raises UserError; the old settings are what they were."""
-    value = entry.metadata["kind"].parse(text, getattr(settings, entry.name), limits)
-    return replace(settings, **{entry.name: value})
-
-
-def configured(settings: Settings, given: Mapping[str, str], limits: Limits) -> Settings:
-    """New settings with values by the names of their commands, as typed. Raises UserError for one that is none."""
-    entries = setting_fields()
-    for name, text in given.items():
-        entry = entries[one_of(name, tuple(entries), "setting")]
+def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -> Settings:
+    """New settings with typed values by command name. Raises UserError for an unknown name or an invalid value."""
+    for name, text in values.items():
+        setting = setting_fields()[check_choice(name, tuple(setting_fields()), "setting")]
         try:
-            settings = changed(settings, entry, text, limits)
+            settings = setting.change(settings, text, limits)
         except UserError as error:
             raise UserError(f"settings.{name}: {error}") from error
     return settings
 
 
-def fitted(settings: Settings, limits: Limits) -> Settings:
-    """The same settings, but for those that another target does not allow: they are what they are at first."""
-    for entry in setting_fields().values():
+def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
+    """New settings in which values that the loaded target does not support are reset to their defaults."""
+    for setting in setting_fields().values():
         try:
-            changed(settings, entry, shown(settings, entry), limits)
+            setting.change(settings, setting.show(settings), limits)
         except UserError:
-            usual: dict[str, Any] = {entry.name: entry.default}
-            settings = replace(settings, **usual)
+            settings = replace(settings, **{setting.name: setting.default})
     return settings
 
 
-def as_json(settings: Settings) -> dict[str, Any]:
-    """Plain values: numbers and booleans as they are, everything else as one would type it."""
-    return {entry.name: _plain(settings, entry) for entry in fields(settings)}
+def as_json(settings: Settings) -> dict[str, bool | int | str]:
+    """Settings for a record: numbers and booleans as they are, everything else as it would be typed."""
+    values = ((setting, getattr(settings, setting.name)) for setting in setting_fields().values())
+    return {
+        setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
+    }
 
 
-def restored(given: Mapping[str, Any], limits: Limits) -> tuple[Settings, list[str]]:
-    """Settings from what `as_json` made of some; and a sentence for each that cannot be taken over and is what it is at first."""
-    settings = Settings()
-    lost = [f"setting {name}: not known here" for name in given if name not in as_json(settings)]
-    for entry in fields(Settings):
+def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, list[str]]:
+    """Settings from the values of a record, and a sentence for each value that is missing or not supported here."""
+    settings, names = Settings(), {setting.name for setting in setting_fields().values()}
+    problems = [f"setting {name}: not known here" for name in values if name not in names]
+    for setting in setting_fields().values():
         try:
-            if entry.name not in given:
+            if setting.name not in values:
                 raise UserError("not recorded.")
-            settings = changed(settings, entry, _typed(given[entry.name], entry), limits)
+            settings = setting.change(settings, _typed(values[setting.name], setting), limits)
         except UserError as error:
-            lost.append(
-                f"setting {entry.name}: {str(error).partition(';')[0].rstrip('.')}; it is {shown(settings, entry)} instead"
-            )
-    return settings, lost
+            reason = str(error).partition(";")[0].rstrip(".")
+            problems.append(f"setting {setting.name}: {reason}; it is {setting.show(settings)} instead")
+    return settings, problems
 
 
-def _typed(value: Any, entry: Field[Any]) -> str:
-    """A plain value as one would type it. Raises UserError for one that `_plain` makes of no value."""
-    if isinstance(value, bool) and isinstance(entry.metadata["kind"], Levels):
-        return Toggle().show(value)  # it was a toggle once
+def _typed(value: object, setting: Setting) -> str:
+    """A recorded value as it would be typed. Raises UserError for a value that `as_json` does not write."""
+    if isinstance(value, bool) and isinstance(setting.value_type, ToggleOrChoice):
+        return Toggle().show(value)  # older records have true and false
     if (
         not isinstance(value, bool | int | str)
-        or isinstance(value, bool) != isinstance(entry.default, bool)
+        or isinstance(value, bool) != isinstance(setting.default, bool)
         or value == ""
     ):
-        raise UserError(f"{str(value)[:40]!r} is no value of it.")
-    usual = value == entry.default  # which need not be what one may type: 0 threads are "auto"
-    return str(entry.metadata["kind"].show(value)) if usual or isinstance(value, bool) else encodable(str(value))
-
-
-def _plain(settings: Settings, entry: Field[Any]) -> Any:
-    value = getattr(settings, entry.name)
-    return value if isinstance(value, bool | int) else shown(settings, entry)
+        raise UserError(f"{str(value)[:40]!r} is not a valid value.")
+    if isinstance(value, bool) or value == setting.default:  # a default may be typed differently: 0 threads are "auto"
+        return setting.value_type.show(value)
+    return encodable(str(value))

@@ -1,15 +1,15 @@
-"""Kinds of settings: how each sort of value is written, bounded, parsed and shown.
+"""Value types of settings: how each type of value is written, checked, parsed and shown.
 
-A kind turns typed text into a value or raises UserError with the allowed range and the nearest valid thing. It prints nothing and touches
-no model; what the loaded models allow comes in as Limits.
+A value type turns typed text into a value, or raises UserError with the allowed values. It prints nothing and loads
+nothing; what the loaded target allows is passed as Limits.
 """
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from utils.bounds import MAX_ORDER, MAX_TEMPERATURE, MAX_THREADS, MIN_ORDER
-from utils.errors import UserError, one_of
+from utils.bounds import NGRAM_ORDER, TEMPERATURE, THREADS, TOP_P, WholeRange
+from utils.errors import UserError, check_choice
 from utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
@@ -22,30 +22,36 @@ from utils.logits_processor import (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the loaded target allows: its context in tokens and its vocabulary."""
+    """What the loaded target allows: its context length in tokens and its vocabulary size."""
 
     context: int = 1_000_000
     vocabulary: int = 1_000_000
 
 
-class Kind(Protocol):
-    """How one sort of value is written, parsed and shown."""
+class ValueType(Protocol):
+    """How one type of value is written, parsed and shown.
+
+    Values are Any, because the settings table mixes value types.
+    """
 
     @property
-    def usage(self) -> str: ...
+    def usage(self) -> str:
+        """The argument in /help."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Completions of the first argument."""
+        """Completions of the argument."""
 
-    def parse(self, text: str, current: Any, limits: Limits) -> Any: ...
+    def parse(self, text: str, current: Any, limits: Limits) -> Any:
+        """The value that `text` describes. Raises UserError if it is not valid. current: the value to switch from."""
 
-    def show(self, value: Any) -> str: ...
+    def show(self, value: Any) -> str:
+        """The value as it would be typed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toggle:
-    """on, off, or nothing to flip."""
+    """on or off; an empty text switches."""
 
     usage: str = "[on|off]"
     words: tuple[str, ...] = ("on", "off")
@@ -72,15 +78,15 @@ class Choice:
         return "|".join(self.words)
 
     def parse(self, text: str, current: str, limits: Limits) -> str:
-        return one_of(text.lower(), self.words, self.what)
+        return check_choice(text.lower(), self.words, self.what)
 
     def show(self, value: str) -> str:
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
-    """off, on and more than that, or nothing to flip between off and on."""
+class ToggleOrChoice:
+    """on, off, or other words; an empty text switches between on and off."""
 
     words: tuple[str, ...]
 
@@ -91,15 +97,15 @@ class Levels:
     def parse(self, text: str, current: str, limits: Limits) -> str:
         if not text:
             return "on" if current == "off" else "off"
-        return one_of(text.lower(), self.words, "level")
+        return check_choice(text.lower(), self.words, "level")
 
     def show(self, value: str) -> str:
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A whole number from `low` to `high`, or to the named limit of the loaded target."""
+class WholeNumber:
+    """A whole number from `low` to `high`, or to the field of Limits that `limit` names."""
 
     low: int
     high: int | None = None
@@ -109,11 +115,7 @@ class Whole:
 
     def parse(self, text: str, current: int, limits: Limits) -> int:
         high = getattr(limits, self.limit) if self.high is None else self.high
-        value = whole_number(text, f"{self.low} to {high}")
-        if not self.low <= value <= high:
-            nearest = min(max(value, self.low), high)
-            raise UserError(f"{text} is out of range: {self.low} to {high}; the nearest is {nearest}.")
-        return value
+        return WholeRange(self.low, high).parse(text)
 
     def show(self, value: int) -> str:
         return str(value)
@@ -127,7 +129,7 @@ class ThreadCount:
     words: tuple[str, ...] = ("auto",)
 
     def parse(self, text: str, current: int, limits: Limits) -> int:
-        return 0 if text.lower() == "auto" else int(Whole(1, MAX_THREADS).parse(text, current, limits))
+        return 0 if text.lower() == "auto" else THREADS.parse(text)
 
     def show(self, value: int) -> str:
         return str(value or "auto")
@@ -135,7 +137,7 @@ class ThreadCount:
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """None is the template's own system prompt, an empty text an empty one."""
+    """A system prompt. None is the default of the chat template, an empty text an empty system prompt."""
 
     usage: str = "TEXT|none|default"
     words: tuple[str, ...] = ("none", "default")
@@ -143,7 +145,7 @@ class SystemPrompt:
     def parse(self, text: str, current: str | None, limits: Limits) -> str | None:
         if not text:
             raise UserError(
-                "Give the system prompt's text, 'none' for an empty one, or 'default' for the template's own."
+                "Give a system prompt, 'none' for an empty one, or 'default' for that of the chat template."
             )
         return {"default": None, "none": ""}.get(text, text)
 
@@ -153,7 +155,7 @@ class SystemPrompt:
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """An n-gram storage to build: basic (all orders 2..n) or onelevel (order n alone)."""
+    """A kind of n-gram storage: basic (all orders 2..n) or onelevel (only order n)."""
 
     kind: str
     order: int
@@ -163,8 +165,8 @@ class StorageSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageKind:
-    """basic or onelevel, and the order."""
+class StorageType:
+    """A kind of n-gram storage and its order."""
 
     usage: str = "basic|onelevel N"
     words: tuple[str, ...] = ("basic", "onelevel")
@@ -172,19 +174,15 @@ class StorageKind:
     def parse(self, text: str, current: StorageSpec, limits: Limits) -> StorageSpec:
         parts = text.split()
         if len(parts) != 2:
-            raise UserError(
-                f"A storage is 'basic N' or 'onelevel N' with an order N from {MIN_ORDER} to {MAX_ORDER}, for example: basic 3."
-            )
-        kind = one_of(parts[0].lower(), self.words, "storage")
-        order: int = Whole(MIN_ORDER, MAX_ORDER).parse(parts[1], current.order, limits)
-        return StorageSpec(kind, order)
+            raise UserError(f"Give 'basic N' or 'onelevel N' with an order N from {NGRAM_ORDER}, for example: basic 3.")
+        return StorageSpec(check_choice(parts[0].lower(), self.words, "storage"), NGRAM_ORDER.parse(parts[1]))
 
     def show(self, value: StorageSpec) -> str:
         return str(value)
 
 
-# Arguments of each processor: T a temperature, K a count of tokens, P a mass; brackets may be left out.
-_PROCESSORS: dict[str, tuple[type[Any], str]] = {
+# Arguments of each processor: T is a temperature, K a number of tokens, P a probability mass; [T] is optional.
+_PROCESSORS: dict[str, tuple[Callable[..., LogitsProcessor], str]] = {
     "greedy": (GreedyProcessor, "[T]"),
     "multinomial": (MultinomialProcessor, "T"),
     "topk": (TopKProcessor, "T K"),
@@ -195,7 +193,7 @@ _EXAMPLES = {"T": "0.8", "K": "40", "P": "0.95"}
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessorKind:
+class ProcessorType:
     """One of the five processors with its arguments."""
 
     usage: str = "NAME ARGS"
@@ -203,16 +201,15 @@ class ProcessorKind:
 
     def parse(self, text: str, current: LogitsProcessor, limits: Limits) -> LogitsProcessor:
         name, *arguments = text.split() or [""]
-        name = one_of(name.lower(), self.words, "processor")
-        maker, pattern = _PROCESSORS[name]
+        name = check_choice(name.lower(), self.words, "processor")
+        make, pattern = _PROCESSORS[name]
         letters = pattern.strip("[]").split()
         if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
             example = " ".join(_EXAMPLES[letter] for letter in letters)
             raise UserError(
                 f"{name} takes {pattern} ({_ranges(letters, limits)}), for example: /processor {name} {example}."
             )
-        values = [_argument(letter, word, limits) for letter, word in zip(letters, arguments, strict=False)]
-        return maker(*values)
+        return make(*(_argument(letter, word, limits) for letter, word in zip(letters, arguments, strict=False)))
 
     def show(self, value: Any) -> str:
         if value == GreedyProcessor():
@@ -221,32 +218,16 @@ class ProcessorKind:
 
 
 def _shortest(number: float) -> str:
-    """A number as one would type it, without loss."""
+    """The shortest text that reads back as the same number."""
     return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 
 def _ranges(letters: list[str], limits: Limits) -> str:
-    ranges = {"T": f"T 0 to {MAX_TEMPERATURE:g}", "K": f"K 1 to {limits.vocabulary}", "P": "P above 0, at most 1"}
-    return ", ".join(ranges[letter] for letter in letters)
+    ranges = {"T": TEMPERATURE, "K": WholeRange(1, limits.vocabulary), "P": TOP_P}
+    return ", ".join(f"{letter} {ranges[letter]}" for letter in letters)
 
 
 def _argument(letter: str, word: str, limits: Limits) -> float | int:
     if letter == "K":
-        count: int = Whole(1, limit="vocabulary").parse(word, 1, limits)
-        return count
-    low_open, high = (False, MAX_TEMPERATURE) if letter == "T" else (True, 1.0)
-    name = {"T": "temperature", "P": "top-p"}[letter]
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", word, re.ASCII):
-        raise UserError(f"'{word}' is not a number; {name} goes from {'above 0' if low_open else '0'} to {high:g}.")
-    value = float(word)
-    if value > high or value < 0 or (low_open and value == 0):
-        raise UserError(f"{name} {word} is out of range: {'above 0' if low_open else '0'} to {high:g}.")
-    return value
-
-
-def whole_number(text: str, allowed: str) -> int:
-    """The whole number written in `text`; UserError, naming what is allowed, for anything else."""
-    if not re.fullmatch(r"[+-]?\d{1,30}", text, re.ASCII):
-        problem = f"'{text}' is not a whole number" if text else "a whole number is missing"
-        raise UserError(f"{problem}; allowed: {allowed}.")
-    return int(text)
+        return WholeRange(1, limits.vocabulary).parse(word)
+    return (TEMPERATURE if letter == "T" else TOP_P).parse(word)

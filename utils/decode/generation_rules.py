@@ -1,19 +1,18 @@
-"""What a model's generation settings forbid or force by token and place alone: part of the model's law, so that every strategy sees it.
+"""What a model's generation settings forbid or force by token and position alone. Part of the model's distribution,
+so every strategy obeys.
 
-Translation models forbid their padding, summarizers begin with a fixed token. What depends on the text so far, or on a wanted length, is
-not applied; `ignored_settings` names it.
+Translation models forbid their padding token, summarizers begin with a fixed token. Settings that depend on the text
+so far, or on a wanted length, are not applied; `ignored_settings` names them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-# What `generate` would obey in greedy decoding too, and the value by which it does nothing.
+# Settings that `generate` applies in greedy decoding too, and the value that switches each of them off.
 IGNORED: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -29,61 +28,61 @@ IGNORED: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRules:
-    """never: ids that have no probability. at_first: further ids that the first free token may not be. forced: the first token."""
+class GenerationRules:
+    """never: ids with probability 0. at_first: further ids that the first free token may not be. forced: the first
+    token.
+    """
 
     never: tuple[int, ...] = ()
     at_first: tuple[int, ...] = ()
     forced: int | None = None
 
     @classmethod
-    def of(cls, model: Any) -> TokenRules:
-        """The rules of a model's generation settings."""
-        settings, known = (
-            getattr(model, "generation_config", None),
-            model.config.get_text_config(decoder=True).vocab_size,
-        )
-        alone = [words[0] for words in getattr(settings, "bad_words_ids", None) or () if len(words) == 1]
-        never = {*(getattr(settings, "suppress_tokens", None) or ()), *(set(alone) - _ends(settings))}
+    def of(cls, model: Any) -> Self:
+        """The rules in a model's generation settings. Ids outside the vocabulary are dropped."""
+        settings = getattr(model, "generation_config", None)
+        size = model.config.get_text_config(decoder=True).vocab_size
+        single = {words[0] for words in getattr(settings, "bad_words_ids", None) or () if len(words) == 1}
+        never = {*(getattr(settings, "suppress_tokens", None) or ()), *(single - _end_ids(settings))}
         begins = getattr(settings, "begin_suppress_tokens", None) or ()
         forced = getattr(settings, "forced_bos_token_id", None) if model.config.is_encoder_decoder else None
-        # Of another vocabulary's tokens there is nothing to forbid.
-        return cls(_within(sorted(never), known), _within(begins, known), next(iter(_within([forced], known)), None))
+        return cls(_within(sorted(never), size), _within(begins, size), next(iter(_within([forced], size)), None))
 
-    def __call__(self, logits: Tensor, place: int) -> Tensor:
-        """Logits (B, k, V), the first of the k rows being that of the run's new token number `place`, counted from 0."""
-        free = (0 if self.forced is None else 1) - place  # row of the first token that is free
-        forces, begins = self.forced is not None and place == 0, self.at_first and 0 <= free < logits.shape[1]
-        if not (self.never or forces or begins):
+    def __call__(self, logits: Tensor, first: int) -> Tensor:
+        """Apply the rules to logits (B, k, V) whose first row predicts the run's new token number `first`, counted
+        from 0.
+        """
+        free = (0 if self.forced is None else 1) - first  # row of the first token that is not forced
+        is_forced = self.forced is not None and first == 0
+        begins = bool(self.at_first) and 0 <= free < logits.shape[1]
+        if not (self.never or is_forced or begins):
             return logits
-        logits = logits.clone()  # processors and drafters are promised that nobody writes into what a model returned
+        logits = logits.clone()  # processors and drafters rely on the model's own output not being written to
         logits[..., list(self.never)] = -torch.inf
         if begins:
             logits[:, free, list(self.at_first)] = -torch.inf
-        if forces:
+        if is_forced:
             logits[:, 0] = -torch.inf
             logits[:, 0, self.forced] = 0
         return logits
 
 
-def _within(ids: Iterable[Any], known: int) -> tuple[int, ...]:
-    return tuple(token for token in ids if isinstance(token, int) and 0 <= token < known)
+def _within(ids: Iterable[Any], size: int) -> tuple[int, ...]:
+    return tuple(token for token in ids if isinstance(token, int) and 0 <= token < size)
 
 
 def ignored_settings(model: Any, name: str) -> tuple[str, ...]:
-    """A note naming the generation settings that no strategy obeys, if there are any."""
+    """A note that names the generation settings which no strategy applies, or an empty tuple."""
     settings = getattr(model, "generation_config", None)
-    found = {field: getattr(settings, field, None) for field in IGNORED}
-    words = [f"{field} {value}" for field, value in found.items() if value is not None and value != IGNORED[field]]
-    if any(len(several) > 1 for several in getattr(settings, "bad_words_ids", None) or ()):
-        words.append("bad_words_ids of several tokens")
-    return (
-        (f"{name} asks for {', '.join(words)}: not applied, strategies go by the model and the processor alone",)
-        if words
-        else ()
-    )
+    values = {field: getattr(settings, field, None) for field in IGNORED}
+    ignored = [f"{field} {value}" for field, value in values.items() if value is not None and value != IGNORED[field]]
+    if any(len(words) > 1 for words in getattr(settings, "bad_words_ids", None) or ()):
+        ignored.append("bad_words_ids with several tokens")
+    if not ignored:
+        return ()
+    return (f"{name} sets {', '.join(ignored)}: not applied by any strategy here",)
 
 
-def _ends(settings: Any) -> set[int]:
+def _end_ids(settings: Any) -> set[int]:
     ends = getattr(settings, "eos_token_id", None)
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])

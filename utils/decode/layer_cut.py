@@ -1,11 +1,9 @@
 """A drafter cut out of the target: its embedding, its first blocks, its final norm and its head.
 
-It costs no memory and needs no download. Every module is mirrored by a new, empty object that holds the target's own tensors, so
-nothing is copied, yet hooks, configs and caches of one model never reach the other. Mirroring works on any class, and on quantized
-weights, because nothing is instantiated. What a cut drafter is worth is measured elsewhere.
+It costs no memory and needs no download. Every module is mirrored by a new, empty object that holds the target's own
+tensors, so nothing is copied, yet hooks, configs and caches of one model never reach the other. This works for any
+class, and for quantized weights, because nothing is instantiated.
 """
-
-from __future__ import annotations
 
 import copy
 from typing import Any
@@ -14,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from utils.decode.model_session import is_spread
+from utils.decode.model_info import is_spread
 from utils.errors import UserError
 
 
 def default_depth(model: PreTrainedModel) -> int | None:
-    """A third of the blocks, at least one; None where the model cannot be cut."""
+    """A third of the blocks, at least one, or None if the model cannot be cut."""
     try:
         return max(1, len(_blocks(model, _stack_path(model))) // 3)
     except UserError:
@@ -29,9 +27,9 @@ def default_depth(model: PreTrainedModel) -> int | None:
 def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     """A model made of the first `depth` blocks of `model`, sharing every weight with it.
 
-    Quantize first and cut afterwards: what replaces a module of the target later does not reach the cut.
+    Quantize before cutting: modules that are replaced in the target later are not replaced in the cut.
 
-    Raises UserError when the model has no stack of blocks to cut, or when `depth` is not in 1..blocks-1.
+    Raises UserError if the model has no stack of blocks to cut, or if `depth` is not in 1..blocks-1.
     """
     path = _stack_path(model)
     count = len(_blocks(model, path))
@@ -39,7 +37,7 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
         raise UserError(
             f"layers:{depth} cannot be cut from {_name(model)}: it has {count} layers, so K must be in 1..{count - 1}."
         )
-    # The memo of deepcopy maps every config, nested ones too, to its copy; the mirror then swaps them wherever they are held.
+    # deepcopy's memo maps every config, nested ones included, to its copy; the mirror replaces them wherever they occur.
     memo: dict[int, Any] = {}
     config = copy.deepcopy(model.config, memo)
     _shorten(config.get_text_config(decoder=True), count=count, depth=depth)
@@ -53,10 +51,10 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
 def _mirror(module: nn.Module, memo: dict[int, Any]) -> Any:
     """A new object of the same class, with the same tensors and with mirrored children."""
     if id(module) not in memo:
-        # Filed before the children: a module held twice stays one, and a cycle ends.
+        # Stored before the children are visited: a shared module stays shared, and a cycle ends.
         twin = memo[id(module)] = copy.copy(module)
         for name, value in vars(module).items():
-            if isinstance(value, dict):  # parameters, buffers, children, hooks: a table of its own, the same values
+            if isinstance(value, dict):  # parameters, buffers, children, hooks: a new dict, the same values
                 vars(twin)[name] = copy.copy(value)
             elif isinstance(value, PreTrainedConfig):
                 vars(twin)[name] = memo.get(id(value), value)
@@ -66,20 +64,20 @@ def _mirror(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def _shorten(config: Any, *, count: int, depth: int) -> None:
-    """Say `depth` layers, and shorten the lists that name a kind per layer."""
+    """Set the number of layers, and shorten the lists that have one entry per layer."""
     config.num_hidden_layers = depth
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == count:
-            setattr(config, name, value[:depth])  # caches are built from these
+            setattr(config, name, value[:depth])  # caches are built from these lists
 
 
 def _stack_path(model: PreTrainedModel) -> str:
-    """The dotted name of the list of decoder blocks; UserError where there is not exactly one."""
+    """The dotted name of the list of decoder blocks. Raises UserError unless there is exactly one."""
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    # Lists inside a block (experts, say) are deeper than the list of the blocks.
+    # Lists inside a block (experts, for example) are nested deeper than the list of blocks.
     shallowest = min((name.count(".") for name in lists), default=0)
     outermost = [name for name in lists if name.count(".") == shallowest]
     if model.config.is_encoder_decoder:
@@ -89,9 +87,9 @@ def _stack_path(model: PreTrainedModel) -> str:
     elif getattr(model, "_is_stateful", False):
         reason = "it is a recurrent model"
     elif count < 2:
-        reason = "it has a single layer, or does not say how many"
+        reason = "it has a single layer, or its config does not state the number"
     elif len(outermost) != 1:
-        reason = "its blocks are not kept as one list"
+        reason = "its blocks are not in one list"
     else:
         return outermost[0]
     raise UserError(f"{_name(model)} cannot be cut into layers: {reason}; give a model as --drafter.")
@@ -102,7 +100,9 @@ def _blocks(model: PreTrainedModel, path: str) -> Any:
 
 
 def _check_runs(cut: PreTrainedModel) -> None:
-    """One token through the cut: some classes count their layers in places that no config field governs, or want one of each kind."""
+    """Feed one token: some classes count their layers where no config field governs it, or need one layer of each
+    type.
+    """
     try:
         with torch.no_grad():
             cut(input_ids=torch.zeros((1, 1), dtype=torch.long, device=cut.device), use_cache=True)

@@ -1,100 +1,112 @@
-"""Recurrent and hybrid caches: a state cannot be cropped, so a rewind goes back to a copy, and what was accepted is computed once more.
+"""Recurrent and hybrid caches: a state cannot be cropped, so a rewind restores a copy and accepted tokens are
+computed again.
 
-Whether that is right is up to the model's class. Some compute several tokens behind a state as if there were none, and say nothing; some
-keep their state where nobody can copy it. So it is tried, once per model, on its own weights.
+Whether that is correct depends on the model's class: some compute several tokens after a state differently from
+single tokens, without an error, and some keep their state where it cannot be copied. So it is tried, once per model,
+on the model's own weights.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from utils.decode.kv_cache import GrowingLayer, growing_cache
-from utils.decode.logit_drift import SHARE, Spread, by_width, most_rounding
+from utils.decode.kv_cache import GrowingLayer, new_cache
+from utils.decode.logit_drift import MAX_RELATIVE, LogitDrift, logits_by_width, max_rounding
+from utils.decode.session import ForkableSession
 from utils.errors import UserError
 
-if TYPE_CHECKING:
-    from utils.decode.model_session import ModelSession
-
-PREFIX, TRIED = 4, 24  # tokens before what is tried, and with it
-WIDTHS = (2, 3)
+PREFIX, PROBED = 4, 24  # tokens before the probed ones, and including them
+WIDTHS = (2, 3)  # verify widths that are tried
 
 
-class Fitness(Enum):
-    """What a model's cache is good for, and what is said where that does not do."""
+class CacheSupport(Enum):
+    """What a model's cache can be used for. The value is the message if that is not enough."""
 
-    WINDOWS = ""
-    STEPS = "{} computes several tokens behind its recurrent state otherwise than one by one, so drafts cannot be verified with its cache"
+    VERIFY = ""
+    STEPS = (
+        "{} computes several tokens after its recurrent state differently from single tokens, "
+        "so drafts cannot be verified with its cache"
+    )
     NOTHING = "{} keeps its recurrent state in a form that cannot be used here"
 
 
-_known: WeakKeyDictionary[Any, Fitness] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, CacheSupport] = WeakKeyDictionary()
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether its cache holds more than keys and values."""
-    return bool(getattr(model, "_is_stateful", False)) or not growing_cache(model.config).is_croppable
+    """Whether the model's cache holds more than keys and values."""
+    return bool(getattr(model, "_is_stateful", False)) or not new_cache(model.config).is_croppable
 
 
-def check_fitness(model: Any, opened: Callable[[], ModelSession], *, windows: bool) -> None:
-    """Raise UserError unless the model's cache serves steps, or with `windows` whole windows. opened: fresh sessions that do not rewind."""
+def check_cache_support(model: Any, new_session: Callable[[], ForkableSession], *, verifies: bool) -> None:
+    """Raise UserError unless the model's cache supports decode steps and, with `verifies`, verify passes.
+
+    new_session: returns fresh sessions that will not be rewound.
+    """
     if model not in _known:
-        _known[model] = _fitness(opened)
-    found = _known[model]
-    if found is Fitness.NOTHING or (windows and found is Fitness.STEPS):
-        remedy = " or run the target alone" if found is Fitness.STEPS else ""
-        raise UserError(
-            f"{found.value.format(opened().name)}; turn the cache off (/cache off, use_cache=False){remedy}."
-        )
+        _known[model] = _probe(new_session)
+    support = _known[model]
+    if support is CacheSupport.NOTHING or (verifies and support is CacheSupport.STEPS):
+        remedy = " or run the target alone" if support is CacheSupport.STEPS else ""
+        reason = support.value.format(new_session().name)
+        raise UserError(f"{reason}; turn the cache off (/cache off, use_cache=False){remedy}.")
 
 
-def _fitness(opened: Callable[[], ModelSession]) -> Fitness:
-    begun = opened()
-    tokens = [(31 * place + 7) % begun.vocab_size for place in range(min(TRIED, begun.context_length or TRIED))]
+def _probe(new_session: Callable[[], ForkableSession]) -> CacheSupport:
+    session = new_session()
+    count = min(PROBED, session.context_length or PROBED)
+    tokens = [(31 * position + 7) % session.vocab_size for position in range(count)]  # arbitrary, fixed
     try:
-        whole = opened().feed(tokens, keep=len(tokens) - PREFIX)
-        begun.feed(tokens[:PREFIX], keep=1)
-        steps, *windows = (by_width(begun, tokens, len(whole), width) for width in (1, *WIDTHS))
-    except (AttributeError, LookupError, TypeError, ValueError):  # a cache of another make, or none that is handed out
-        return Fitness.NOTHING
-    # Kernels for one step and for many may differ by more than rounding, and still be the same model.
-    if _apart(steps, whole) > SHARE * float(whole.amax(dim=-1).abs().max()):
-        return Fitness.NOTHING
-    exact = all(_apart(steps, window) <= most_rounding(steps) for window in windows)
-    return Fitness.WINDOWS if exact else Fitness.STEPS
+        at_once = new_session().feed(tokens, keep=len(tokens) - PREFIX)
+        session.feed(tokens[:PREFIX], keep=1)
+        steps, *wider = (logits_by_width(session, tokens, len(at_once), width) for width in (1, *WIDTHS))
+    except (AttributeError, LookupError, TypeError, ValueError):  # a cache of an unknown type, or none
+        return CacheSupport.NOTHING
+    # Kernels for single and for several steps may differ by more than rounding and still compute the same model.
+    if _difference(steps, at_once) > MAX_RELATIVE * float(at_once.amax(dim=-1).abs().max()):
+        return CacheSupport.NOTHING
+    exact = all(_difference(steps, logits) <= max_rounding(steps) for logits in wider)
+    return CacheSupport.VERIFY if exact else CacheSupport.STEPS
 
 
-def _apart(logits: Tensor, others: Tensor) -> float:
-    return Spread.of([logits, others]).difference
+def _difference(logits: Tensor, others: Tensor) -> float:
+    return LogitDrift.of([logits, others]).difference
 
 
-class Retreat:
-    """The last state before drafts, for a rewind to go back to. Layers that only grow are shared with the cache, and cropped on the way
-    back; all others are copied."""
+class StateCheckpoint:
+    """The last cache before drafts, which a rewind restores.
+
+    Layers that only grow are shared with the live cache and cropped on restore. All others are copied.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[Any, int] | None = None  # a cache and its length
         self._fed = False  # since the last rewind
 
     def is_due(self, keep: int) -> bool:
-        """Whether a feed that keeps so many rows brings the first drafts. A feed of one row behind a rewind brings text alone."""
+        """Whether a feed that keeps this many rows brings the first drafts. A one-row feed after a rewind brings text
+        only.
+        """
         due = self._kept is None and (keep > 1 or self._fed)
         self._fed = True
         return due
 
     def keep(self, cache: Any, length: int) -> None:
+        """Take a copy of a cache of this length."""
         twin = copy.copy(cache)
         if twin is not None:
             twin.layers = [layer if type(layer) is GrowingLayer else copy.deepcopy(layer) for layer in cache.layers]
         self._kept = twin, length
 
     def rewound(self, cache: Any, held: int, length: int) -> tuple[Any, int]:
-        """A cache of at most `length` positions, and of how many, where this one holds `held`: none of any where nothing was kept."""
+        """A cache of at most `length` positions, and its length, given the live one that holds `held`.
+
+        Returns (None, 0), which recomputes everything, if no suitable copy was taken.
+        """
         kept, known = self._kept or (None, 0)
         self._kept, self._fed = None, False
         if held <= length:

@@ -1,7 +1,7 @@
 """What a decoder yields: one Step per round, host values only.
 
-Every decoder (plain, speculative, n-gram assisted, beam) speaks in these, so that clocks, screens, files and statistics are written once
-and cannot tell which decoder ran. Nothing here knows models, text or time.
+Every decoder (autoregressive, speculative, n-gram assisted, beam search) yields Steps, so that clocks, screens, files
+and statistics are written once. Nothing here knows models, text or time.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One round: the drafts that were judged, how many were accepted, and the token the target added.
+    """One round: the drafts that were verified, how many were accepted, and the token the target added.
 
-    drafted: draft ids in order; those behind an accepted end token are not in it.
-    accepted: how many of them, from the front, became text.
-    token: the corrected or bonus token; None where an accepted end token ended the run.
+    drafted: draft ids in order, without those after an accepted end token.
+    accepted: how many of them, from the front, were accepted.
+    token: the corrected or bonus token. None if an accepted end token ended the run.
     finish: set on the last step only.
-    forwards: target forward passes this round cost.
+    forwards: target forward passes in this round.
     """
 
     drafted: tuple[int, ...]
@@ -41,5 +41,5 @@ class Step:
 
     @property
     def is_bonus(self) -> bool:
-        """Whether the added token follows drafts that were all accepted."""
+        """Whether all drafts were accepted, so that the added token is a bonus token."""
         return self.token is not None and self.accepted == len(self.drafted)

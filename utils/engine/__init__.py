@@ -1,4 +1,4 @@
-"""How models are computed: plain, or row-invariant; with which weights and how many threads."""
+"""How the layers of the loaded models are computed, with how many threads, and how long it takes."""
 
 from utils.engine.engine import Engine, EngineState
 

@@ -1,25 +1,25 @@
-"""Attention computed one query row at a time, so that a row's bits depend on its own past alone.
+"""Attention computed one query row at a time, so that the bits of a row depend only on its own past.
 
-Registered with transformers as an implementation of its own: models choose it by name. Each row is a call of PyTorch's fused attention
-over the keys up to its own position, exactly the call that plain decoding makes there.
+It is registered with transformers under NAME, and a model selects it by `set_attn_implementation(NAME)`. Each row is
+one call of PyTorch's fused attention over the keys up to the row's position, exactly the call of a single decode step.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "row_invariant"
-asked_windows: set[int | None] = set()  # sliding windows that models asked for
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # variants of attention that the rows below would get wrong
+seen_sliding_windows: set[int | None] = set()  # recorded for the self-test
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # arguments of variants that are not implemented here
 
 
 def row_invariant_attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -28,37 +28,41 @@ def row_invariant_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, H, Q, D); key, value (B, G, K, D), the last Q of them the queries' own; (B, Q, H, D).
+    """Attend with query (B, H, Q, D) to key and value (B, G, K, D), whose last Q positions are the queries' own.
+    Returns (B, Q, H, D).
 
-    Raises NotImplementedError for a variant of attention that it does not know. Padded batches and attention that is not causal go
-    through transformers' own function: right, but without a promise.
+    Padded batches and attention that is not causal are passed on to transformers' own function, which is correct but
+    not row-invariant. Raises NotImplementedError for an unknown variant of attention.
     """
-    if any(kwargs.get(name) is not None for name in _UNKNOWN):
-        raise NotImplementedError("its attention has a cap, a sink or a bias")
+    if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+        raise NotImplementedError("its attention has a logit cap, a sink or a position bias")
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    asked_windows.add(sliding_window)
+        fallback: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return fallback
+    seen_sliding_windows.add(sliding_window)
     batch, heads, count, size = query.shape
     groups, keys = key.shape[1:3]
     rows = []
     for index in range(count):
         end = keys - count + index + 1
         begin = 0 if sliding_window is None else max(0, end - sliding_window)
-        packed = query[:, :, index].view(
-            batch, groups, heads // groups, size
-        )  # query heads of one group share its keys
+        # The query heads of a group take the place of the query rows, because they share their keys: (B, G, H/G, D).
+        packed = query[:, :, index].view(batch, groups, heads // groups, size)
         row = scaled_dot_product_attention(packed, key[:, :, begin:end], value[:, :, begin:end], scale=scaling)
         rows.append(row.reshape(batch, 1, heads, -1))
     return (rows[0] if count == 1 else torch.cat(rows, dim=1)), None
 
 
-def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """None where the rows' own ends say it all; a mask where a batch is padded."""
+def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Return a mask only for padded batches. Otherwise the length of each row's keys already makes it causal."""
     if attention_mask is None or bool(attention_mask.all()):
         return None
     kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return mask
 
 
 AttentionInterface.register(NAME, row_invariant_attention)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(NAME, _padding_mask)

@@ -1,88 +1,97 @@
-"""The self-test: are this model's logits on this machine bit for bit the same in every window?
+"""The self-test of an engine: are a model's logits bit for bit the same at every verify width?
 
-Asked of the real weights. Its first layer and its head in windows of every width up to the widest, each row of them; then the whole
-model, in windows at odd places and in one prefill; with one thread and with all.
+It runs on this machine with the loaded weights. It tests the first layer and the output head at every width up to the
+largest one, then the whole model at a few widths and in one prefill, each with every number of threads that it is
+given.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from utils.bounds import MAX_GAMMA
 from utils.decode.layer_cut import first_layers
-from utils.decode.logit_drift import Spread, by_width, most_rounding
-from utils.decode.model_session import ModelSession, context_length, vocabulary_size
+from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
+from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
 from utils.errors import UserError
 
-WIDEST = MAX_GAMMA + 1
-PREFIX = 13  # tokens before the windows
-PLACES = 12  # of the whole model
-WIDTHS = (2, 3, 5, 9, PLACES)  # of the whole model's windows
+MAX_WIDTH = MAX_GAMMA + 1
+PREFIX = 13  # cached tokens before the tested positions
+POSITIONS = 12  # tested positions of the whole model
+WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of the whole model
 
 
-def same_bits(model: Any, threads: Sequence[int], *, every_width: bool) -> str | None:
-    """None where all logits agree, else what differed. every_width: test the first layer and the head in every width as well."""
+def width_dependence(model: PreTrainedModel, thread_counts: Sequence[int], *, every_width: bool) -> str:
+    """Describe the first logits that differ from those of single decode steps. Empty if there are none.
+
+    every_width: also test the first layer and the output head at every width.
+    """
     before = torch.get_num_threads()
     try:
-        for part, widest in _parts(model, every_width):
-            context = sample_context(model, PREFIX + widest)
+        for part, positions in _tested_parts(model, every_width):
+            context = sample_context(model, PREFIX + positions)
             prefix = min(PREFIX, len(context) // 2)
-            for count in threads:
+            for count in thread_counts:
                 torch.set_num_threads(count)
-                alone = by_width(_begun(part, context[:prefix]), context, len(context) - prefix, 1)
-                for name, logits in _windows(part, context, prefix, widest):
+                alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
+                for name, logits in _wide_passes(part, context, prefix, every_width=positions == MAX_WIDTH):
                     if not torch.equal(logits, alone[: len(logits)]):
-                        return f"{name} differs from single steps ({count} thread{'s' if count > 1 else ''})"
+                        return f"{name} differs from single decode steps ({count} thread{'s' if count > 1 else ''})"
     finally:
         torch.set_num_threads(before)
-    return None
+    return ""
 
 
-def prefill_logits(model: Any) -> Tensor:
-    """Logits (PLACES, V) of a short text, to hold one engine's against another's."""
+def prefill_logits(model: PreTrainedModel) -> Tensor:
+    """Return logits (POSITIONS, V) of a sample text, to compare two engines."""
     session = ModelSession(model, rewinds=False)
-    return session.feed(sample_context(model, PREFIX + PLACES), keep=PLACES)
+    return session.feed(sample_context(model, PREFIX + POSITIONS), keep=POSITIONS)
 
 
-def far_apart(logits: Tensor, others: Tensor) -> bool:
-    """Whether two engines' logits (k, V) are further apart than rounding can explain."""
-    return not Spread.of([logits, others]).difference <= most_rounding(others)
+def differ_beyond_rounding(logits: Tensor, reference: Tensor) -> bool:
+    """Whether logits (k, V) of two engines differ by more than rounding can explain. NaN counts as a difference."""
+    return not LogitDrift.of([logits, reference]).difference <= max_rounding(reference)
 
 
-def sample_context(model: Any, length: int) -> list[int]:
-    """Token ids from all over the vocabulary; fewer where the model's context is short."""
-    bound = context_length(model)
-    count, vocabulary = min(length, bound or length), vocabulary_size(model)
-    return sample_ids(count, vocabulary)
+def sample_context(model: PreTrainedModel, length: int) -> list[int]:
+    """Return token ids spread over the vocabulary, at most as many as the model's context takes."""
+    limit = context_length(model)
+    return sample_ids(min(length, limit or length), vocabulary_size(model))
 
 
-def _parts(model: Any, every_width: bool) -> Iterator[tuple[Any, int]]:
-    """What is tested, and in windows up to which width."""
+def _tested_parts(model: PreTrainedModel, every_width: bool) -> Iterator[tuple[PreTrainedModel, int]]:
+    """Yield each model to test with the number of its tested positions."""
     if every_width:
         try:
-            yield first_layers(model, 1), WIDEST
-        except UserError:  # it cannot be cut: all of it, then
-            yield model, WIDEST
+            yield first_layers(model, 1), MAX_WIDTH
+        except UserError:  # it cannot be cut, so all of it is tested at every width
+            yield model, MAX_WIDTH
             return
-    yield model, PLACES
+    yield model, POSITIONS
 
 
-def _windows(part: Any, context: list[int], prefix: int, widest: int) -> Iterator[tuple[str, Tensor]]:
-    """What, and its logits behind the prefix: windows of the widths to test, and a prefill."""
-    begun, count = _begun(part, context[:prefix]), len(context) - prefix
-    if widest > PLACES:
+def _wide_passes(
+    part: PreTrainedModel, context: list[int], prefix: int, *, every_width: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a name and the logits of the positions after the prefix:
+
+    verify passes of each tested width, and one prefill.
+    """
+    session, count = _session_after(part, context[:prefix]), len(context) - prefix
+    if every_width:
         for width in range(2, count + 1):
-            yield f"a window of {width}", begun.fork().feed(context[: prefix + width], keep=width)
+            yield f"a verify pass of {width} tokens", session.fork().feed(context[: prefix + width], keep=width)
     else:
         for width in WIDTHS:
-            yield f"windows of {width}", by_width(begun, context, count, width)
+            yield f"a verify pass of {width} tokens", logits_by_width(session, context, count, width)
     yield "a prefill", ModelSession(part).feed(context, keep=count)
 
 
-def _begun(part: Any, prefix: list[int]) -> ModelSession:
+def _session_after(part: PreTrainedModel, prefix: list[int]) -> ModelSession:
     session = ModelSession(part)
     session.feed(prefix, keep=1)
     return session

@@ -1,51 +1,66 @@
-"""How many threads compute: as many as help.
+"""Choose the number of CPU threads.
 
-More threads stream weights faster, but every small product waits for all of them. Which wins depends on the model, the machine and what
-else runs on it, so it is tried.
+More threads stream weights faster, but each small product waits for all of them. Which number is fastest depends on the
+model, the machine and its other load, so it is measured.
 """
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
 
 REPEATS = 3
-WORTH = 0.95  # more threads must be this much faster to be taken
+WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 
-_AVAILABLE = torch.get_num_threads()  # as PyTorch found it: the cores, or OMP_NUM_THREADS
+_AVAILABLE = torch.get_num_threads()  # at import: the number of cores, or OMP_NUM_THREADS
 
 
 def available_threads() -> int:
-    """The most threads that make sense: cores, or what OMP_NUM_THREADS says."""
+    """Return the largest useful number of threads: the number of cores, or OMP_NUM_THREADS."""
     return _AVAILABLE
 
 
-def given_threads() -> int | None:
-    """What the user asked for in the environment, or None."""
+def requested_threads() -> int | None:
+    """Return the number of threads that the environment asks for, if it does."""
     return _AVAILABLE if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ else None
 
 
-def thread_counts() -> list[int]:
-    """The numbers of threads that are tried: powers of two, and all."""
-    return sorted({*(2**power for power in range(_AVAILABLE.bit_length()) if 2**power <= _AVAILABLE), _AVAILABLE})
+def candidate_counts(available: int = _AVAILABLE) -> list[int]:
+    """Return the numbers of threads to try: the powers of two, and all."""
+    return sorted({*(2**power for power in range(available.bit_length())), available})
 
 
-def fastest(step: Callable[[], object], counts: list[int], clock: Callable[[], float] = time.perf_counter) -> int:
-    """The fewest threads that no larger number beats clearly; `step` runs a few times with each, in turns. PyTorch is left set to it."""
+def fastest_count(step: Callable[[], object], counts: list[int], clock: Callable[[], float] = time.perf_counter) -> int:
+    """Return the smallest number of threads that no larger number clearly beats, and set PyTorch to it.
+
+    `step` runs a few times with each number, in turns.
+    """
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(REPEATS + 1):
         for count in counts:
             torch.set_num_threads(count)
-            step()  # the first after a change wakes the threads
-            began = clock()
+            step()  # wakes the threads after a change
+            start = clock()
             step()
-            if repeat:  # the first round warms up
-                seconds[count].append(clock() - began)
+            if repeat:  # the first round is a warm-up
+                seconds[count].append(clock() - start)
     best = counts[0]
     for count in counts[1:]:
-        if median(seconds[count]) < WORTH * median(seconds[best]):
+        if median(seconds[count]) < WORTHWHILE * median(seconds[best]):
             best = count
     torch.set_num_threads(best)
     return best
+
+
+@contextmanager
+def restored_on_error() -> Iterator[None]:
+    """Set the number of threads back if the block fails or is interrupted."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    except BaseException:  # Ctrl-C included
+        torch.set_num_threads(before)
+        raise

@@ -1,165 +1,171 @@
-"""Notes on drafts, for whoever wants to see why they stood or fell: what the target made of each, and where it came from.
+"""Why drafts were accepted or rejected: what the target thought of each, and where it came from.
 
-The notebook stands outside, around the drafter, as the stopwatch does: the loop does not know of it. While a round runs it keeps what
-passes by; the notes are worked out when they are read, outside of any clock. Probabilities are those of the raw logits, before the
-processor: under greedy those that are judged by are 0 and 1, and say nothing.
+The tracer is outside, around the drafter, as the stopwatch is: the loop does not know of it. It stores references
+during a round, and computes when it is read, outside every clock. Probabilities are those of the raw logits: under
+greedy decoding the processed ones are 0 or 1 and explain nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified
 from utils.decode.steps import Step
 
-NEAR = 0.1  # of the probability of what the target said: so much makes a near miss
+NEAR_MISS = 0.1  # a rejected draft with at least this share of the target token's probability
 
 
 @dataclass(frozen=True, slots=True)
-class DraftNote:
-    """A draft that was judged. p, rank: its probability in the target, and its place there from 1. q: its probability in the drafter.
+class DraftTrace:
+    """One verified draft.
 
-    chance: with which the rule lets it stand, min(1, p/q) of the processed laws; None where drafts have no law, or are judged together.
-    wanted: what stands at its place, with wanted_p. match: tokens of context that an n-gram or match went by. origin: where that was.
+    p, rank: its probability under the target, and its rank there from 1. q: its probability under the drafter.
+    acceptance: the probability min(1, p/q) of the processed distributions with which the rule accepts it; None if
+    drafts have no distribution or are verified together. target_token: the token in the text at its position, with
+    target_p. match_length: how many context tokens an n-gram or a match was found by. origin: where that match was.
     """
 
     token: int
     p: float
     rank: int
     q: float | None
-    chance: float | None
-    wanted: int
-    wanted_p: float
-    match: int | None = None
+    acceptance: float | None
+    target_token: int
+    target_p: float
+    match_length: int | None = None
     origin: str = ""
 
     @property
-    def stood(self) -> bool:
-        return self.token == self.wanted
+    def is_accepted(self) -> bool:
+        return self.token == self.target_token
 
     @property
     def ratio(self) -> float:
-        """p/q; for a draft that has no q of its own p, since it was all that was proposed."""
+        """p/q. A draft without a q was the only proposal, so q = 1."""
         return self.p / self.q if self.q else self.p
 
     @property
-    def is_near(self) -> bool:
-        return self.p >= NEAR * self.wanted_p
+    def is_near_miss(self) -> bool:
+        return self.p >= NEAR_MISS * self.target_p
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Round:
-    """What passed by in a round."""
+    """What passed between the loop and the drafter in one round."""
 
-    draft: Any
-    start: int
+    draft: Draft
     context: list[int]
-    logits: Tensor
-    law: Tensor
+    verified: Verified
+
+    @property
+    def evidence(self) -> DraftEvidence:
+        return self.draft.evidence or DraftEvidence()
 
 
-class Notebook:
-    """judged: whether drafts that have a law are judged one by one by p/q."""
+class DraftTracer:
+    """Traces the drafts of a run. accepts_by_ratio: whether drafts with a distribution are accepted one by one by
+    p/q.
+    """
 
-    def __init__(self, *, judged: bool = True) -> None:
-        self._judged = judged
+    def __init__(self, *, accepts_by_ratio: bool = True) -> None:
+        self._accepts_by_ratio = accepts_by_ratio
         self._prompt: list[int] = []
-        self._origin = 0
-        self._draft: Any = None
+        self._origin = 0  # context length at which the new tokens begin
+        self._draft: Draft | None = None
         self._round: Round | None = None
 
-    def begins(self, prompt: list[int], context: list[int]) -> None:
+    def begin(self, prompt: list[int], context: list[int]) -> None:
         self._prompt, self._origin, self._draft = list(prompt), len(context), None
 
-    def proposed(self, draft: Any) -> None:
+    def proposed(self, draft: Draft) -> None:
         self._draft = draft
 
-    def committed(self, context: list[int], verified: Any) -> None:
+    def committed(self, context: list[int], verified: Verified) -> None:
         draft, self._draft = self._draft, None
-        self._round = None if draft is None else Round(draft, verified.start, context, verified.logits, verified.law)
+        self._round = None if draft is None else Round(draft, context, verified)
 
-    def read(self, step: Step) -> tuple[DraftNote, ...]:
-        """A note on each draft of the round that was judged: those that stood, and the first that did not."""
-        told, self._round = self._round, None
-        if told is None:
+    def read(self, step: Step) -> tuple[DraftTrace, ...]:
+        """A trace of each draft that was verified: the accepted ones, and the first rejected one."""
+        last, self._round = self._round, None
+        if last is None:
             return ()
-        judged = step.drafted[: step.accepted + 1]
-        return tuple(self._note(told, place, token, step) for place, token in enumerate(judged))
+        verified = step.drafted[: step.accepted + 1]
+        return tuple(self._trace(last, index, token, step) for index, token in enumerate(verified))
 
-    def _note(self, told: Round, place: int, token: int, step: Step) -> DraftNote:
-        row = told.logits[place]
-        wanted = token if place < step.accepted or step.token is None else step.token
-        said, sizes = told.draft.said, told.draft.matched
-        match = sizes[place] if sizes else None
-        return DraftNote(
+    def _trace(self, last: Round, index: int, token: int, step: Step) -> DraftTrace:
+        row = last.verified.logits[index]  # (V,)
+        target_token = token if index < step.accepted or step.token is None else step.token
+        logits, lengths = last.evidence.logits, last.evidence.match_lengths
+        match_length = lengths[index] if lengths else None
+        return DraftTrace(
             token=token,
             p=probability(row, token),
             rank=rank(row, token),
-            q=probability(said[place][0], token) if said else None,
-            chance=self._chance(told, place, token),
-            wanted=wanted,
-            wanted_p=probability(row, wanted),
-            match=match,
-            origin="" if match is None else self._origin_of(told, place, token, match),
+            q=probability(logits[index][0], token) if logits else None,
+            acceptance=self._acceptance(last, index, token),
+            target_token=target_token,
+            target_p=probability(row, target_token),
+            match_length=match_length,
+            origin="" if match_length is None else self._origin_of(last, index, token, match_length),
         )
 
-    def _chance(self, told: Round, place: int, token: int) -> float | None:
-        probs = told.draft.probs
-        if probs is None or not self._judged:
+    def _acceptance(self, last: Round, index: int, token: int) -> float | None:
+        q = last.draft.probs
+        if q is None or not self._accepts_by_ratio:
             return None
-        return min(1.0, told.law[place, token].item() / probs[place, token].item())
+        return min(1.0, last.verified.probs[index, token].item() / q[index, token].item())
 
-    def _origin_of(self, told: Round, place: int, token: int, size: int) -> str:
+    def _origin_of(self, last: Round, index: int, token: int, size: int) -> str:
         if not size:
             return "the seed"
-        before = told.context[: told.start]
-        found = [*before, *told.draft.tokens[:place]][-size:]
-        if holds(self._prompt, [*found, token]):
+        before = last.context[: last.verified.start]
+        match = [*before, *last.draft.tokens[:index]][-size:]
+        if contains(self._prompt, [*match, token]):
             return "the prompt"
-        if holds(before, [*found, token]):
+        if contains(before, [*match, token]):
             return "the answer"
-        places = range(max(self._origin, size), told.start)
-        rivals = told.draft.runners_up
-        if rivals and any(
-            before[index - size : index] == found and token in rivals[index - self._origin] for index in places
+        ends = range(max(self._origin, size), last.verified.start)
+        runners_up = last.evidence.runners_up
+        if runners_up and any(
+            before[end - size : end] == match and token in runners_up[end - self._origin] for end in ends
         ):
             return "the target's runners-up"
         return "an earlier prompt"
 
 
-def probability(row: Tensor, token: int) -> float:
-    """Of a token by raw logits (V,)."""
-    return float(row.cpu().double().softmax(-1)[token]) if token < len(row) else 0.0
+def probability(logits: Tensor, token: int) -> float:
+    """The probability of a token under raw logits (V,)."""
+    return float(logits.cpu().double().softmax(-1)[token]) if token < len(logits) else 0.0
 
 
-def rank(row: Tensor, token: int) -> int:
-    """A token's place by raw logits (V,), from 1; among equals by the id."""
-    above = (row > row[token]).sum() + (row[:token] == row[token]).sum()
+def rank(logits: Tensor, token: int) -> int:
+    """The rank of a token by raw logits (V,), from 1. Ties are broken by the lowest id."""
+    above = (logits > logits[token]).sum() + (logits[:token] == logits[token]).sum()
     return 1 + int(above)
 
 
-def holds(text: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether these tokens stand somewhere in a text, one behind the other."""
+def contains(text: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether these tokens occur in a text one after the other."""
     size = len(part)
     return any(text[index] == part[0] and text[index : index + size] == part for index in range(len(text) - size + 1))
 
 
-class NotedDrafter:
-    """A drafter (sampling.drafters.model.Drafter) that a notebook looks at."""
+class TracedDrafter:
+    """A drafter that a tracer observes."""
 
-    def __init__(self, drafter: Any, notebook: Notebook) -> None:
-        self._drafter, self._notebook = drafter, notebook
+    def __init__(self, drafter: Drafter, tracer: DraftTracer) -> None:
+        self._drafter, self._tracer = drafter, tracer
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._notebook.begins(prompt, context)
+        self._tracer.begin(prompt, context)
         self._drafter.begin(prompt, context)
 
-    def propose(self, context: list[int], count: int) -> Any:
+    def propose(self, context: list[int], count: int) -> Draft:
         draft = self._drafter.propose(context, count)
-        self._notebook.proposed(draft)
+        self._tracer.proposed(draft)
         return draft
 
-    def commit(self, context: list[int], verified: Any) -> None:
-        self._notebook.committed(context, verified)
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self._tracer.committed(context, verified)
         self._drafter.commit(context, verified)

@@ -1,17 +1,16 @@
-"""What a run came to: its steps, its clock, every rate, and how it compares with the target's own run.
+"""Results of a run: its steps, its clock, every rate, and the comparison with the target's own run.
 
-`collect` drains any decoder; its clock runs only inside `next()`, so nothing a watcher does (printing, decoding text) is billed to a
-strategy. A rate without a denominator is None.
+`collect` drains any decoder. Its clock runs only inside `next()`, so nothing that a watcher does (printing, decoding
+text) is billed to a strategy. A rate without a denominator is None.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.draft_trace import DraftNote, Notebook
-from utils.metrics.stopwatch import Lap, Stopwatch
+from utils.metrics.draft_trace import DraftTrace, DraftTracer
+from utils.metrics.stopwatch import Clock, RoundTiming, Stopwatch
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:
@@ -20,7 +19,7 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 
 def acceptance_of(steps: Iterable[Step]) -> float | None:
-    """Accepted drafts per draft; None where nothing was drafted."""
+    """The acceptance rate: accepted drafts per draft, or None if nothing was drafted."""
     counts = [(step.accepted, len(step.drafted)) for step in steps]
     return _ratio(sum(accepted for accepted, _ in counts), sum(drafted for _, drafted in counts))
 
@@ -31,17 +30,18 @@ def _ratio(part: float, whole: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One finished or interrupted run. Times are in seconds, spent inside the decoder, prefill and storage fill included.
+    """One finished or interrupted run.
 
-    laps: where the time of each step went, where a stopwatch was at hand. notes: on the drafts of each, where a notebook was.
+    seconds: spent inside the decoder, prefill and storage fill included. first_seconds: until the first step.
+    timings: of each step, if a stopwatch was used. traces: of each step's drafts, if a tracer was used.
     """
 
     steps: tuple[Step, ...]
     seconds: float
     first_seconds: float | None
     finish: FinishReason
-    laps: tuple[Lap, ...] = ()
-    notes: tuple[tuple[DraftNote, ...], ...] = ()
+    timings: tuple[RoundTiming, ...] = ()
+    traces: tuple[tuple[DraftTrace, ...], ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -77,50 +77,51 @@ class Generation:
 
     @property
     def declined_rounds(self) -> int:
-        """Rounds in which nothing was drafted."""
+        """Rounds without drafts."""
         return sum(not step.drafted for step in self.steps)
 
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
-        """(accepted, tried) by the draft's place in its round; tried counts rounds whose earlier drafts were all accepted."""
+        """(accepted, verified) for each draft position of a round; a draft is verified if all drafts before it were
+        accepted.
+        """
         longest = max((len(step.drafted) for step in self.steps), default=0)
         return [
             (
-                sum(step.accepted > place for step in self.steps),
-                sum(len(step.drafted) > place and step.accepted >= place for step in self.steps),
+                sum(step.accepted > position for step in self.steps),
+                sum(len(step.drafted) > position and step.accepted >= position for step in self.steps),
             )
-            for place in range(longest)
+            for position in range(longest)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside the target's. speedup: ratio of tokens per second. first_difference: 0-based index into the token ids."""
+    """A run compared with the target's. speedup: ratio of tokens per second. first_difference: 0-based token index."""
 
     speedup: float | None = None
     same: bool | None = None
     first_difference: int | None = None
 
 
-def _ignore(step: Step, lap: Lap, notes: Sequence[DraftNote]) -> None:
-    """The watcher that watches nothing."""
+Watcher = Callable[[Step, RoundTiming, Sequence[DraftTrace]], None]
 
 
 def collect(
     steps: Iterator[Step],
-    watch: Callable[[Step, Lap, Sequence[DraftNote]], None] = _ignore,
-    clock: Callable[[], float] = time.perf_counter,
+    watch: Watcher = lambda step, timing, traces: None,
+    clock: Clock = time.perf_counter,
     *,
     stopwatch: Stopwatch | None = None,
-    notebook: Notebook | None = None,
+    tracer: DraftTracer | None = None,
 ) -> Generation:
-    """Drain a decoder. Ctrl-C ends it there; what was made until then is returned with FinishReason.INTERRUPTED.
+    """Drain a decoder. Ctrl-C ends the run: the steps made until then are returned with FinishReason.INTERRUPTED.
 
-    stopwatch, notebook: those that the decoder runs under.
+    stopwatch, tracer: those that wrap the decoder's drafter and target.
     """
     made: list[Step] = []
-    laps: list[Lap] = []
-    notes: list[tuple[DraftNote, ...]] = []
+    timings: list[RoundTiming] = []
+    traces: list[tuple[DraftTrace, ...]] = []
     stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
@@ -136,28 +137,27 @@ def collect(
                 break
             first = seconds if first is None else first
             made.append(step)
-            laps.append(stopwatch.read(spent))
+            timings.append(stopwatch.read(spent))
             finish = step.finish or finish
-            notes.append(notebook.read(step) if notebook else ())
-            watch(step, laps[-1], notes[-1])
+            traces.append(tracer.read(step) if tracer else ())
+            watch(step, timings[-1], traces[-1])
     except KeyboardInterrupt:
         finish = FinishReason.INTERRUPTED
         seconds += 0.0 if began is None else clock() - began
-    return Generation(tuple(made), seconds, first, finish, tuple(laps), tuple(notes) if notebook else ())
+    return Generation(tuple(made), seconds, first, finish, tuple(timings), tuple(traces) if tracer else ())
 
 
 def pooled(runs: Iterable[Generation]) -> Generation:
-    """Several runs as one, for rates over all of them."""
+    """Several runs as one, for rates over all of them. The result has no timings."""
     runs = list(runs)
-    return Generation(
-        tuple(step for run in runs for step in run.steps), sum(run.seconds for run in runs), None, FinishReason.LENGTH
-    )
+    steps = tuple(step for run in runs for step in run.steps)
+    return Generation(steps, sum(run.seconds for run in runs), None, FinishReason.LENGTH)
 
 
-def compare(run: Generation, target: Generation | None, *, alike: bool = True) -> Comparison:
-    """A run against the target's run; nothing is claimed where that is missing or either was interrupted.
+def compare(run: Generation, target: Generation | None, *, same_request: bool = True) -> Comparison:
+    """Compare a run with the target's. The result is empty if that is missing or if either was interrupted.
 
-    alike: whether both were asked the same; where not, speeds alone are compared.
+    same_request: whether both had the same prompt and noise. If not, only their speeds are compared.
     """
     if target is None:
         return Comparison()
@@ -167,14 +167,16 @@ def compare(run: Generation, target: Generation | None, *, alike: bool = True) -
         return Comparison()
     ours, theirs = run.tokens_per_second, target.tokens_per_second
     speedup = ours / theirs if ours is not None and theirs else None
-    if not alike:
+    if not same_request:
         return Comparison(speedup=speedup)
     difference = first_difference(run.tokens, target.tokens)
     return Comparison(speedup=speedup, same=difference is None, first_difference=difference)
 
 
-def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """Where two token lists, or texts, first part, the shorter one's length if one begins the other; None if they are equal."""
+def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+    """The index of the first difference, the shorter length if one is a prefix of the other, or None if they are
+    equal.
+    """
     for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):
         if left != right:
             return index

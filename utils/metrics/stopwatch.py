@@ -1,101 +1,110 @@
-"""Where the time of a run goes: drafting, verifying, and all else. The clock stands outside: it wraps the drafter and the target's session,
-and neither they nor the loop know of it.
+"""Where the time of a run goes: drafting, verifying, and everything else.
+
+The clock is outside: it wraps the drafter and the target's session, and neither they nor the loop know of it.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
+from utils.decode.drafts import Draft, Drafter, Verified
+from utils.decode.session import TargetSession
+
 Clock = Callable[[], float]
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
-    """Seconds of one round: drafting (what the drafter does after it among it), verifying (the target's forward), and all of it.
+class RoundTiming:
+    """Seconds of one round.
 
-    drafts: how many were worked out, those that were not proposed among them; by, by which kind of drafter, where several take turns.
+    drafting: in the drafter, its work after the verify pass included. verifying: in the target's forward pass. total:
+    all of it. drafts: how many were computed, proposed or not. kind: which drafter kind made them, if several take
+    turns.
     """
 
     drafting: float
     verifying: float
-    whole: float
+    total: float
     drafts: int = 0
-    by: str = ""
+    kind: str = ""
 
     @property
     def other(self) -> float:
-        """Processors, noise, judging: what is left."""
-        return max(0.0, self.whole - self.drafting - self.verifying)
+        """Processors, noise, verification rules: the rest."""
+        return max(0.0, self.total - self.drafting - self.verifying)
 
 
 class Stopwatch:
-    """What was spent since it was last read."""
+    """Accumulates what was spent since it was last read."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._drafting = self._verifying = 0.0
-        self._drafts, self._by = 0, ""
+        self._drafts, self._kind = 0, ""
 
-    def drafts(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do a drafter's work."""
+    def time_drafter(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call a method of the drafter."""
         began = self._clock()
         try:
-            return work(*arguments)
+            return work(*args, **kwargs)
         finally:
             self._drafting += self._clock() - began
 
-    def counts(self, draft: Any) -> None:
+    def count(self, draft: Draft) -> None:
         """Count the drafts of a round."""
-        self._drafts, self._by = len(draft.tokens) + draft.unsent, draft.by
+        self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
-    def verifies(self, session: Any, context: list[int], keep: int) -> Tensor:
-        """Have the target compute."""
+    def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
+        """Run the target's forward pass."""
         began = self._clock()
         try:
-            logits: Tensor = session.feed(context, keep)
+            logits = session.feed(context, keep)
             if logits.is_cuda:
-                logits[0, 0].item()  # it has computed when its result is here; the loop would wait next
+                logits[0, 0].item()  # CUDA is asynchronous: wait for the result, as the loop would do next
             return logits
         finally:
             self._verifying += self._clock() - began
 
-    def read(self, whole: float) -> Lap:
-        """A round that took so long as a whole."""
-        lap = Lap(self._drafting, self._verifying, whole, self._drafts, self._by)
-        self._drafting, self._verifying, self._drafts, self._by = 0.0, 0.0, 0, ""
-        return lap
+    def read(self, total: float) -> RoundTiming:
+        """The timing of a round that took `total` seconds. Starts the next round."""
+        timing = RoundTiming(self._drafting, self._verifying, total, self._drafts, self._kind)
+        self._drafting, self._verifying, self._drafts, self._kind = 0.0, 0.0, 0, ""
+        return timing
 
 
 class TimedDrafter:
-    """A drafter (sampling.drafters.model.Drafter) under a stopwatch."""
+    """A drafter under a stopwatch."""
 
-    def __init__(self, drafter: Any, watch: Stopwatch) -> None:
+    def __init__(self, drafter: Drafter, watch: Stopwatch) -> None:
         self._drafter, self._watch = drafter, watch
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._watch.drafts(self._drafter.begin, prompt, context)
+        self._watch.time_drafter(self._drafter.begin, prompt, context)
 
-    def propose(self, context: list[int], count: int) -> Any:
-        draft = self._watch.drafts(self._drafter.propose, context, count)
-        self._watch.counts(draft)
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self._watch.time_drafter(self._drafter.propose, context, count)
+        self._watch.count(draft)
         return draft
 
-    def commit(self, context: list[int], verified: Any) -> None:
-        self._watch.drafts(self._drafter.commit, context, verified)
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self._watch.time_drafter(self._drafter.commit, context, verified)
 
 
 class TimedSession:
-    """The target's session under a stopwatch, as the loop uses it."""
+    """The target's session under a stopwatch."""
 
-    def __init__(self, session: Any, watch: Stopwatch) -> None:
+    def __init__(self, session: TargetSession, watch: Stopwatch) -> None:
         self._session, self._watch = session, watch
-        self.name: str = session.name
+        self.name = session.name
         self.begin, self.room, self.rewind = session.begin, session.room, session.rewind
-        self.take_features: Callable[[], Tensor | None] = session.take_features
+        self.take_features = session.take_features
 
     def feed(self, context: list[int], keep: int) -> Tensor:
-        return self._watch.verifies(self._session, context, keep)
+        return self._watch.time_verify(self._session, context, keep)

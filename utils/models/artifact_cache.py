@@ -1,7 +1,7 @@
-"""Folders that this program made and keeps: each is there as a whole, or not at all.
+"""Cached folders that are either complete or absent.
 
-A manifest of digests is written last and everything is moved into place at once: what an interruption, a full disk or a bad sector left
-behind never passes for a model. Nothing heavy is imported.
+A manifest with the digest of every file is written last, then the folder is renamed into place. So nothing that an
+interruption, a full disk or a damaged sector leaves behind is taken for a model. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -20,62 +20,56 @@ MANIFEST = "manifest.json"
 STALE_SECONDS = 3600
 
 
-def cache_root() -> Path:
-    """Where this program keeps what it made: `$XDG_CACHE_HOME/speculative-decoding`, by default below ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The base directory specification says to ignore a relative path.
-    return (given if given.is_absolute() else Path.home() / ".cache") / "speculative-decoding"
-
-
 @contextmanager
-def making(folder: Path, made_from: str) -> Iterator[Path]:
-    """A place to write the folder to, beside which there is room for more; it becomes `folder` when the block ends without an error."""
+def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
+    """Yield the path of a folder to create and fill. It becomes `folder` if the block ends without an error.
+
+    Temporary files may be written next to it. `made_from` describes the origin, which `is_intact` compares.
+    """
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
+    _remove_stale(folder)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True) as work:
         made = Path(work) / "made"
         yield made
         made.chmod(0o700)
         files = {path.name: digest(path) for path in sorted(made.iterdir())}
         (made / MANIFEST).write_text(json.dumps({"made_from": made_from, "files": files}, indent=1))
-        _put_in_place(made, folder, made_from)
+        _move_into_place(made, folder, made_from)
 
 
-def is_whole(folder: Path, made_from: str) -> bool:
-    """Whether every file is there as it was written, from the same. Hashing takes about a second per gigabyte."""
+def is_intact(folder: Path, made_from: str) -> bool:
+    """Whether a folder has this origin and unchanged files. Hashing takes about a second per gigabyte."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
-        return (
-            bool(files)
-            and manifest["made_from"] == made_from
-            and all(digest(folder / name) == sha for name, sha in files.items())
-        )
+        if not files or manifest["made_from"] != made_from:
+            return False
+        return all(digest(folder / name) == sha for name, sha in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove the working folders of killed runs; a young one may belong to a run that is still at it."""
-    for left in folder.parent.glob(f"{folder.name}.new-*"):
-        if time.time() - left.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_stale(folder: Path) -> None:
+    """Remove the working folders of killed runs. A recent one may belong to a run that is still active."""
+    for path in folder.parent.glob(f"{folder.name}.new-*"):
+        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _put_in_place(made: Path, folder: Path, made_from: str) -> None:
-    """Two processes may arrive here together: whoever finds a sound folder in place keeps it and drops its own."""
+def _move_into_place(made: Path, folder: Path, made_from: str) -> None:
+    """Rename `made` to `folder`, unless another process has put an intact folder there in the meantime."""
     try:
         os.replace(made, folder)
     except OSError:
-        if is_whole(folder, made_from):
+        if is_intact(folder, made_from):
             return
-        # A folder can only replace an empty one: the damaged one leaves with the working folder.
+        # A folder can only replace an empty one, so the damaged one is moved to the working folder and removed with it.
         os.replace(folder, made.with_name("damaged"))
         os.replace(made, folder)

@@ -1,7 +1,7 @@
-"""One checkpoint into memory: its model in evaluation mode, and its tokenizer.
+"""Load one checkpoint: its model, in evaluation mode, and its tokenizer.
 
-The policy is fixed here: safetensors or GGUF only, no remote code, no gradients, nothing missing. Which two checkpoints make a pair is
-loading.py's question.
+The policy is fixed here: only safetensors and GGUF, no remote code, no gradients, no missing weights. Which two
+checkpoints make a pair is decided in `utils.pairs`.
 """
 
 from __future__ import annotations
@@ -18,90 +18,93 @@ from transformers import (
     AutoTokenizer,
     DistributedConfig,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from utils.models.devices import Placement
-from utils.models.hub import sound
-from utils.models.load_checks import check_causal, check_complete, check_numbers, check_runs
-from utils.models.load_errors import explained, quiet
-from utils.models.memory import Room, find_room
-from utils.models.quantization import check_stored, loading_arguments, quantize_loaded
+from utils.models.hub import verified_download
+from utils.models.load_checks import check_causal, check_complete, check_finite, check_runs
+from utils.models.load_errors import explained_errors, quiet
+from utils.models.memory import MemoryPlan, plan_memory
+from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
-from utils.models.tensor_parallel import check_spreading
-from utils.units import in_units
+from utils.models.tensor_parallel import check_tensor_parallel
+from utils.text import byte_size
 
 
 def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
-    """The model, quantized as `kind` says. Raises UserError when it cannot be had, for whatever reason."""
-    room = find_room(source, kind, where)
-    where.report(_told(source, kind, where, room))
-    with _reading(source):
-        config = AutoConfig.from_pretrained(source.place, **source.arguments)
-        check_stored(config, kind, source.name)
+    """Load a model in a kind of quantization, one of QUANTIZATIONS. Raises UserError for anything that goes wrong."""
+    plan = plan_memory(source, kind, where)
+    where.report(_progress_line(source, kind, where, plan))
+    with _loading(source):
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+        check_not_quantized(config, kind, source.name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model, outcome = auto.from_pretrained(
-            source.place,
-            config=config,  # read already, which takes seconds for a GGUF file
+        model, loading_info = auto.from_pretrained(
+            source.location,
+            config=config,  # reading it again would take seconds for a GGUF file
             dtype=where.dtype,
             use_safetensors=True,
             output_loading_info=True,
             **source.arguments,
             **_format_arguments(source, kind, where.dtype),
-            **_place_arguments(config, source.name, where, room),
+            **placement_arguments(config, source.name, where, plan),
         )
-        check_complete(model, outcome, source.name)
-        check_numbers(model, source.name)
+        check_complete(model, loading_info, source.name)
+        check_finite(model, source.name)
         quantize_loaded(model, kind, source.name)
         check_runs(model, source.name)
         check_causal(model, source.name)
-    if unused := sorted(outcome["unexpected_keys"]):
+    if unused := sorted(loading_info["unexpected_keys"]):
         where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
-    model.name_or_path = source.name  # what sentences call it; the config keeps the place
+    model.name_or_path = source.name  # for messages; the config keeps the location
     return model.eval().requires_grad_(False)
 
 
-@contextmanager
-def _reading(source: Source) -> Iterator[None]:
-    """Whatever goes wrong inside is a UserError; nothing else is heard of it."""
-    with explained(source.name), quiet(), sound(source.place) if source.hub is not None else nullcontext():
-        yield
-
-
-def _told(source: Source, kind: str, where: Placement, room: Room) -> str:
-    device = "all GPUs and the CPU, since one GPU has not enough memory" if room.spread else where.device
-    size = in_units(room.needed) if room.needed else ""
-    words = [device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size]
-    return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
-
-
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where the checkpoint brings none. Raises UserError when its files are damaged."""
-    with _reading(source):
+    """Load the tokenizer. Returns None if the checkpoint has none. Raises UserError if its files are damaged."""
+    with _loading(source):
         if not has_tokenizer(source):
             return None
-        tokenizer = AutoTokenizer.from_pretrained(source.place, **source.arguments)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
         tokenizer("Hello")  # some fail only here
         return tokenizer
 
 
-def code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
-    """A sentence for a repository that ships code: somebody may expect it to be run."""
+def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
+    """Return a note for a repository that contains code, in case the user expects it to be run."""
     if getattr(model.config, "auto_map", None):
-        return (f"{name} ships Python code of its own: it is not run, the class of transformers is used",)
+        return (f"{name} contains Python code of its own: it is not run, the class of transformers is used",)
     return ()
 
 
-def _format_arguments(source: Source, kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
-    # Without `dequantize` a GGUF model keeps its packed blocks, which no other step here can use.
-    return {"quantization_config": GgufConfig(dequantize=True)} if source.gguf else loading_arguments(kind, dtype)
-
-
-def _place_arguments(config: Any, name: str, where: Placement, room: Room) -> dict[str, Any]:
-    if room.spread:
-        return {"device_map": "auto"}  # accelerate moves the text from layer to layer
-    if not where.parted:
-        return {"device_map": {"": where.device}}  # straight to the device: no second copy in main memory
-    check_spreading(config, name)
+def placement_arguments(config: PreTrainedConfig, name: str, where: Placement, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the keywords that tell `from_pretrained` where to load. Raises UserError as `check_tensor_parallel`."""
+    if plan.spread:
+        return {"device_map": "auto"}  # accelerate moves activations from layer to layer
+    if not where.tensor_parallel:
+        return {"device_map": {"": where.device}}  # directly to the device, without a second copy in main memory
+    check_tensor_parallel(config, name)
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+@contextmanager
+def _loading(source: Source) -> Iterator[None]:
+    """Silence the libraries, turn exceptions into UserErrors, and verify what is downloaded."""
+    verified = nullcontext() if source.hub_arguments is None else verified_download(source.location)
+    with explained_errors(source.name), quiet(), verified:
+        yield
+
+
+def _progress_line(source: Source, kind: str, where: Placement, plan: MemoryPlan) -> str:
+    device = "all GPUs and the CPU, because one GPU is too small" if plan.spread else where.device
+    size = byte_size(plan.needed) if plan.needed else ""
+    words = (device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size)
+    return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
+
+
+def _format_arguments(source: Source, kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
+    # Without `dequantize`, a GGUF model keeps its packed blocks, which nothing else here can use.
+    return {"quantization_config": GgufConfig(dequantize=True)} if source.gguf else quantization_arguments(kind, dtype)

@@ -1,9 +1,8 @@
-"""A head: one decoder layer that reads a target's hidden states and guesses the ones to come, so that the target's own head can draft.
+"""A draft head: one decoder layer that reads a target's hidden states and predicts the next ones (EAGLE).
 
-EAGLE (Li et al. 2024, arXiv 2401.15077): at entry i it is given the target's feature of position i and the embedding of token i + 1, and
-its state there, read by the target's own head, is a law of token i + 2. Behind the last feature it goes on with its own states. As in
-the third version (arXiv 2503.01840) features come from several depths and training unrolls that. Of the target's head only the rows of
-the most frequent tokens are used: all others have no probability.
+Entry i combines the target's feature at position i with the embedding of token i + 1; the target's output head turns
+the result into a distribution of token i + 2. After the last feature, the head continues from its own states.
+EAGLE: Li et al. 2024, arXiv 2401.15077. Features from several depths: EAGLE-3, Li et al. 2025, arXiv 2503.01840.
 """
 
 from __future__ import annotations
@@ -13,21 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from utils.decode.model_session import vocabulary_size
+from utils.decode.model_info import vocabulary_size
 from utils.engine import attention
 
 
 def feature_layers(count: int) -> tuple[int, ...]:
-    """Early, late and last of `count` blocks (Li et al. 2025, arXiv 2503.01840); the last is what the target's own head reads."""
+    """Return the hidden states that a head reads from a target with `count` blocks: early, late and last (-1).
+
+    The last one is the input of the target's output head.
+    """
     return tuple(dict.fromkeys((max(1, count // 4), max(1, 3 * count // 4), -1)))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """hidden: the target's width. layers: the hidden states it reads, see feature_layers. width: of its own MLP."""
+    """Sizes of a head, stored in its head.json.
+
+    hidden: the hidden size of the target. layers: the hidden states that it reads, see feature_layers. heads, groups:
+    its attention and key-value heads. width: the size of its MLP. theta: its rotary base. positions: its context.
+    """
 
     hidden: int
     layers: tuple[int, ...]
@@ -39,7 +45,7 @@ class HeadShape:
 
 
 class Head(nn.Module):
-    """The head's own weights. What it shares with its target is in Grafted."""
+    """The weights of a head. TargetHead adds what it shares with its target."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -55,6 +61,7 @@ class Head(nn.Module):
             max_position_embeddings=shape.positions,
             attn_implementation="sdpa",
         )
+        # These names are keys of the weights file.
         size = shape.hidden
         self.read = nn.Linear(size * len(shape.layers), size, bias=False)
         self.norm_feature, self.norm_token = LlamaRMSNorm(size), LlamaRMSNorm(size)
@@ -63,51 +70,55 @@ class Head(nn.Module):
         self.norm = LlamaRMSNorm(size)
         self.rotary = LlamaRotaryEmbedding(self.config)
 
-    def guess(self, features: Tensor) -> Tensor:
-        """What is read in a target's features (B, T, F): states (B, T, H) such as the head's own are."""
-        state: Tensor = self.read(features)
-        return state
+    def fuse_features(self, features: Tensor) -> Tensor:
+        """Map features of the target (B, T, F) to states (B, T, H) like the head's own."""
+        states: Tensor = self.read(features)
+        return states
 
     def forward(
-        self, states: Tensor, embedded: Tensor, places: Tensor, *, cache: Any = None, mask: Tensor | None = None
+        self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The next states (B, T, H), from states and the embedded tokens that follow them, at `places` (1, T)."""
+        """Return the next states (B, T, H) at `positions` (1, T).
+
+        states: those before (B, T, H). embedded: the embeddings of the tokens that follow them (B, T, H).
+        """
         mixed = self.mix(torch.cat([self.norm_token(embedded), self.norm_feature(states)], dim=-1))
-        turned = self.rotary(mixed, places)
-        out: Tensor = self.layer(
+        next_states: Tensor = self.layer(
             mixed,
             attention_mask=mask,
-            position_ids=places,
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=turned,
+            position_embeddings=self.rotary(mixed, positions),
         )
-        return out
+        return next_states
 
 
-def shape_for(target: Any, layers: tuple[int, ...]) -> HeadShape:
-    """A head as wide as the target's blocks."""
+def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
+    """Return the shape of a head whose layer is as wide as a block of the target."""
     config = target.config.get_text_config(decoder=True)
     hidden, heads = config.hidden_size, config.num_attention_heads
+    divisible = hidden % (2 * heads) == 0  # rotary embeddings need an even size per head
     rope = getattr(config, "rope_parameters", None) or {}
     return HeadShape(
         hidden=hidden,
         layers=layers,
-        heads=heads if not hidden % (2 * heads) else 1,
-        groups=(getattr(config, "num_key_value_heads", None) or heads) if not hidden % (2 * heads) else 1,
+        heads=heads if divisible else 1,
+        groups=(getattr(config, "num_key_value_heads", None) or heads) if divisible else 1,
         width=getattr(config, "intermediate_size", None) or 4 * hidden,
         theta=float(rope.get("rope_theta", 10_000.0)) if isinstance(rope, dict) else 10_000.0,
         positions=getattr(config, "max_position_embeddings", None) or 1 << 17,
     )
 
 
-class Grafted(nn.Module):
-    """A head on its target: with the target's embedding, and those rows of the target's head (V', H) that it drafts from.
+class TargetHead(nn.Module):
+    """A head together with its target's embedding and the rows of the target's output head (V', H) that it drafts from.
 
-    vocabulary: their ids (V',), ascending. It stands where a drafter model would: it has a config, a name, a device.
+    vocabulary: the token ids (V',) of these rows, ascending; other tokens are never drafted. Like a drafter model it
+    has a config, a name and a device.
     """
 
-    def __init__(self, head: Head, target: Any, vocabulary: Tensor) -> None:
+    def __init__(self, head: Head, target: PreTrainedModel, vocabulary: Tensor) -> None:
         super().__init__()
         self.head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         self.head.rotary = LlamaRotaryEmbedding(head.config).to(target.device)  # its frequencies stay float32
@@ -123,12 +134,13 @@ class Grafted(nn.Module):
         self.device, self.dtype = target.device, target.dtype
         self.name_or_path = "head"
 
-    def state(self, before: Tensor, tokens: Tensor, places: Tensor, cache: Any) -> Tensor:
-        """The states (1, T, H) at `places` (1, T), from those before and the tokens (1, T) that follow."""
-        out: Tensor = self.head(before, self.embed(tokens), places, cache=cache)
-        return out
+    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Return the states (1, T, H) at `positions` (1, T), from those before and the tokens (1, T) that follow."""
+        next_states: Tensor = self.head(states, self.embed(tokens), positions, cache=cache)
+        return next_states
 
     def logits(self, state: Tensor) -> Tensor:
-        """(1, V) from a state (1, H); minus infinity for what the head cannot draft."""
-        known = self.rows(self.head.norm(state))
-        return known.new_full((1, self.config.vocab_size), float("-inf")).index_copy_(1, self.vocabulary, known)
+        """Return logits (1, V) for a state (1, H). Tokens that the head cannot draft have minus infinity."""
+        drafted: Tensor = self.rows(self.head.norm(state))  # (1, V')
+        logits = drafted.new_full((1, self.config.vocab_size), float("-inf"))
+        return logits.index_copy_(1, self.vocabulary, drafted)

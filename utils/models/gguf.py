@@ -1,7 +1,7 @@
-"""GGUF files, converted once: transformers unpacks one for minutes at every load, so what came out is kept as a folder of safetensors.
+"""Convert GGUF files once: transformers unpacks one for minutes at every load, so the result is cached as safetensors.
 
-An entry is known by the file's place, size and time of change, the number format and the transformers version. A damaged one is made
-anew. Where none can be kept, the file itself is loaded, as slowly as before.
+A cache entry is identified by the file's path, size and modification time, the number format and the version of
+transformers. A damaged entry is rebuilt. If nothing can be cached, the GGUF file itself is loaded, as slowly as before.
 """
 
 from __future__ import annotations
@@ -15,75 +15,76 @@ import transformers
 from safetensors import SafetensorError
 
 from utils.errors import UserError
-from utils.models.artifact_cache import cache_root, is_whole, making
+from utils.files import user_folder
+from utils.models.artifact_cache import build_folder, is_intact
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.load_errors import explained, quiet
+from utils.models.load_errors import explained_errors, quiet
 from utils.models.sources import Source
-from utils.units import in_units
+from utils.text import byte_size
 
-# Raised whenever `_convert` writes something else, so that older entries are made again.
-RECIPE = 1
-ROOM = 1.05  # of the weights' size: the tokenizer, and a little
+RECIPE = 1  # increase it whenever `convert` writes something else, so that older entries are rebuilt
+NOT_CACHED = "every start converts it again"
+SIZE_MARGIN = 1.05  # size of an entry over the size of its weights
 
 
-def converted(source: Source, where: Placement) -> Source:
-    """The folder that holds what is in a GGUF file, made on first use; `source` itself where it is no such file or nothing can be kept.
+def convert_if_gguf(source: Source, where: Placement) -> Source:
+    """Return the cached conversion of a GGUF file, which is created on first use.
 
-    Raises UserError when the file cannot be loaded.
+    Returns `source` itself if it is not a GGUF file or nothing can be cached. Raises UserError if it cannot be loaded.
     """
     if source.gguf is None:
         return source
-    folder, made_from = _entry(Path(source.place, source.gguf), str(where.dtype).removeprefix("torch."))
-    if not is_whole(folder, made_from):
+    folder, made_from = _entry(Path(source.location, source.gguf), str(where.dtype).removeprefix("torch."))
+    if not is_intact(folder, made_from):
         try:
-            with making(folder, made_from) as made:
-                _convert(source, made, where)
+            with build_folder(folder, made_from) as made:
+                convert(source, made, where)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             where.report(
-                f"{source.name}, converted, could not be kept in {folder.parent} ({reason}): every start converts it again"
+                f"the conversion of {source.name} could not be cached in {folder.parent} ({reason}): {NOT_CACHED}"
             )
             return source
     return Source(str(folder), source.name)
 
 
-def _entry(path: Path, dtype: str) -> tuple[Path, str]:
-    """Where the entry of a file belongs, and what must have been its origin. What the same file was before it changed is thrown away."""
-    path = path.resolve()
-    seen = path.stat()
-    state = f"{path}, {seen.st_size} bytes, {seen.st_mtime_ns}"
-    place, now = (hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for text in (str(path), state))
-    root = cache_root() / "gguf"
-    for old in root.glob(f"{place}-*"):
-        if not old.name.startswith(f"{place}-{now}-") and ".new-" not in old.name:
-            shutil.rmtree(old, ignore_errors=True)
-    return (
-        root / f"{place}-{now}-{dtype}-{transformers.__version__}",
-        f"{state}, {dtype}, {transformers.__version__}, recipe {RECIPE}",
-    )
-
-
-def _convert(source: Source, folder: Path, where: Placement) -> None:
-    # Known before the minutes are spent; otherwise all of it would be done twice.
-    with explained(source.name), quiet():
-        needed = int(_elements(Path(source.place, str(source.gguf))) * ROOM) * (
-            4 if "16" not in str(where.dtype) else 2
-        )
+def convert(source: Source, folder: Path, where: Placement) -> None:
+    """Write a GGUF file's model and tokenizer to a folder. Raises OSError if the disk has no room for them."""
+    # Checked before minutes are spent on a conversion that would have to be repeated.
+    with explained_errors(source.name), quiet():
+        weights = _weight_count(Path(source.location, str(source.gguf)))
+        needed = int(weights * SIZE_MARGIN) * (4 if "16" not in str(where.dtype) else 2)
     if (free := shutil.disk_usage(folder.parent).free) < needed:
-        raise OSError(None, f"{in_units(free)} free, {in_units(needed)} needed")
-    where.report(f"converting {source.name} (once, kept in {folder.parent.parent}) ...")
+        raise OSError(None, f"{byte_size(free)} free, {byte_size(needed)} needed")
+    where.report(f"converting {source.name} (once, cached in {folder.parent.parent}) ...")
     model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
-        raise UserError(f"'{source.name}' has no tokenizer: take another GGUF file of this model.")
+        raise UserError(f"'{source.name}' has no tokenizer: use a different GGUF file of this model.")
     with quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def _elements(path: Path) -> int:
-    """How many weights a GGUF file holds."""
+def _entry(path: Path, dtype: str) -> tuple[Path, str]:
+    """Return the folder of a file's cache entry and the origin that it must have. Removes entries of older contents."""
+    path = path.resolve()
+    status = path.stat()
+    state = f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
+    file_key, state_key = (
+        hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for text in (str(path), state)
+    )
+    root = user_folder("cache") / "gguf"
+    for old in root.glob(f"{file_key}-*"):
+        if not old.name.startswith(f"{file_key}-{state_key}-") and ".new-" not in old.name:
+            shutil.rmtree(old, ignore_errors=True)
+    name = f"{file_key}-{state_key}-{dtype}-{transformers.__version__}"
+    return root / name, f"{state}, {dtype}, {transformers.__version__}, recipe {RECIPE}"
+
+
+def _weight_count(path: Path) -> int:
+    """Return the number of weights in a GGUF file."""
     from gguf import GGUFReader
 
     return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)

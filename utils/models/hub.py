@@ -1,5 +1,6 @@
-"""What lies between a hub id and its files: asking about a model before it is fetched, once and with a short wait (the hub's client would
-retry for half a minute), room on the disk, and whether what arrived is what was sent.
+"""Before and after a download from the model hub: does the model exist, does it fit on the disk, did it arrive intact?
+
+The hub is asked once with a short timeout, because its own client would retry for half a minute.
 """
 
 from __future__ import annotations
@@ -13,91 +14,97 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
 from huggingface_hub.file_download import repo_folder_name
 
 from utils.errors import UserError
+from utils.models import Reporter
 from utils.models.artifact_cache import digest
-from utils.models.embedded import Report
 from utils.models.load_errors import explanation, is_offline, quiet
-from utils.units import in_units
+from utils.text import byte_size
 
-PATIENCE = 8.0  # seconds
-WANTED = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)"
-)  # of the files at the top of a repository
+TIMEOUT = 8.0  # seconds
+# The files at the top of a repository that transformers downloads.
+DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """arguments: what `from_pretrained` has to be told. counts: weights by their format."""
+class HubModel:
+    """arguments: keywords for `from_pretrained`. weight_counts: number of weights by format, if the hub knows it."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    weight_counts: dict[str, int] = field(default_factory=dict)
 
 
-def ask_hub(name: str, revision: str | None, word: str, report: Report) -> Found:
-    """What a hub id stands for. Raises UserError where it names nothing that can be had, or there is no room to keep it."""
+def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> HubModel:
+    """Look up a model id. `word` is how the user wrote it.
+
+    Raises UserError if the model is not available or there is no room on the disk to download it.
+    """
     chosen = {"revision": revision} if revision else {}
-    if constants.HF_HUB_OFFLINE:  # the user's own wish: nothing is asked
-        return Found(chosen)
+    if constants.HF_HUB_OFFLINE:
+        return HubModel(chosen)
     try:
         with quiet():
-            told = HfApi().model_info(name, revision=revision, timeout=PATIENCE, files_metadata=True)
+            info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT, files_metadata=True)
     except Exception as error:
-        if not (is_offline(error) and kept_folder(name, revision)):
+        if not (is_offline(error) and cached_folder(name, revision)):
             raise UserError(explanation(error, word)) from error
-        report(f"the hub cannot be reached: {word} is taken as it was fetched before")
-        return Found(chosen | {"local_files_only": True})
-    _announce(told, name, word, report)
-    return Found(chosen, dict(told.safetensors.parameters) if told.safetensors else {})
+        report(f"the hub cannot be reached: using the copy of {word} that was downloaded before")
+        return HubModel(chosen | {"local_files_only": True})
+    _check_disk(info, name, word, report)
+    return HubModel(chosen, dict(info.safetensors.parameters) if info.safetensors else {})
 
 
-def kept_folder(name: str, revision: str | None) -> Path | None:
-    """Where a model lies that was fetched before."""
+def cached_folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model that was downloaded before."""
     path = None
-    with suppress(ValueError):  # no id at all
+    with suppress(ValueError):  # not a valid id
         path = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(path).parent if isinstance(path, str) else None
 
 
 @contextmanager
-def sound(name: str) -> Iterator[None]:
-    """What is fetched inside is compared with the digests that the hub names it by. Raises UserError, and drops it, where it differs."""
+def verified_download(name: str) -> Iterator[None]:
+    """Compare the files that are downloaded in the block with the digests in their names.
+
+    Deletes the files that differ, and raises UserError if there are any.
+    """
     folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "blobs")
     before = set(folder.glob("*"))
     try:
         yield
     finally:
-        damaged = [blob for blob in sorted(set(folder.glob("*")) - before) if not _is_sound(blob)]
+        damaged = [blob for blob in sorted(set(folder.glob("*")) - before) if not _matches_its_name(blob)]
         for blob in damaged:
             blob.unlink(missing_ok=True)
         if damaged:
             raise UserError(
-                f"'{name}' arrived damaged ({len(damaged)} of its files differ from the hub's): load it again."
+                f"'{name}' arrived damaged: {len(damaged)} of its files differ from those on the hub. Load it again."
             )
 
 
-def _announce(told: Any, name: str, word: str, report: Report) -> None:
-    """Say what will be fetched, if there is room for it."""
-    files = [file for file in told.siblings or () if WANTED.fullmatch(file.rfilename)]
-    lacking = [
-        file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=told.sha), str)
+def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None:
+    """Report what will be downloaded. Raises UserError if there is no room for it."""
+    files = [file for file in info.siblings or () if DOWNLOADED.fullmatch(file.rfilename)]
+    missing = [
+        file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=info.sha), str)
     ]
-    size = sum(file.size or 0 for file in lacking)
-    if not any(file.rfilename.endswith(".safetensors") for file in lacking):
+    size = sum(file.size or 0 for file in missing)
+    if not any(file.rfilename.endswith(".safetensors") for file in missing):
         return
-    place = Path(constants.HF_HUB_CACHE)
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if free < size:
         raise UserError(
-            f"'{word}' takes {in_units(size)} and the disk of {place} has {in_units(free)} left: make room, or set HF_HOME."
+            f"'{word}' needs {byte_size(size)} on the disk of {cache}, which has {byte_size(free)} free: make room, "
+            "or set HF_HOME to a folder on a different disk."
         )
-    report(f"fetching {word}, {in_units(size)} in {len(lacking)} files, to {place} ...")
+    report(f"downloading {word}, {byte_size(size)} in {len(missing)} files, to {cache} ...")
 
 
-def _is_sound(blob: Path) -> bool:
-    """Large files are named by their SHA-256, small ones as git does; what is named otherwise tells nothing."""
+def _matches_its_name(blob: Path) -> bool:
+    """Whether a file has the digest in its name: SHA-256 for large files, git's SHA-1 for small ones."""
     if re.fullmatch("[0-9a-f]{64}", blob.name):
         return digest(blob) == blob.name
     if re.fullmatch("[0-9a-f]{40}", blob.name):

@@ -1,4 +1,7 @@
-"""What a model that was read must pass before it is used: whole, of numbers, causal, and one that runs as the decoders will run it."""
+"""Checks that a loaded model must pass: complete, finite, causal, and able to run as the decoders will run it.
+
+Each function raises UserError if its check fails.
+"""
 
 from __future__ import annotations
 
@@ -8,75 +11,69 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from utils.decode.logit_drift import Spread, most_rounding
-from utils.decode.model_session import ModelSession, context_length, vocabulary_size
+from utils.decode.logit_drift import LogitDrift, max_rounding
+from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.load_errors import first_line, is_out_of_memory
 
-WINDOW = 2  # drafts
+DRAFTS = 2  # in the verify pass of `check_runs`
 
 
-def check_complete(model: PreTrainedModel, outcome: dict[str, Any], name: str) -> None:
-    """transformers fills what a checkpoint lacks with random numbers and goes on."""
-    missing = sorted(outcome["missing_keys"])
+def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: str) -> None:
+    """Reject missing weights, which transformers would replace by random numbers."""
+    missing = sorted(loading_info["missing_keys"])
     head = model.get_output_embeddings()
     if missing and all(dict(model.named_parameters()).get(key) is getattr(head, "weight", None) for key in missing):
-        raise UserError(
-            f"'{name}' has no head that says tokens ({missing[0]} is missing): give a model that was made to write text."
-        )
+        raise UserError(f"'{name}' has no output head ({missing[0]} is missing): use a text generation model.")
     if missing:
         raise UserError(f"'{name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch or copy it again.")
 
 
-def check_numbers(model: PreTrainedModel, name: str) -> None:
-    """A weight that is no number makes every law one that is none, at the first token that meets it."""
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """Reject NaN and infinite weights, which would make every distribution NaN at the first token that uses them."""
     for part, weight in model.named_parameters():
-        own = weight.to_local() if isinstance(weight, DTensor) else weight  # of a spread one this process's part
-        if (
-            own.is_floating_point()
-            and own.numel()
-            and not own.is_meta
-            and not torch.isfinite(torch.stack(own.detach().aminmax())).all()
-        ):
-            raise UserError(
-                f"'{name}' holds weights that are no numbers (NaN or infinite, in {part}): fetch or copy it again."
-            )
+        local = weight.to_local() if isinstance(weight, DTensor) else weight  # the shard of this process
+        if not local.is_floating_point() or not local.numel() or local.is_meta:
+            continue
+        if not torch.isfinite(torch.stack(local.detach().aminmax())).all():
+            raise UserError(f"'{name}' holds NaN or infinite weights (in {part}): fetch or copy it again.")
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:
-    """Encoders such as BERT load as text models too, and look at what comes later."""
+    """Reject encoders such as BERT, which load as text models but attend to later tokens."""
     if model.config.is_encoder_decoder:
         return
     texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
     with torch.no_grad():
         logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]
-    if Spread.of([logits, others]).difference > most_rounding(logits):
+    if LogitDrift.of([logits, others]).difference > max_rounding(logits):
         raise UserError(
-            f"'{name}' looks at what comes later, so it cannot write text: give a causal or an encoder-decoder model."
+            f"'{name}' attends to later tokens, so it cannot generate text: use a causal or an encoder-decoder model."
         )
 
 
 def check_runs(model: PreTrainedModel, name: str) -> None:
-    """A prompt, a step and a window behind it, taken back: what is wrong with a configuration often shows only here.
+    """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors show only here.
 
-    A cache that does not serve is left to the strategies, which can do without.
+    A cache that cannot be used is not an error here, because the strategies can do without.
     """
-    bound = context_length(model)
-    if bound is not None and bound < 2:
-        raise UserError(f"'{name}' has a context of {bound} token: there is no room for an answer.")
+    limit = context_length(model)
+    if limit is not None and limit < 2:
+        raise UserError(f"'{name}' has a context of {limit} token, which leaves no room for an answer.")
     try:
         session = ModelSession(model)
         context = session.begin([1 % vocabulary_size(model)])
         session.feed(context, keep=1)
         room = session.room(context)
-        drafts = [0] * (WINDOW if room is None else min(WINDOW, room - 1))
+        drafts = [0] * (DRAFTS if room is None else min(DRAFTS, room - 1))
         session.feed([*context, *drafts], keep=len(drafts) + 1)
         session.rewind(len(context))
     except UserError:
         return
-    except Exception as error:  # whatever a model's own code throws
+    except Exception as error:  # anything that a model's own code raises
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"'{name}' was read but does not run as decoders need it ({first_line(error)}): take another model."
+            f"'{name}' was loaded but does not run as a decoder ({first_line(error)}): use a different model."
         ) from error

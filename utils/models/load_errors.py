@@ -1,7 +1,7 @@
-"""Why a model did not load, in one sentence, and silence while it tries.
+"""Explain in one sentence why a model did not load, and silence the libraries while it loads.
 
-transformers and the hub client say it in tracebacks of several causes; a table maps them to a cause and a remedy. What is not in the
-table keeps the first line of its own message.
+A table maps exceptions of transformers and the hub client to a cause and a remedy. An error that is not in the table
+keeps the first line of its own message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 
-import huggingface_hub.utils as hub
+from huggingface_hub.utils.tqdm import enable_progress_bars as show_hub_progress_bars
 from transformers.utils.logging import disable_progress_bar as hide_progress_bars
 from transformers.utils.logging import enable_progress_bar as show_progress_bars
 from transformers.utils.logging import is_progress_bar_enabled as are_progress_bars_shown
@@ -24,102 +24,85 @@ from utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A row of the table: exception class names, or words of a message, and what they mean."""
+    """A row of the table. It applies if an exception has one of the class names, or its text one of the phrases."""
 
-    classes: tuple[str, ...]
-    words: tuple[str, ...]
     sentence: str
+    classes: tuple[str, ...] = ()
+    phrases: tuple[str, ...] = ()
 
 
-OUT_OF_MEMORY_CLASSES = ("OutOfMemoryError", "MemoryError")
-OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+_NETWORK_ERRORS = "ConnectError ConnectTimeout ConnectionError NetworkError PoolTimeout ProxyError ReadTimeout"
 
-OFFLINE_CLASSES = (
-    *(
-        "LocalEntryNotFoundError",
-        "OfflineModeIsEnabled",
-        "ConnectError",
-        "ConnectTimeout",
-        "ReadTimeout",
-        "PoolTimeout",
+# The first row that applies is used, so the specific ones come first.
+CAUSES = {
+    "gated": Cause(
+        "is gated: accept its licence on its model page, then log in with `hf auth login`", classes=("GatedRepoError",)
     ),
-    *("ConnectionError", "ProxyError", "NetworkError"),
-)
-
-# The first row that matches wins, so the narrow ones come first.
-CAUSES = (
-    Cause(("GatedRepoError",), (), "is gated: accept its licence on its model page, then log in with `hf auth login`"),
-    Cause(
-        ("RevisionNotFoundError",), (), "has no such revision: leave @REVISION out, or name a branch, a tag or a commit"
+    "revision": Cause(
+        "has no such revision: omit @REVISION, or name a branch, a tag or a commit", classes=("RevisionNotFoundError",)
     ),
-    Cause(
-        (),
-        ("Invalid credentials",),
-        "cannot be asked for, since the hub refuses your token: log in again with `hf auth login`",
+    "token": Cause(
+        "is not accessible because the hub rejects your token: log in again with `hf auth login`",
+        phrases=("Invalid credentials",),
     ),
-    Cause(
-        ("RepositoryNotFoundError", "HFValidationError"),
-        (),
+    "unknown id": Cause(
         "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling",
+        classes=("RepositoryNotFoundError", "HFValidationError"),
     ),
-    Cause(
-        OFFLINE_CLASSES,
-        (),
-        "is not on this machine and the hub cannot be reached: connect once, or give a local folder",
+    "offline": Cause(
+        "is not on this machine and the hub cannot be reached: connect once, or name a local folder",
+        classes=("LocalEntryNotFoundError", "OfflineModeIsEnabled", *_NETWORK_ERRORS.split()),
     ),
-    Cause(
-        (),
-        ("custom code",),
-        "needs Python code from its own repository, which is never run: give a model that transformers knows",
+    "remote code": Cause(
+        "needs Python code from its own repository, which is never run: use a model that transformers knows",
+        phrases=("custom code",),
     ),
-    Cause(
-        (),
-        ("does not recognize this architecture", "Unrecognized model"),
-        "is of a kind that the installed transformers does not know",
+    "architecture": Cause(
+        "has an architecture that the installed transformers does not know",
+        phrases=("does not recognize this architecture", "Unrecognized model"),
     ),
-    Cause((), ("Unrecognized configuration class",), "is not a text generation model"),
-    Cause(("SafetensorError",), (), "has truncated or corrupt weights: fetch or copy them again"),
-    Cause(
-        (),
-        ("named model.safetensors",),
+    "task": Cause("is not a text generation model", phrases=("Unrecognized configuration class",)),
+    "corrupt weights": Cause(
+        "has truncated or corrupt weights: fetch or copy them again", classes=("SafetensorError",)
+    ),
+    "pickled weights": Cause(
         "has no safetensors weights, and pickled ones are never loaded: convert it to safetensors",
+        phrases=("named model.safetensors",),
     ),
-    Cause(
-        (), ("ignore_mismatched_sizes",), "has weights whose shapes differ from its config.json: fetch or copy it again"
+    "shapes": Cause(
+        "has weights whose shapes differ from its config.json: fetch or copy it again",
+        phrases=("ignore_mismatched_sizes",),
     ),
-    Cause(
-        ("ModuleNotFoundError",),
-        ("pip install", "No module named"),
-        "needs a package that is not installed, for its quantization most likely: take the unquantized model, or a GGUF file",
+    "package": Cause(
+        "needs a package that is not installed, probably for its quantization: use an unquantized model or a GGUF file",
+        classes=("ModuleNotFoundError",),
+        phrases=("pip install", "No module named"),
     ),
-    Cause(
-        (),
-        ("weight_map", "is not in the index", ".index.json"),
-        "has an index of its weights that cannot be used: fetch or copy it again",
+    "index": Cause(
+        "has an unusable index of its weights: fetch or copy it again",
+        phrases=("weight_map", "is not in the index", ".index.json"),
     ),
-    Cause(
-        (),
-        (".safetensors'", '.safetensors"'),
+    "missing file": Cause(
         "lacks a file of its weights, or has one that cannot be read: fetch or copy it again",
+        phrases=(".safetensors'", '.safetensors"'),
     ),
-    Cause(("JSONDecodeError",), (), "holds a file that is not valid JSON: fetch or copy it again"),
-    Cause((), ("backend tokenizer",), "has no usable tokenizer files: copy them next to the weights"),
-    Cause(
-        (),
-        ("No space left on device",),
-        "could not be kept, since the disk is full: make room, or set HF_HOME to another disk",
+    "json": Cause("holds a file that is not valid JSON: fetch or copy it again", classes=("JSONDecodeError",)),
+    "tokenizer": Cause("has no usable tokenizer files: copy them next to the weights", phrases=("backend tokenizer",)),
+    "disk full": Cause(
+        "could not be stored because the disk is full: make room, or set HF_HOME to a folder on a different disk",
+        phrases=("No space left on device",),
     ),
-    Cause(
-        OUT_OF_MEMORY_CLASSES,
-        OUT_OF_MEMORY_WORDS,
-        "does not fit into memory: take a smaller model, --quantize int8, or another --device",
+    "memory": Cause(
+        "does not fit into memory: use a smaller model, --quantize int8, or a different --device",
+        classes=("OutOfMemoryError", "MemoryError"),
+        phrases=("out of memory", "can't allocate memory", "not enough memory"),
     ),
-)
+}
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a UserError about the model `name`."""
+def explained_errors(name: str) -> Iterator[None]:
+    """Turn any exception in the block into a UserError about the model `name`."""
     try:
         yield
     except UserError:
@@ -129,36 +112,38 @@ def explained(name: str) -> Iterator[None]:
 
 
 def explanation(error: BaseException, name: str) -> str:
-    """One sentence for a failed load."""
+    """Return one sentence about a failed load."""
     text = str(error)
-    # By name: the hub client moves its classes about, and importing them all would be slow.
-    classes = {type(cause).__name__ for cause in _causes(error)}
-    for cause in CAUSES:
-        if classes & set(cause.classes) or any(words in text for words in cause.words):
+    # By class name, because the hub client moves its classes and importing them all would be slow.
+    classes = {type(cause).__name__ for cause in _chain(error)}
+    for cause in CAUSES.values():
+        if classes & set(cause.classes) or any(phrase in text for phrase in cause.phrases):
             return f"'{name}' {cause.sentence}."
     if name.endswith(".gguf"):
-        return f"'{name}' is no whole GGUF file ({first_line(error)}): fetch or copy it again."
-    return f"'{name}' could not be loaded ({first_line(error)}): look at its config.json, or fetch or copy it again."
+        return f"'{name}' is not a complete GGUF file ({first_line(error)}): fetch or copy it again."
+    return f"'{name}' could not be loaded ({first_line(error)}): check its config.json, or fetch or copy it again."
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the advice for programmers that follows; two lines where the first only announces the second."""
+    """Return the first line of a message without its full stop, or the first two if the first one ends with a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
-    return said[:300].rstrip(".") or type(error).__name__
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    return text[:300].rstrip(".") or type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is some library's way to say that memory, the machine's or a GPU's, did not suffice."""
-    return type(error).__name__ in OUT_OF_MEMORY_CLASSES or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
+    """Whether an exception of any library means that a machine's or a GPU's memory was exhausted."""
+    memory = CAUSES["memory"]
+    return type(error).__name__ in memory.classes or any(phrase in str(error) for phrase in memory.phrases)
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether the hub could not be reached, or may not be asked."""
-    return any(type(cause).__name__ in OFFLINE_CLASSES for cause in _causes(error))
+    """Whether the hub could not be reached, or may not be used."""
+    return any(type(cause).__name__ in CAUSES["offline"].classes for cause in _chain(error))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -166,15 +151,15 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of the libraries, and no bars but those of slow steps, where somebody can see them."""
-    level, bars, watched = logging.root.manager.disable, are_progress_bars_shown(), sys.stderr.isatty()
+    """Suppress the warnings of libraries. Progress bars of downloads and conversions appear only on a terminal."""
+    level, bars, terminal = logging.root.manager.disable, are_progress_bars_shown(), sys.stderr.isatty()
     logging.disable(logging.WARNING)
-    hide_progress_bars()  # and with them those of the hub
-    if bars and watched:
-        hub.enable_progress_bars()
+    hide_progress_bars()  # hides those of the hub as well
+    if bars and terminal:
+        show_hub_progress_bars()
     try:
-        # Some bars obey no switch: those of a download and of a GGUF conversion.
-        with warnings.catch_warnings(), nullcontext() if watched else redirect_stderr(StringIO()):
+        # Some bars of downloads and of GGUF conversions cannot be switched off, so stderr is redirected.
+        with warnings.catch_warnings(), nullcontext() if terminal else redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,151 +1,139 @@
-"""Whether a model will fit into memory, known before any of it is read.
+"""Check before loading whether a model will fit into memory.
 
-Where memory is promised freely, as on Linux, nobody is told that it does not suffice: the system ends the program in the middle of a load,
-and the session with it. So the weights are counted first, and what would not fit is refused together with what would.
+Linux promises memory freely and then kills the program in the middle of a load. So the weights are counted first, and
+a model that does not fit is refused together with a smaller form that does.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
-from utils.distributed import number_of
+from utils.distributed import world_size
 from utils.errors import UserError
-from utils.freed_memory import give_back_memory
+from utils.freed_memory import release_memory
 from utils.models.devices import Placement
-from utils.models.hub import kept_folder
+from utils.models.hub import cached_folder
 from utils.models.sources import Source
-from utils.units import in_units
+from utils.text import byte_size
 
-FORMATS = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-}  # of safetensors, bytes each; what else there is comes packed and stays so
+# Bytes per weight by safetensors format. All other formats are packed, and stay packed after loading.
+FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-ON_LOADING = {
-    "bnb-int8": 1.0,
-    "nf4": 0.5,
-}  # bytes per weight; quanto's kinds are made from a model that is there as a whole
+# Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
+QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
+# The files of a container's memory limit, usage and statistics, for version 2 and 1 of control groups.
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    *(tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
 )
 
 
 def weight_counts(source: Source) -> dict[str, int]:
-    """How many numbers of each safetensors format its weights are; nothing where that cannot be told."""
-    if source.counts:
-        return dict(source.counts)
-    kept = kept_folder(source.place, source.hub.get("revision")) if source.hub is not None else Path(source.place)
-    counts: dict[str, int] = {}
+    """Return the number of weights by safetensors format, or nothing if it is unknown."""
+    if source.weight_counts:
+        return dict(source.weight_counts)
+    folder: Path | None = Path(source.location)
+    if source.hub_arguments is not None:
+        folder = cached_folder(source.location, source.hub_arguments.get("revision"))
+    counts: Counter[str] = Counter()
     try:
-        for path in filter(Path.is_file, _files(kept) if kept else ()):
+        for path in filter(Path.is_file, _weight_files(folder) if folder else ()):
             with safe_open(path, framework="pt") as file:
                 for part in map(file.get_slice, file.keys()):
-                    counts[part.get_dtype()] = counts.get(part.get_dtype(), 0) + _product(part.get_shape())
+                    counts[part.get_dtype()] += prod(part.get_shape())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return {}  # damaged: loading will say how
-    return counts
+        return {}  # damaged, which loading will report
+    return dict(counts)
 
 
 def needed_bytes(counts: Mapping[str, int], dtype: torch.dtype | str, kind: str) -> int:
-    """Of memory, at the least, for so many weights in this number format and quantization."""
-    size = ON_LOADING.get(kind) or (dtype.itemsize if isinstance(dtype, torch.dtype) else None)
-    return int(
-        sum(
-            count * ((size or FORMATS[name]) if name in FORMATS else PACKED.get(name, 1))
-            for name, count in counts.items()
-        )
-    )
+    """Return the minimum memory for these weights in a number format and a quantization."""
+    size = QUANTIZED_ON_LOADING.get(kind) or (dtype.itemsize if isinstance(dtype, torch.dtype) else None)
+    sizes = {name: (size or FORMATS[name]) if name in FORMATS else PACKED.get(name, 1) for name in counts}
+    return int(sum(count * sizes[name] for name, count in counts.items()))
 
 
-def free_bytes(device: str) -> int | None:
-    """Of memory for models, as far as that can be known."""
+def free_bytes(device: str) -> int:
+    """Return the free memory of a device, as far as it is known."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     if device == "mps":
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return min([psutil.virtual_memory().available, *_group_rooms()])
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return min([int(psutil.virtual_memory().available), *_container_limits()])
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """needed: bytes of the weights at the least, 0 where they are not known. spread: over several devices, since one has not so many."""
+class MemoryPlan:
+    """needed: minimum bytes for the weights, 0 if unknown. spread: over several devices, because one is too small."""
 
     needed: int
     spread: bool = False
 
 
-def find_room(source: Source, kind: str, where: Placement) -> Room:
-    """Where the weights will fit. Raises UserError where they will not."""
+def plan_memory(source: Source, kind: str, where: Placement) -> MemoryPlan:
+    """Decide where the weights fit. Raises UserError if they do not fit anywhere."""
     counts = weight_counts(source)
-    needed = needed_bytes(counts, where.dtype, kind) // (number_of() if where.parted else 1)
+    needed = needed_bytes(counts, where.dtype, kind) // (world_size() if where.tensor_parallel else 1)
     free = free_bytes(where.device)
-    if free is not None and free < needed:
-        give_back_memory()
+    if free < needed:
+        release_memory()
         free = free_bytes(where.device)
-    if free is None or needed <= free:
-        return Room(needed)
-    if where.layered and where.device.startswith("cuda") and kind == "none" and needed <= _free_everywhere():
-        return Room(needed, spread=True)
-    have = f"needs {in_units(needed)} of memory for its weights and {in_units(free)} are free"
-    raise UserError(f"'{source.name}' {have}: {_remedy(counts, free, kind, where.device)}.")
+    if needed <= free:
+        return MemoryPlan(needed)
+    if where.may_spread and where.device.startswith("cuda") and kind == "none" and needed <= _free_bytes_everywhere():
+        return MemoryPlan(needed, spread=True)
+    raise UserError(
+        f"'{source.name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: "
+        f"{_remedy(counts, free, kind, where.device)}."
+    )
 
 
-def _free_everywhere() -> int:
-    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    return sum(filter(None, map(free_bytes, [*devices, "cpu"])))
+def _free_bytes_everywhere() -> int:
+    return sum(map(free_bytes, [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]))
 
 
 def _remedy(counts: Mapping[str, int], free: int, kind: str, device: str) -> str:
-    """The first smaller form that fits."""
-    kinds = (
-        ("none",)
-        if device == "mps" or kind != "none" or not set(counts) <= set(FORMATS)
-        else ("none", "bnb-int8", "nf4")
-    )
-    for smaller in kinds:
+    """Return the first smaller form that fits."""
+    quantizable = device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
+    for smaller in ("none", "bnb-int8", "nf4") if quantizable else ("none",):
         size = needed_bytes(counts, torch.bfloat16, smaller)
-        if size <= free and smaller == "none":
-            return f"take --dtype bfloat16, which needs {in_units(size)}, or a smaller model"
         if size <= free:
-            return f"take --quantize {smaller} (--drafter-quantize for a drafter), which needs {in_units(size)}, or a smaller model"
-    return "take a smaller model, or another --device"
+            quantize = f"--quantize {smaller} (--drafter-quantize for a drafter)"
+            option = "--dtype bfloat16" if smaller == "none" else quantize
+            return f"use {option}, which needs {byte_size(size)}, or a smaller model"
+    return "use a smaller model, or a different --device"
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The files that transformers would read."""
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that transformers would read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        yield from (
-            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        )
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        yield from (folder / name for name in sorted(set(names)))
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
 
 
-def _product(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _group_rooms() -> Iterator[int]:
-    """What the limits of a container leave, files that could be read again not counted."""
+def _container_limits() -> Iterator[int]:
+    """Yield the memory that the limits of a container leave. Cached files count as free."""
     for limit, usage, statistics in CONTROL_GROUPS:
         try:
-            most, used = (int(Path(path).read_text()) for path in (limit, usage))
-            told = dict(line.split() for line in Path(statistics).read_text().splitlines())
-        except (OSError, ValueError):  # no such group, or no limit
+            maximum, used = (int(Path(path).read_text()) for path in (limit, usage))
+            values = dict(line.split() for line in Path(statistics).read_text().splitlines())
+        except (OSError, ValueError):  # the group does not exist, or has no limit
             continue
-        files = sum(int(told.get(name, told.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
-        yield max(0, most - used + files)
+        files = sum(int(values.get(name, values.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
+        yield max(0, maximum - used + files)

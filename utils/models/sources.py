@@ -1,6 +1,6 @@
-"""Where a model comes from: a hub id, with @REVISION or without, a folder, a GGUF file or the word `embedded`; checked before it is loaded.
+"""Where a model comes from: a hub id (optionally ID@REVISION), a folder, a GGUF file or the word `embedded`.
 
-Nothing is loaded here. What is known before transformers is asked gets a better sentence than what it would say.
+Names are checked here before anything is loaded, because the messages are better than those of transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from transformers.utils import cached_file
 
 from utils.errors import UserError
-from utils.models.embedded import MODEL_NAME, Report, embedded_folder
-from utils.models.hub import ask_hub
+from utils.models import Reporter
+from utils.models.embedded import MODEL_NAME, embedded_folder
+from utils.models.hub import query_hub
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,58 +29,59 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint as `from_pretrained` wants it: a folder or a hub id, the GGUF file in it, and what the hub is to be told about an id.
+    """A checkpoint as `from_pretrained` takes it.
 
-    counts: how many weights of each format the hub says there are.
+    location: a folder or a hub id. name: what messages call it. gguf: the name of a GGUF file in the folder.
+    hub_arguments: keywords for a hub id, None for a folder. weight_counts: weights by format, if the hub knows them.
     """
 
-    place: str
+    location: str
     name: str
     gguf: str | None = None
-    hub: dict[str, Any] | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+    hub_arguments: dict[str, Any] | None = None
+    weight_counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keywords that every `from_pretrained` of this checkpoint takes; remote code is never run."""
-        return {"trust_remote_code": False} | ({"gguf_file": self.gguf} if self.gguf else {}) | (self.hub or {})
+        """The keywords for every `from_pretrained` of this checkpoint. Remote code is never run."""
+        gguf = {"gguf_file": self.gguf} if self.gguf else {}
+        return {"trust_remote_code": False} | gguf | (self.hub_arguments or {})
 
 
-def locate(word: str, report: Report) -> Source:
-    """The checkpoint that a word of the command line means.
+def locate(word: str, report: Reporter) -> Source:
+    """Find the checkpoint that a word of the command line names.
 
-    Raises UserError for a path that does not exist or that holds no checkpoint that may be loaded.
+    Raises UserError for a path that does not exist or a folder without a checkpoint that may be loaded.
     """
     if word == "embedded":
         return Source(str(embedded_folder(report)), MODEL_NAME)
-    # An empty word would be the current folder.
-    path = path_of(word.strip() or "no model")
+    # An empty word would mean the current folder.
+    path = parse_path(word.strip() or "no model")
     if path.is_dir():
         _check_folder(path)
         return Source(str(path), path.resolve().name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise UserError(
-                f"'{word}' is a file but no .gguf file: give a GGUF file, or the folder that holds config.json."
-            )
+            raise UserError(f"'{word}' is not a .gguf file: name a GGUF file, or the folder that holds config.json.")
         return Source(str(path.parent), path.name, path.name)
-    # What looks like a path is never sent to the hub: it would answer with a riddle, or not at all for half a minute.
+    # Anything that looks like a path is not sent to the hub, which would answer late or with a misleading message.
     if word.startswith((".", "/", "~")) or word.lower().endswith(".gguf") or word.count("/") > 1 or not word.strip():
         raise UserError(
-            f"'{word}' does not exist: give a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B or ID@REVISION, or embedded."
+            f"'{word}' does not exist: name a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B or ID@REVISION, "
+            "or embedded."
         )
     name, _, revision = word.partition("@")
-    found = ask_hub(name, revision or None, word, report)
-    return Source(name, word, hub=found.arguments, counts=found.counts)
+    model = query_hub(name, revision or None, word, report)
+    return Source(name, word, hub_arguments=model.arguments, weight_counts=model.weight_counts)
 
 
-def path_of(word: str) -> Path:
-    """A word as a path. Raises UserError for one that can be none."""
+def parse_path(word: str) -> Path:
+    """Return a word as a path, which need not exist. Raises UserError if it cannot be a path."""
     try:
         path = Path(word).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()
-    except (OSError, RuntimeError, ValueError) as error:  # another user's home, a name too long, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown user's home, a name too long, a zero byte
         raise UserError(
             f"'{word[:80]}' cannot be a path ({getattr(error, 'strerror', None) or error}): check the spelling."
         ) from error
@@ -87,28 +89,24 @@ def path_of(word: str) -> Path:
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether the checkpoint brings a tokenizer of its own; a GGUF file always does."""
+    """Whether the checkpoint has a tokenizer. A GGUF file always has one."""
     return source.gguf is not None or any(
-        cached_file(source.place, name, _raise_exceptions_for_missing_entries=False, **source.hub or {})
+        cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {})
         for name in TOKENIZER_FILES
     )
 
 
 def _check_folder(path: Path) -> None:
-    # Several quantizations of one model may lie side by side: the user chooses.
-    ggufs = sorted(path.glob("*.gguf"))
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").exists():
-            raise UserError(
-                f"The folder '{path}' holds an adapter: merge it into its base model, and give the folder of that."
-            )
-        remedy = (
-            f"give the file itself, {ggufs[0]}" if ggufs else "give the folder that holds config.json and the weights"
-        )
+            raise UserError(f"The folder '{path}' holds an adapter: merge it into its base model and name the result.")
+        # A folder may hold several quantizations of one model, so the user must choose.
+        gguf = next(iter(sorted(path.glob("*.gguf"))), None)
+        remedy = f"name the file itself, {gguf}" if gguf else "name the folder that holds config.json and the weights"
         raise UserError(f"The folder '{path}' holds no config.json: {remedy}.")
     if odd := next((file for file in path.glob("*.safetensors") if not file.is_file()), None):
-        raise UserError(f"'{odd}' is no file: copy the weights again.")
+        raise UserError(f"'{odd}' is not a regular file: copy the weights again.")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
-        found = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
-        raise UserError(f"The folder '{path}' holds {found}: give a folder with .safetensors files.")
+        content = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
+        raise UserError(f"The folder '{path}' holds {content}: name a folder with .safetensors files.")

@@ -1,25 +1,24 @@
-"""A target that is spread over several processes by transformers' tensor parallel plan: what can be, and what cannot.
+"""Whether a target can be split among several processes by the tensor parallel plan of transformers.
 
-Each process holds a part of every layer, and a whole drafter. What reads the target's weights from outside cannot work on parts.
+Each process then holds a part of every layer and a complete drafter.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import PreTrainedConfig
 
-from utils.distributed import number_of
+from utils.distributed import world_size
 from utils.errors import UserError
 
-ALONE = "start it without torchrun"
 
-
-def check_spreading(config: Any, name: str) -> None:
-    """Raise UserError for a model without a plan, or whose heads the processes cannot share evenly."""
+def check_tensor_parallel(config: PreTrainedConfig, name: str) -> None:
+    """Raise UserError for a model without a plan, or whose heads cannot be divided evenly among the processes."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or not getattr(text, "base_model_tp_plan", None):
-        raise UserError(f"'{name}' is of a kind that transformers cannot spread over processes: {ALONE}.")
-    heads = [getattr(text, field, None) or 0 for field in ("num_attention_heads", "num_key_value_heads")]
-    if any(count % number_of() for count in heads):
+        raise UserError(f"transformers cannot split '{name}' among processes: start the program without torchrun.")
+    heads, groups = (getattr(text, field, None) or 0 for field in ("num_attention_heads", "num_key_value_heads"))
+    if heads % world_size() or groups % world_size():
         raise UserError(
-            f"{number_of()} processes cannot share the {heads[0]} heads ({heads[1]} of keys and values) of '{name}': {ALONE}."
+            f"'{name}' has {heads} attention heads and {groups} key-value heads, which cannot be divided among "
+            f"{world_size()} processes: start the program without torchrun."
         )

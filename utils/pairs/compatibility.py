@@ -1,28 +1,32 @@
-"""Whether two models fit together: what a drafter's ids mean to its target, and what else decides whether a pair is worth anything.
+"""Whether a drafter suits a target: vocabularies compared id by id, special tokens, context lengths, sizes and caches.
 
-Drafts are judged by the target, so that no misfit changes the text; it only makes drafts worthless. That is why it has to be said.
+The target verifies every draft, so an unsuitable drafter never changes the text. It only makes drafts useless, which is
+why the user is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from utils.decode.model_session import context_length, way_back
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.decode.model_info import context_length
+from utils.decode.model_session import rewind_method
 from utils.errors import UserError
 from utils.prompts.chat_template import has_chat_template, prompt_ids
 
-ENOUGH = 0.99  # of the target's tokens, that must mean the same to a drafter
-RATHER_LARGE = 0.5  # of the target's size: such a drafter hardly ever pays
-OTHER_WORDS = "different tokenizers"
-TRANSLATED = "translated back and forth, which costs drafts and time: a drafter of the same family does without"
-FAMILY = "take a drafter of the same family"
+MIN_SHARED = 0.99  # share of the target's tokens that must have the same id in the drafter's vocabulary
+MAX_SIZE_RATIO = 0.5  # a drafter larger than this share of the target is rarely worth its time
+DIFFERENT_TOKENIZERS = "different tokenizers"
+WRONG = "wrong"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What was looked at, what was found, and a remark; warns: whether that is worth saying unasked."""
+class Finding:
+    """One compared property, its value for both models, and a remark. warns: whether it is reported when a pair is
+    loaded.
+    """
 
     what: str
     value: str
@@ -31,184 +35,191 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """verdict: fine, fine with N padding rows, different tokenizers, or wrong. reason: of a bad one."""
+class Compatibility:
+    """verdict: "fine", "fine with N padding rows", "no drafter", DIFFERENT_TOKENIZERS or WRONG, with a reason."""
 
     verdict: str
     reason: str
-    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
 
     @property
-    def translated(self) -> bool:
-        """Whether drafts have to be told as text."""
-        return self.verdict == OTHER_WORDS
+    def needs_translation(self) -> bool:
+        """Whether drafts must be translated between tokenizers as text."""
+        return self.verdict == DIFFERENT_TOKENIZERS
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be said at load."""
-        warnings = (f"pair: {row.what}: {row.value} ({row.remark})" for row in self.rows if row.warns)
+        """Messages for the user when the pair is loaded."""
+        warnings = (f"pair: {found.what}: {found.value} ({found.remark})" for found in self.findings if found.warns)
         return (f"pair: {self.verdict}", *warnings)
+
+    def check(self, name: str, *, can_cut: bool) -> None:
+        """Raise UserError if the drafter cannot draft for its target. can_cut: whether layers:K is an alternative."""
+        if self.verdict == WRONG:
+            remedy = "use a drafter of the same model family" + (", or layers:K" if can_cut else "")
+            raise UserError(f"'{name}' cannot draft for this target: {self.reason}; {remedy}.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A model, and the tokenizer it was made with, where one is known."""
+    """A model and its tokenizer."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def rows(self) -> int:
+        """Rows of the embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
-    def tokens(self) -> dict[str, int]:
+    def vocabulary(self) -> dict[str, int]:
         return dict(self.tokenizer.get_vocab()) if self.tokenizer is not None else {}
 
     @property
-    def size(self) -> int:
-        """Parameters, tied ones once."""
-        return sum(part.numel() for part in self.model.parameters())
+    def padding(self) -> int:
+        """Rows of the embedding behind the last token."""
+        return max(0, self.rows - 1 - max(self.vocabulary.values(), default=self.rows - 1))
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters. Tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def fit_of(target: Any, tokenizer: Any, drafter: Any, own: Any) -> Fit:
-    """own: the drafter's tokenizer; None where it brought none, and is taken to share the target's."""
-    ours, theirs = _Side(target, tokenizer), _Side(drafter, own if own is not None else tokenizer)
-    same, padding = _same_ids(ours, theirs), _padding(ours)
-    rows = (
-        Row(
+def compare_models(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: PreTrainedModel,
+    drafter_tokenizer: PreTrainedTokenizerBase | None,
+) -> Compatibility:
+    """Compare a target with a drafter model. A drafter without a tokenizer is assumed to share the target's."""
+    ours, theirs = (
+        _Side(target, tokenizer),
+        _Side(drafter, tokenizer if drafter_tokenizer is None else drafter_tokenizer),
+    )
+    same = _same_ids(ours, theirs)
+    tokens = len(ours.vocabulary)
+    findings = (
+        Finding(
             "vocabulary",
-            f"{ours.rows:,} and {theirs.rows:,} rows, {len(ours.tokens):,} and {len(theirs.tokens):,} tokens",
+            f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {len(theirs.vocabulary):,} tokens",
         ),
-        Row(
+        Finding(
             "ids that mean the same",
-            f"{same:,} of {len(ours.tokens):,}",
-            "" if own is not None else "no tokenizer of its own",
+            f"{same:,} of {tokens:,}",
+            "" if drafter_tokenizer is not None else "assumed: no tokenizer",
         ),
-        Row(
-            "padding rows",
-            f"{padding:,} and {_padding(theirs):,}",
-            "never drafted, nor drawn" if padding or _padding(theirs) else "",
+        _padding(ours, theirs),
+        _compared("special tokens", ours, theirs, lambda side: sorted(side.tokenizer.all_special_tokens)),
+        _compared("end of text", ours, theirs, _end_tokens),
+        _compared(
+            "chat template", ours, theirs, lambda side: side.tokenizer.chat_template, note="the target's is used"
         ),
-        _named("special tokens", ours, theirs, lambda side: sorted(side.tokenizer.all_special_tokens)),
-        _named("end of text", ours, theirs, _ends),
-        _named("chat template", ours, theirs, lambda side: side.tokenizer.chat_template, note="the target's is used"),
         _first_token(tokenizer),
         _sizes(ours, theirs),
         _contexts(ours, theirs),
-        _caches(way_back(target), way_back(drafter)),
+        _caches(rewind_method(target), rewind_method(drafter)),
     )
-    reason = _misfit(ours, theirs, same)
-    if reason:
-        return Fit("wrong", reason, rows)
-    if same < ENOUGH * len(ours.tokens):
-        return Fit(OTHER_WORDS, "", (*rows, Row("drafts", "as text", TRANSLATED, warns=True)))
+    if reason := _reason_against(ours, theirs, same):
+        return Compatibility(WRONG, reason, findings)
+    if same < MIN_SHARED * tokens:
+        cost = "translated in both directions, which costs drafts and time: a drafter of the same family avoids it"
+        return Compatibility(DIFFERENT_TOKENIZERS, "", (*findings, Finding("drafts", "as text", cost, warns=True)))
     extra = abs(ours.rows - theirs.rows)
-    return Fit(f"fine with {extra:,} padding rows" if extra else "fine", "", rows)
+    return Compatibility(f"fine with {extra:,} padding rows" if extra else "fine", "", findings)
 
 
-def own_fit(target: Any, tokenizer: Any, drafter: str | None) -> Fit:
-    """Of a drafter that was cut out of its target, or made for it; or of none."""
-    told = Row("drafter", drafter, "the target's own: its tokens are the same") if drafter else Row("drafter", "none")
-    return Fit("fine" if drafter else "no drafter", "", (told, _first_token(tokenizer), _caches(way_back(target))))
+def describe_without_model(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: str | None
+) -> Compatibility:
+    """The findings for layers or a head of the target itself, which always suit it, and for no drafter."""
+    own = Finding("drafter", drafter or "none", "part of the target, with the same tokens" if drafter else "")
+    findings = (own, _first_token(tokenizer), _caches(rewind_method(target)))
+    return Compatibility("fine" if drafter else "no drafter", "", findings)
 
 
-def check_fit(fit: Fit, name: str, *, cuttable: bool) -> None:
-    """Raises UserError where a drafter is of no use to its target."""
-    if fit.reason:
-        raise UserError(
-            f"'{name}' cannot draft for this target: {fit.reason}; {FAMILY}{', or layers:K' if cuttable else ''}."
-        )
-
-
-def _misfit(ours: _Side, theirs: _Side, same: int) -> str:
-    if ours.model.config.is_encoder_decoder != theirs.model.config.is_encoder_decoder:
+def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
+    """Why the drafter cannot be used, or nothing."""
+    encodes = ours.model.config.is_encoder_decoder
+    if encodes != theirs.model.config.is_encoder_decoder:
         return "one of them is an encoder-decoder model and the other is not"
-    if same < ENOUGH * len(ours.tokens):
-        return (
-            ""
-            if not ours.model.config.is_encoder_decoder
-            else f"its tokenizer is another one ({same:,} of {len(ours.tokens):,} ids agree)"
-        )
-    if theirs.rows < min(len(ours.tokens), ours.rows):
+    tokens = len(ours.vocabulary)
+    if same < MIN_SHARED * tokens:
+        # Drafts can be translated, but the encoder's input cannot.
+        return f"its tokenizer differs ({same:,} of {tokens:,} ids agree)" if encodes else ""
+    if theirs.rows < min(tokens, ours.rows):
         return "its vocabulary is smaller"
     return ""
 
 
 def _same_ids(ours: _Side, theirs: _Side) -> int:
-    others = theirs.tokens
-    return sum(others.get(token) == number for token, number in ours.tokens.items())
+    others = theirs.vocabulary
+    return sum(others.get(token) == number for token, number in ours.vocabulary.items())
 
 
-def _padding(side: _Side) -> int:
-    """Rows of the embedding that no token names."""
-    return max(0, side.rows - 1 - max(side.tokens.values(), default=side.rows - 1))
+def _padding(ours: _Side, theirs: _Side) -> Finding:
+    remark = "never drafted and never sampled" if ours.padding or theirs.padding else ""
+    return Finding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", remark)
 
 
-def _named(what: str, ours: _Side, theirs: _Side, told: Callable[[_Side], Any], *, note: str = "") -> Row:
-    mine, other = told(ours), told(theirs)
+def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object], *, note: str = "") -> Finding:
+    mine, other = read(ours), read(theirs)
     if mine == other:
-        return Row(what, _brief(mine), "the same")
-    return Row(what, f"{_brief(mine)} and {_brief(other)}", note or "they differ: what the target says is what counts")
+        return Finding(what, _brief(mine), "the same")
+    return Finding(what, f"{_brief(mine)} and {_brief(other)}", note or "they differ: the target's are used")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(value[:4]) + (f" and {len(value) - 4} more" if len(value) > 4 else "") or "none"
-    return "none" if not value else f"{len(value):,} characters"
+    return f"{len(value):,} characters" if isinstance(value, str) and value else "none"
 
 
-def _ends(side: _Side) -> list[str]:
-    """Of the model's configuration, as tokens."""
-    found = side.model.generation_config.eos_token_id
-    ids = [
-        number
-        for number in (found if isinstance(found, list) else [found])
-        if type(number) is int and 0 <= number < side.rows
-    ]
-    return [str(token) for token in side.tokenizer.convert_ids_to_tokens(ids)]
+def _end_tokens(side: _Side) -> list[str]:
+    """The end tokens in the model's generation config."""
+    configured = side.model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    known = [number for number in ids if type(number) is int and 0 <= number < side.rows]
+    return [str(token) for token in side.tokenizer.convert_ids_to_tokens(known)]
 
 
-def _first_token(tokenizer: Any) -> Row:
-    """How often a prompt begins with the tokenizer's first token: doubled ones hurt without a word."""
+def _first_token(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """How often a prompt starts with the tokenizer's first token. A doubled one degrades the text without any error."""
     first = tokenizer.bos_token_id
     if first is None:
-        return Row("first token", "none")
-    chat = has_chat_template(tokenizer)
+        return Finding("first token", "none")
     try:
-        start = prompt_ids(tokenizer, "Hello", chat=chat, system=None)[:2]
+        start = prompt_ids(tokenizer, "Hello", chat=has_chat_template(tokenizer), system=None)[:2]
     except UserError:
-        return Row("first token", "unknown", "the chat template renders no prompt", warns=True)
+        return Finding("first token", "unknown", "the chat template renders no prompt", warns=True)
     count = start.count(first) if start[0] == first else 0
     shown = f"{tokenizer.bos_token} {('not written', 'once', 'twice')[count]}"
-    return Row("first token", shown, "the template doubles it, which hurts" if count == 2 else "", warns=count == 2)
+    remark = "the chat template doubles it, which degrades the text" if count == 2 else ""
+    return Finding("first token", shown, remark, warns=count == 2)
 
 
-def _sizes(ours: _Side, theirs: _Side) -> Row:
-    share = theirs.size / max(1, ours.size)
-    remark = "a drafter so large hardly ever pays: take a smaller one" if share > RATHER_LARGE else ""
-    return Row(
-        "size",
-        f"{_human(ours.size)} and {_human(theirs.size)} parameters, 1 to {share:.2f}",
-        remark,
-        warns=bool(remark),
-    )
+def _sizes(ours: _Side, theirs: _Side) -> Finding:
+    ratio = theirs.parameters / max(1, ours.parameters)
+    remark = "a drafter this large rarely saves time: use a smaller one" if ratio > MAX_SIZE_RATIO else ""
+    shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
+    return Finding("size", shown, remark, warns=bool(remark))
 
 
-def _contexts(ours: _Side, theirs: _Side) -> Row:
-    most = [context_length(side.model) for side in (ours, theirs)]
-    shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in most)
-    short = most[1] is not None and most[1] < (most[0] or most[1] + 1)
-    return Row("context", shown, "beyond the drafter's nothing is drafted" if short else "", warns=short)
+def _contexts(ours: _Side, theirs: _Side) -> Finding:
+    target, drafter = context_length(ours.model), context_length(theirs.model)
+    shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in (target, drafter))
+    short = drafter is not None and (target is None or drafter < target)
+    return Finding("context", shown, "nothing is drafted beyond the drafter's context" if short else "", warns=short)
 
 
-def _caches(*ways: str) -> Row:
-    """How rejected drafts are forgotten."""
-    bad = not all(ways)
+def _caches(*methods: str) -> Finding:
+    """How the caches drop rejected drafts."""
+    bad = not all(methods)
     remark = "drafts need /cache off" if bad else "after rejected drafts"
-    return Row("caches", " and ".join(dict.fromkeys(way or "cannot be used" for way in ways)), remark, warns=bad)
+    return Finding("caches", " and ".join(dict.fromkeys(method or "cannot be used" for method in methods)), remark, bad)
 
 
-def _human(count: int) -> str:
+def _millions(count: int) -> str:
     for unit, size in (("billion", 1e9), ("million", 1e6)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

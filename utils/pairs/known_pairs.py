@@ -1,6 +1,6 @@
-"""The named pairs of `--pair`: one table, a row per pair, read without importing torch so that `--help` stays fast.
+"""The table of pairs that `--pair` and /load know by name.
 
-What the words of a row mean (a hub id, `embedded`, `layers:K`) is loading.py's business.
+It is read without importing torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PairSpec:
-    """A target and the drafter that goes with it, as the command line would spell them.
+    """A target and a drafter as they are written on the command line.
 
-    cuda_quantize: how the weights of both are stored on a CUDA device, where no flag says otherwise.
+    cuda_quantize: quantization of both on a CUDA device, unless a flag sets another.
     """
 
     target: str
@@ -22,11 +22,13 @@ class PairSpec:
 
 
 PAIRS: dict[str, PairSpec] = {
-    "embedded": PairSpec("embedded", "head", "SmolLM2-135M-Instruct with a head made for it: no hub, no GPU"),
+    "embedded": PairSpec(
+        "embedded", "head", "SmolLM2-135M-Instruct with a head trained for it; needs no hub and no GPU"
+    ),
     "llama-3.2": PairSpec(
         "meta-llama/Llama-3.2-3B-Instruct",
         "meta-llama/Llama-3.2-1B-Instruct",
-        "the classic pair; gated, about 9 GB",
+        "a common pair in the literature; gated, about 9 GB",
         "int8",
     ),
     "smollm2": PairSpec(

@@ -1,4 +1,4 @@
-"""The drafter of a pair: a head, a model of its own, the target's first layers, or none; and what is to be said about it."""
+"""The drafter of a pair: a head, a model of its own, the first layers of the target, or none."""
 
 from __future__ import annotations
 
@@ -8,92 +8,135 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.decode.layer_cut import default_depth, first_layers
-from utils.decode.model_session import is_spread
+from utils.decode.model_info import is_spread
 from utils.errors import UserError
-from utils.models.checkpoints import code_notes, load_model, load_tokenizer
+from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement
-from utils.models.draft_head import Grafted
-from utils.models.gguf import converted
+from utils.models.draft_head import TargetHead
+from utils.models.embedded import EMBEDDED_HEAD
+from utils.models.gguf import convert_if_gguf
 from utils.models.head_file import is_head, load_head
-from utils.models.load_errors import explained, quiet
-from utils.models.quantization import stored_kind
-from utils.models.sources import Source, path_of
-from utils.pairs.compatibility import Fit, check_fit, fit_of
+from utils.models.load_errors import explained_errors, quiet
+from utils.models.quantization import check_quantization, stored_quantization
+from utils.models.sources import Source, locate, parse_path
+from utils.pairs.compatibility import Compatibility, compare_models
 from utils.pairs.request import HEAD, LAYERS, PairRequest
+from utils.pairs.request_checks import layer_count
 
-EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target, its tokenizer, and its name and quantization as they are shown."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    quantize: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, or none, and what is said about it."""
+    """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated."""
 
-    model: PreTrainedModel | Grafted | None = None
+    model: PreTrainedModel | TargetHead | None = None
     name: str | None = None
     kind: str | None = None
     notes: tuple[str, ...] = ()
     quantize: str | None = None
-    fit: Fit | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None  # its own, where that is another
+    compatibility: Compatibility | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
-def head_folder(request: PairRequest) -> Path | None:
-    """Where the head is that the request asks for; None where it asks for something else."""
-    word = request.drafter
-    if word is None:
-        return None
-    folder = EMBEDDED_HEAD if word == HEAD else path_of(word)
-    if word == HEAD and request.target != "embedded":
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """Where a drafter comes from: the folder of a head, the source of a model, or, without either, layers of the
+    target.
+    """
+
+    placement: Placement
+    quantize: str
+    head: Path | None
+    source: Source | None
+    layers: int | None
+
+
+def plan_drafter(request: PairRequest, placement: Placement) -> DrafterPlan:
+    """Find the drafter before the target is loaded.
+
+    Raises UserError if it does not exist or does not suit the request.
+    """
+    quantize, layers, source = str(request.drafter_quantize), layer_count(request.drafter), None
+    head = None if request.drafter is None else _head_folder(request.drafter, request)
+    if request.drafter is not None and head is None and layers is None:
+        check_quantization(quantize, placement.device)
+        source = locate(request.drafter, placement.report)
+    return DrafterPlan(placement, quantize, head, source, layers)
+
+
+def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
+    """Load the planned drafter. Raises UserError if it cannot be loaded or cannot draft for the target."""
+    if plan.head:
+        return _load_head(plan.head, target)
+    if plan.source:
+        return _load_model(convert_if_gguf(plan.source, plan.placement), plan, target)
+    return _cut_layers(target, plan.layers)
+
+
+def _head_folder(drafter: str, request: PairRequest) -> Path | None:
+    """The folder of a head, None if the drafter is not a head."""
+    folder = EMBEDDED_HEAD if drafter == HEAD else parse_path(drafter)
+    if drafter == HEAD and request.target != "embedded":
         raise UserError(
-            "'head' is the embedded target's own drafter: for another target make one with `python -m sampling.distill`."
+            "'head' is the drafter of the embedded target: train one for this target with `python -m sampling.distill`."
         )
     if not is_head(folder):
-        if word == HEAD:
-            raise UserError(
-                f"The embedded target's head is missing from {folder}: fetch the program again, or use --drafter layers:10."
-            )
+        if drafter == HEAD:
+            raise UserError(f"The embedded head is missing from {folder}: reinstall the program, or use layers:10.")
         return None
     if request.drafter_quantize != "none":
-        raise UserError("A head is computed in the target's number format: leave --drafter-quantize out.")
+        raise UserError("A head is computed in the number format of the target: leave --drafter-quantize out.")
     if request.drafter_device != request.device:
-        raise UserError("A head reads the target's hidden states where they are: leave --drafter-device out.")
+        raise UserError("A head is computed on the device of the target: leave --drafter-device out.")
     return folder
 
 
-def head_of(folder: Path, target: PreTrainedModel, name: str) -> LoadedDrafter:
-    """The head in a folder. Raises UserError for that of another target, or one that is not in one place."""
-    if is_spread(target):
-        raise UserError(f"A head reads {name}'s hidden states, which are on several devices: give another --drafter.")
-    return LoadedDrafter(load_head(folder, target), f"head of {name}", HEAD)
+def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
+    if is_spread(target.model):
+        raise UserError(f"A head needs {target.name} on one device, and it is on several: use a different --drafter.")
+    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
 
 
-def separate_drafter(
-    source: Source, quantize: str, where: Placement, target: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase
-) -> LoadedDrafter:
-    """A model of its own. Raises UserError where it cannot be loaded, or can be of no use to the target."""
-    source = converted(source, where)
-    model, own = load_model(source, quantize, where), load_tokenizer(source)
-    with explained(source.name), quiet():
-        fit = fit_of(target, tokenizer, model, own)
-    check_fit(fit, source.name, cuttable=not target.config.is_encoder_decoder)
-    notes = code_notes(model, source.name) + fit.notes()
+def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
+    model, tokenizer = load_model(source, plan.quantize, plan.placement), load_tokenizer(source)
+    with explained_errors(source.name), quiet():
+        compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
+    compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)
     return LoadedDrafter(
-        model, source.name, "model", notes, stored_kind(model.config) or quantize, fit, own if fit.translated else None
+        model,
+        source.name,
+        "model",
+        remote_code_notes(model, source.name) + compatibility.notes(),
+        stored_quantization(model.config) or plan.quantize,
+        compatibility,
+        tokenizer if compatibility.needs_translation else None,
     )
 
 
-def cut_drafter(target: PreTrainedModel, name: str, depth: int | None, quantize: str) -> LoadedDrafter:
-    """The first layers of the target, weights shared; without a depth a third of them, or no drafter where that cannot be."""
-    chosen = default_depth(target) if depth is None else depth
-    if chosen is None:
-        return LoadedDrafter(notes=(f"no drafter: none was given, and {name} cannot be cut into layers",))
+def _cut_layers(target: LoadedTarget, layers: int | None) -> LoadedDrafter:
+    """The first layers of the target with shared weights.
+
+    Without a number a third of them, or none if it cannot be cut.
+    """
+    depth = default_depth(target.model) if layers is None else layers
+    if depth is None:
+        return LoadedDrafter(notes=(f"no drafter: none was given, and {target.name} cannot be cut into layers",))
     try:
-        model = first_layers(target, chosen)
+        model = first_layers(target.model, depth)
     except UserError as error:
-        # Nobody asked for this cut, so its failure is only worth a note.
-        if depth is not None:
+        # Without --drafter the cut was not requested, so its failure is only worth a note.
+        if layers is not None:
             raise
         return LoadedDrafter(notes=(f"no drafter: {error}",))
-    notes = () if depth else (f"no drafter was given: drafting with the first {chosen} layers of {name}",)
-    model.name_or_path = f"{name}, first {chosen} layers"
-    return LoadedDrafter(model, model.name_or_path, f"{LAYERS}{chosen}", notes, quantize)
+    notes = () if layers else (f"no drafter was given: drafting with the first {depth} layers of {target.name}",)
+    model.name_or_path = f"{target.name}, first {depth} layers"
+    return LoadedDrafter(model, model.name_or_path, f"{LAYERS}{depth}", notes, target.quantize)

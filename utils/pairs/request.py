@@ -1,19 +1,24 @@
-"""What a pair is asked for in words, on the command line or in a session."""
+"""Which pair to load, in the words of the command line or of /load.
+
+Nothing is loaded and torch is not imported here.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from utils.bounds import DEVICE_PATTERN, DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS
-from utils.errors import UserError, one_of
+from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, check_device
+from utils.errors import UserError, check_choice
 from utils.pairs.known_pairs import PairSpec
 
+# Names of drafter kinds, see drafter_kinds.
+LOADED = "loaded"  # whatever drafter the pair was loaded with
+MODEL = "model"
 LAYERS = "layers:"
-HEAD = "head"  # the embedded target's own
+HEAD = "head"  # the drafter head of the embedded target
 CHOICES = {
     "dtype": ("auto", *DTYPES),
     "quantize": QUANTIZATIONS,
@@ -24,9 +29,10 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """The words of the command line. No drafter means the target's own first layers, where it can be cut.
+    """A target and a drafter by name. Without a drafter the first layers of the target draft, if it can be cut.
 
-    quantize, drafter_quantize: None is `cuda_quantize` on a CUDA device and "none" elsewhere. drafter_device: None is the target's.
+    quantize, drafter_quantize: None means `cuda_quantize` on a CUDA device and "none" elsewhere. drafter_device: None
+    means the target's device.
     """
 
     target: str
@@ -40,61 +46,62 @@ class PairRequest:
     drafter_device: str | None = None
 
 
-def pair_request(arguments: argparse.Namespace) -> PairRequest:
-    """The pair that the flags ask for: --target and --drafter, or a row of the table of pairs."""
+REQUEST_FIELDS = tuple(field.name for field in fields(PairRequest) if field.name != "cuda_quantize")  # that users write
+
+
+def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
+    """The pair that --target and --drafter name, or else a known pair."""
     config = arguments.config
-    named = config.pairs[arguments.pair or config.pair or "embedded"]
+    pair: PairSpec = config.pairs[arguments.pair or config.pair or "embedded"]
+    uses_pair = arguments.target is None and arguments.drafter is None
     return PairRequest(
-        target=named.target if arguments.target is None else arguments.target,
-        drafter=named.drafter if arguments.target is None and arguments.drafter is None else arguments.drafter,
+        target=pair.target if arguments.target is None else arguments.target,
+        drafter=pair.drafter if uses_pair else arguments.drafter,
         device=arguments.device,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         drafter_quantize=arguments.drafter_quantize,
-        cuda_quantize=named.cuda_quantize if arguments.target is None and arguments.drafter is None else "none",
+        cuda_quantize=pair.cuda_quantize if uses_pair else "none",
         engine_weights=arguments.engine_weights,
         drafter_device=arguments.drafter_device,
     )
 
 
-PARTS = tuple(field.name for field in fields(PairRequest) if field.name != "cuda_quantize")  # that a user names
+def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
+    """The current request, changed by `NAME=VALUE ...` or the name of a known pair. A new target drops the old drafter.
 
-
-def requested(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
-    """What `NAME=VALUE ...`, or the name of a known pair, asks for beside what is loaded; a new target comes without the old drafter.
-
-    Raises UserError for words that mean nothing.
+    Raises UserError for unknown names and invalid values.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f"a quotation mark is not closed in {text}.") from error
-    given: dict[str, str | None] = {}
+    changes: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals:
-            pair = pairs[one_of(word, tuple(pairs), "pair")]
-            given |= {"target": pair.target, "drafter": pair.drafter, "cuda_quantize": pair.cuda_quantize}
-            continue
-        name = one_of(name.replace("-", "_"), PARTS, "part of a pair")
-        given[name] = checked(name, value)
-    if not given:
+        if equals:
+            name = check_choice(name.replace("-", "_"), REQUEST_FIELDS, "part of a pair")
+            changes[name] = check_field(name, value)
+        else:
+            pair = pairs[check_choice(word, tuple(pairs), "pair")]
+            changes |= {"target": pair.target, "drafter": pair.drafter, "cuda_quantize": pair.cuda_quantize}
+    if not changes:
         raise UserError(
-            "say what to load, for example: /load target=FOLDER drafter=layers:4, or the name of a pair that /pairs lists."
+            "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pairs lists."
         )
-    if "target" in given:
-        given = {"drafter": None, "cuda_quantize": "none"} | given
-    if given.get("drafter", current.drafter) is None:  # what was said of the old drafter goes with it
-        given = dict.fromkeys(("drafter_quantize", "drafter_device")) | given
-    return replace(current, **given)  # type: ignore[arg-type]
+    if "target" in changes:
+        changes = {"drafter": None, "cuda_quantize": "none"} | changes
+    if changes.get("drafter", current.drafter) is None:  # options of the old drafter are dropped with it
+        changes = dict.fromkeys(("drafter_quantize", "drafter_device")) | changes
+    return replace(current, **changes)  # type: ignore[arg-type]
 
 
-def checked(name: str, value: str) -> str:
-    """A value that part of a request may have. Raises UserError for another."""
+def check_field(name: str, value: str) -> str:
+    """The value itself if that field of a request can have it. Raises UserError otherwise."""
     if name in CHOICES:
-        return one_of(value, CHOICES[name], name)
-    if name in ("device", "drafter_device") and not re.fullmatch(f"auto|{DEVICE_PATTERN}", value):
-        raise UserError(f"'{value}' is not a {name}; choose auto, cpu, cuda, cuda:N or mps.")
+        return check_choice(value, CHOICES[name], name)
+    if name in ("device", "drafter_device"):
+        return check_device(value)
     if not value:
         raise UserError(f"{name}= needs a value.")
     return value

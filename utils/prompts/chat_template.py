@@ -1,7 +1,7 @@
-"""From a typed text to prompt ids, and which ids end an answer: what a tokenizer and its chat template decide.
+"""From a typed text to prompt ids, and the ids that end an answer, as a tokenizer and its chat template define them.
 
-Both are read from the model and the template, never from a list of known names. Ids come straight from the template: rendering to text
-and tokenizing that again would double the first token on many models.
+Both are read from the model and the template, never from a list of known models. The template gives ids directly:
+rendering text and tokenizing it again would double the first token of many models.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from utils.decode.model_session import vocabulary_size
+from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError
 from utils.models.load_errors import first_line
-from utils.prompts.conversation import Message, Turn, messages_of
+from utils.prompts.conversation import Message, Turn, to_messages
 from utils.text import encodable
 
-# Templates are code in a sandbox: whatever they do wrong, the pair is still good for plain text.
+# Templates are sandboxed code. Whatever error one raises, the pair can still be used with plain text.
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-# Stands for an answer; letters only, so that no template trims or escapes it.
-ANSWER = "ANSWERMARK"
+ANSWER = "ANSWERMARK"  # a sample answer; letters only, so that no template trims or escapes it
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id after which an answer is over: the model's, the tokenizer's and the chat template's."""
+    """The ids that end an answer: those of the generation config, the tokenizer and the chat template.
+
+    Raises UserError if the generation config has an end token that is not an id.
+    """
     configured = model.generation_config.eos_token_id
-    found = configured if isinstance(configured, list) else [configured]
-    if wrong := [token for token in found if token is not None and type(token) is not int]:
+    ids = configured if isinstance(configured, list) else [configured]
+    if invalid := [token for token in ids if token is not None and type(token) is not int]:
         raise UserError(
-            f"'{model.name_or_path}' names {str(wrong[0])[:40]!r} as its end token, which is no token id: mend its generation_config.json."
+            f"The end token {str(invalid[0])[:40]!r} of '{model.name_or_path}' is not a token id: "
+            "correct its generation_config.json."
         )
-    return frozenset(token for token in [*found, tokenizer.eos_token_id, _turn_end(tokenizer)] if token is not None)
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id, _turn_end(tokenizer)] if token is not None)
 
 
 def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[str, ...]:
-    """A note where the tokenizer has tokens that the model has no embedding for."""
+    """A message for the user if the tokenizer has tokens without an embedding in the model."""
     beyond = sum(token >= vocabulary_size(model) for token in tokenizer.get_vocab().values())
     if not beyond:
         return ()
-    return (
-        f"{name}: its tokenizer has {beyond:,} tokens that the model does not know; prompts that hold one are refused",
-    )
+    return (f"{name}: {beyond:,} tokens of its tokenizer are unknown to the model; prompts with them are refused",)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -60,15 +61,15 @@ def prompt_ids(
     special: bool = False,
     history: Sequence[Turn] = (),
 ) -> list[int]:
-    """The ids to feed for `text`.
+    """The token ids of a prompt.
 
-    With `chat`, `system` is the system prompt: None leaves it to the template, "" asks for an empty one; `history` is what was said
-    before. Where `special` is False, the names of special tokens in any of it are text like any other: nobody, and no model, ends a turn
-    by writing about how turns end.
+    With `chat`, `system` is the system prompt (None: the template's default, "": an empty one) and `history` the
+    conversation before. Unless `special`, names of special tokens are ordinary text, so that nobody, and no model, can
+    end a turn by writing about end tokens.
 
-    Raises UserError when the text gives no ids, when there is no chat template, or when the template takes no system prompt.
+    Raises UserError if there are no ids, no chat template, or the template does not support a system prompt.
     """
-    # Plain text still gets what the tokenizer itself puts around it, such as a first token.
+    # Plain text also gets the tokens that the tokenizer itself adds, such as a first token.
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
     names = () if special else _names_in(tokenizer, messages)
     if not chat:
@@ -78,55 +79,52 @@ def prompt_ids(
     else:
         ids = _rendered(tokenizer, messages, return_dict=True)["input_ids"]
     if not ids:
-        raise UserError("The prompt is empty: it gives no tokens, so type at least one character.")
+        raise UserError("The prompt is empty: type at least one character.")
     return list(ids)
 
 
 def _messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
-    """The whole conversation, as templates take it."""
+    """The whole conversation in the form that templates expect."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    messages = [*opening, *messages_of(history), {"role": "user", "content": text}]
+    messages = [*opening, *to_messages(history), {"role": "user", "content": text}]
     return [message | {"content": encodable(message["content"])} for message in messages]
 
 
 def _names_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, ...]:
-    """The names of special tokens that the messages hold, longer ones first."""
+    """The names of special tokens in the messages, longest first."""
     names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    held = (name for name in names if name and any(name in message["content"] for message in messages))
-    return tuple(sorted(held, key=len, reverse=True))
+    present = (name for name in names if name and any(name in message["content"] for message in messages))
+    return tuple(sorted(present, key=len, reverse=True))
 
 
 def _ids_with_names_as_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], names: tuple[str, ...]
 ) -> list[int]:
-    """Names go through the template as marks, and are tokenized apart from what the template writes."""
-    mark = "NAMEMARK"
-    while any(mark in message["content"] for message in messages):
-        mark += "X"
-    found: list[str] = []
+    """Names pass through the template as placeholders and are tokenized separately from the text of the template."""
+    placeholder = "NAMEMARK"
+    while any(placeholder in message["content"] for message in messages):
+        placeholder += "X"
+    replaced: list[str] = []
 
-    def replaced(name: re.Match[str]) -> str:
-        found.append(name[0])
-        return f"{mark}{len(found) - 1}END"
+    def replace(name: re.Match[str]) -> str:
+        replaced.append(name[0])
+        return f"{placeholder}{len(replaced) - 1}END"
 
     pattern = "|".join(map(re.escape, names))
-    marked = [message | {"content": re.sub(pattern, replaced, message["content"])} for message in messages]
-    rendered: str = _rendered(tokenizer, marked, tokenize=False)
+    masked = [message | {"content": re.sub(pattern, replace, message["content"])} for message in messages]
+    rendered: str = _rendered(tokenizer, masked, tokenize=False)
     ids: list[int] = []
-    for place, piece in enumerate(re.split(f"{mark}([0-9]+)END", rendered)):
-        name = place % 2 == 1
-        ids += tokenizer(found[int(piece)] if name else piece, add_special_tokens=False, split_special_tokens=name)[
-            "input_ids"
-        ]
+    for index, piece in enumerate(re.split(f"{placeholder}([0-9]+)END", rendered)):
+        is_name = index % 2 == 1
+        text = replaced[int(piece)] if is_name else piece
+        ids += tokenizer(text, add_special_tokens=False, split_special_tokens=is_name)["input_ids"]
     return ids
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
-    """What the chat template makes of a conversation that a prompt ends."""
+    """Apply the chat template to a conversation that ends with a prompt."""
     if not has_chat_template(tokenizer):
-        raise UserError(
-            "This model has no chat template: switch it off with /chat off, the prompt is then fed as it stands."
-        )
+        raise UserError("This model has no chat template: use /chat off to send the prompt as plain text.")
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except FAILURES as error:
@@ -134,13 +132,13 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **opt
 
 
 def _refusal(messages: list[Message]) -> str:
-    """What a template that fails on these messages seems not to take."""
+    """The probable reason why a template fails on these messages, and the remedy."""
     roles = [message["role"] for message in messages]
     if "assistant" in roles:
-        return "cannot render the conversation ({}): begin a new one with /reset, or keep none with /turns off."
+        return "cannot render the conversation ({}): start a new one with /reset, or use /turns off."
     if "system" in roles:
-        return "takes no system prompt ({}): use /system default."
-    return "cannot render the prompt ({}): switch it off with /chat off."
+        return "does not support a system prompt ({}): use /system default."
+    return "cannot render the prompt ({}): use /chat off."
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -151,9 +149,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     try:
         rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
     except FAILURES:
-        # Whatever a template does with an exchange, the other end ids remain.
-        return None
-    # The text after the answer, not the ids: the answer's last token may have merged with what follows.
+        return None  # the other end ids remain
+    # The text after the answer is tokenized alone, because the answer's last token may merge with what follows.
     tail = tokenizer(rendered.rpartition(ANSWER)[2], add_special_tokens=False)["input_ids"]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return next((token for token in tail if token in special), None)

@@ -1,15 +1,15 @@
-"""Conversations: what every strategy was asked and has answered so far, by its name.
+"""Conversations: the prompts and answers of every strategy so far.
 
-Each goes on with its own words, so that what a strategy says in its third answer is what one would have got from it alone. How a
-conversation becomes prompt ids is utils.prompts.chat_template's business; when a turn is kept, the workbench's.
+Each strategy continues with its own answers, so that its third answer is the one that it would give alone. Rendering a
+conversation is left to utils.prompts.chat_template, and keeping a turn to the session.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from utils.errors import NoRoom, UserError
+from utils.errors import ContextOverflow, UserError
 
-Message = dict[str, str]  # role and content, as chat templates and records have it
+Message = dict[str, str]  # role and content, as in chat templates and records
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +25,26 @@ Turns = tuple[Turn, ...]
 
 @dataclass(slots=True)
 class Conversations:
-    """One for each strategy that has finished a turn."""
+    """A conversation for each strategy that has finished a turn, by its name."""
 
     by_name: dict[str, Turns] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Turns of the longest."""
+        """Number of turns of the longest conversation."""
         return max(map(len, self.by_name.values()), default=0)
 
-    def of(self, name: str, baseline: str) -> Turns:
-        """What a strategy goes on from: its own, or where that only begins the baseline's (it has joined later), the baseline's."""
+    def history(self, name: str, baseline: str) -> Turns:
+        """The turns that a strategy continues: its own, or the baseline's if these continue its own (it joined later)."""
         own, theirs = self.by_name.get(name, ()), self.by_name.get(baseline, ())
         return theirs if theirs[: len(own)] == own else own
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all turns."""
         self.by_name.clear()
 
 
-def messages_of(turns: Sequence[Turn]) -> list[Message]:
-    """User and assistant in turns."""
+def to_messages(turns: Sequence[Turn]) -> list[Message]:
+    """The turns as alternating user and assistant messages."""
     return [
         {"role": role, "content": content}
         for turn in turns
@@ -52,26 +52,28 @@ def messages_of(turns: Sequence[Turn]) -> list[Message]:
     ]
 
 
-def turns_of(messages: Sequence[Message]) -> Turns:
-    """The turns that `messages_of` has told."""
+def turns_from_messages(messages: Sequence[Message]) -> Turns:
+    """The inverse of `to_messages`."""
     contents = [message["content"] for message in messages]
     return tuple(map(Turn, contents[::2], contents[1::2]))
 
 
-def own_since(ours: Turns, theirs: Turns) -> int:
-    """The first turn, counted from 1, before which two different conversations had no longer the same words."""
+def diverging_turn(ours: Turns, theirs: Turns) -> int:
+    """Number, from 1, of the first turn for which two different conversations differ before it."""
     shared = next(
-        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+        (index for index, (own, other) in enumerate(zip(ours, theirs, strict=False)) if own != other),
         min(len(ours), len(theirs)),
     )
     return shared + 2
 
 
-def counted(turns: int) -> str:
+def format_turns(count: int) -> str:
     """A number of turns in words."""
-    return f"{turns} turn{'' if turns == 1 else 's'}"
+    return f"{count} turn{'' if count == 1 else 's'}"
 
 
-def advised(error: Exception, turns: Turns) -> Exception:
-    """The same error; where earlier turns have made a prompt too long, with what to do about them."""
-    return UserError(f"{error} /reset forgets the conversation.") if turns and isinstance(error, NoRoom) else error
+def with_reset_hint(error: Exception, turns: Turns) -> Exception:
+    """The error itself. If earlier turns made a prompt too long, the message recommends /reset."""
+    if turns and isinstance(error, ContextOverflow):
+        return UserError(f"{error} /reset forgets the conversation.")
+    return error

@@ -1,58 +1,57 @@
-"""Files of prompts: JSON lines with a `prompt` and perhaps a `task`, or plain lines.
+"""Files of prompts: one prompt per line, or JSON lines with a `prompt` and optionally a `task`.
 
-Nothing heavy is imported here, and nothing is known of what becomes of a prompt.
+Nothing heavy is imported.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from utils.errors import UserError
-from utils.text import unescaped
+from utils.text import unescape
 
-EVERY = "all"  # the task of a prompt that names none
+ALL_TASKS = "all"  # the task of a prompt that names none
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as it is sent, and the task it is an example of."""
+    """A prompt and the task that it is an example of."""
 
     text: str
-    task: str = EVERY
+    task: str = ALL_TASKS
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
-    """The prompts of a file: JSON lines with a `prompt`, or plain lines, in which \\n and \\t stand for newline and tab.
+    """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
-    A JSON line may name a `task` (or `category`). Blank lines are passed over. Raises UserError for an unreadable file or a JSON line
-    without a prompt.
+    A JSON line may name a `task` (or `category`). Raises UserError if the file cannot be read or a JSON line has no
+    prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"The prompts file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."
-        ) from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"The prompts file {path} cannot be read: {reason}.") from error
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith("{"):
             yield _json_prompt(line, f"{path}, line {number}")
         elif line.strip():
-            yield Prompt(unescaped(line.rstrip("\r")))
+            yield Prompt(unescape(line.rstrip("\r")))
 
 
 def _json_prompt(line: str, where: str) -> Prompt:
     try:
-        told = json.loads(line)
-        text = told["prompt"]
+        entry = json.loads(line)
+        text = entry["prompt"]
     except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f'{where}: a JSON line needs a "prompt", for example {{"prompt": "Hello"}}.') from error
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: "prompt" must be a text that is not blank.')
-    return Prompt(text, _task(told))
+    return Prompt(text, _task(entry))
 
 
-def _task(told: dict[str, Any]) -> str:
-    words = (" ".join(value.split()) for name in ("task", "category") if isinstance(value := told.get(name), str))
-    return next(filter(None, words), EVERY)
+def _task(entry: Mapping[str, object]) -> str:
+    names = (entry.get("task"), entry.get("category"))
+    words = (" ".join(name.split()) for name in names if isinstance(name, str))
+    return next(filter(None, words), ALL_TASKS)

@@ -1,7 +1,7 @@
-"""Where lines come from: an interactive prompt with history, completion and a toolbar, or a pipe. No model and no strategy is known here.
+"""Reads lines: from an interactive prompt with history, completion and a toolbar, or from a pipe.
 
-Enter sends. Alt-Enter begins a new line, and so does Enter inside a block that opens with three quotation marks; what is pasted may have
-several lines. Such text is sent as it stands. Ctrl-X Ctrl-E opens it in $EDITOR. F1 explains the figures.
+Enter sends a line. Alt-Enter begins a new one, and so does Enter inside a block that starts with three quotation marks.
+Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and F1 explains the figures.
 """
 
 import sys
@@ -18,15 +18,15 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth
 
 from utils.commands import Command
+from utils.repl.status import SEPARATOR
 
 QUOTES = '"""'
-SAY = "/say "
-PARTED = " | "  # parts of the status
-FIGURES = "/explain"  # what F1 types
+SAY = "/say "  # sends a text exactly as it is
+EXPLAIN = "/explain"  # what F1 types
 
 
 class SlashCompleter(Completer):
-    """Completes command names behind a slash, and then the first word of their argument."""
+    """Completes the name of a command after the slash, and then the first word of its argument."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
         self._commands = {command.name: command for command in commands}
@@ -46,8 +46,8 @@ class SlashCompleter(Completer):
                     yield Completion(word, start_position=-len(argument), display_meta=self._commands[name].summary)
 
 
-def lines_of(typed: str) -> list[str]:
-    """What was typed, as lines to carry out: a block or a text of several lines is one prompt, several commands are themselves."""
+def split_lines(typed: str) -> list[str]:
+    """The lines to process: a quoted block or a text of several lines is one prompt, several commands stay separate."""
     if typed.lstrip().startswith(QUOTES):
         text = typed.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
         return [SAY + text] if text.strip() else []
@@ -57,19 +57,19 @@ def lines_of(typed: str) -> list[str]:
     return lines if all(line.startswith("/") for line in lines) else [SAY + typed]
 
 
-def is_open(typed: str) -> bool:
-    """Whether a block was begun and not ended."""
+def is_open_block(typed: str) -> bool:
+    """Whether a quoted block was opened and not closed."""
     text = typed.strip()
     return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
 
 
-def bindings() -> KeyBindings:
-    """Enter sends, but within an open block; Alt-Enter never does."""
+def key_bindings() -> KeyBindings:
+    """Enter sends, except in an open block; Alt-Enter begins a new line; F1 on an empty line explains the figures."""
     keys = KeyBindings()
 
     @keys.add("enter")
     def send(event: KeyPressEvent) -> None:
-        if is_open(event.current_buffer.text):
+        if is_open_block(event.current_buffer.text):
             event.current_buffer.insert_text("\n")
         else:
             event.current_buffer.validate_and_handle()
@@ -82,18 +82,18 @@ def bindings() -> KeyBindings:
     def explain(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if not buffer.text:
-            buffer.insert_text(FIGURES)
+            buffer.insert_text(EXPLAIN)
             buffer.validate_and_handle()
 
     return keys
 
 
-def in_lines(status: str, width: int) -> str:
-    """A line of parts, in as many lines as it takes on a screen so wide; parts stay whole."""
+def wrap_status(status: str, width: int) -> str:
+    """The parts of a status line in as many lines as they need at this width. Parts are not broken."""
     lines: list[str] = []
-    for part in status.split(PARTED):
-        if lines and len(lines[-1]) + len(PARTED) + len(part) <= width:
-            lines[-1] += PARTED + part
+    for part in status.split(SEPARATOR):
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+            lines[-1] += SEPARATOR + part
         else:
             lines.append(part)
     return "\n".join(lines)
@@ -107,7 +107,7 @@ def typed_lines(
     status: Callable[[], str] = lambda: "",
     prompt: str = "> ",
 ) -> Iterator[str]:
-    """Lines as they are typed, until Ctrl-D. Ctrl-C drops the line being typed. status: of the toolbar."""
+    """Lines as they are typed, until Ctrl-D. Ctrl-C drops the current line. status: text of the toolbar."""
     session: PromptSession[str] = PromptSession(
         completer=SlashCompleter(commands),
         history=history,
@@ -115,14 +115,14 @@ def typed_lines(
         complete_while_typing=True,
         multiline=True,
         enable_open_in_editor=True,
-        key_bindings=bindings(),
+        key_bindings=key_bindings(),
         prompt_continuation=lambda width, number, wrapped: " " * width if wrapped else "." * (width - 1) + " ",
-        bottom_toolbar=lambda: in_lines(status(), get_app().output.get_size().columns) or None,
+        bottom_toolbar=lambda: wrap_status(status(), get_app().output.get_size().columns) or None,
         color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
     )
     while True:
         try:
-            yield from lines_of(session.prompt(prompt))
+            yield from split_lines(session.prompt(prompt))
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -130,8 +130,8 @@ def typed_lines(
 
 
 def piped_lines() -> Iterator[str]:
-    """The lines of standard input, the last one with or without a newline."""
+    """The lines of standard input. The last one may lack its newline."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    for line in sys.stdin or ():  # None where standard input is closed
+    for line in sys.stdin or ():  # None if standard input is closed
         yield line.rstrip("\r\n")

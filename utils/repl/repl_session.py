@@ -1,140 +1,110 @@
-"""Workbench: one session. It takes lines, carries out commands, and has the enabled strategies run on every prompt.
+"""One session: it processes lines, which are commands or prompts, and applies what a command asks for.
 
-It knows neither a terminal (lines come from whoever reads them) nor a decoder (strategies are handed in); everything it has to say goes
-to the renderer. Settings, storage and models outlive any failed line.
+Settings, storage and models survive any line that fails. Where lines come from is left to the caller. The other modules
+of this package load pairs, change settings, and run prompts and reports.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from utils.commands import Outcome, Registry, Situation
-from utils.commands.registry import Action
-from utils.comparison import warm_up as preparing
-from utils.comparison.asking import asked
-from utils.comparison.harness import Asked, Bench, Probes, StorageTools
-from utils.comparison.records import RecordFile
-from utils.comparison.strategies import Strategy
-from utils.comparison.warm_up import measured
-from utils.config.settings import Settings, fitted, setting_fields, shown
+from utils.commands import CommandContext, Outcome, Registry
+from utils.commands.outcomes import (
+    ChangeSettings,
+    ClearScreen,
+    Effect,
+    ForgetConversations,
+    Quit,
+    Reply,
+    RunLines,
+    RunPrompt,
+    RunReport,
+    ShowRows,
+    ShowTexts,
+    UndoSettings,
+    UsePair,
+    UseStorage,
+)
+from utils.comparison.harness import Harness
+from utils.config.settings import Settings
+from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.freed_memory import give_back_memory
-from utils.pairs.known_pairs import PAIRS, PairSpec
+from utils.freed_memory import release_memory
+from utils.pairs.drafter_kinds import surviving_kinds
+from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import has_chat_template
-from utils.prompts.conversation import counted
-from utils.repl.runner import Runner, Verdict, explain_error
-from utils.repl.status import drafters_left, facts_of, limits_of, status_of
-from utils.screen.renderer import Renderer
-from utils.text import encodable, unescaped
+from utils.prompts.conversation import format_turns
+from utils.repl.loaded_pair import STARTING_ENGINE, LoadedPair
+from utils.repl.report_runner import ReportRunner
+from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
+from utils.repl.status import model_facts, status_line
+from utils.repl.tools import SessionTools
+from utils.text import unescape
 
-MOST_NESTED = 8
-PREPARING = "preparing and testing the engine ({}) ..."
-NOT_KEPT = "This turn is no part of the conversation: not every strategy has finished it."
-NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent as they stand)"
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What a session is made of besides its models: the strategies, the commands, the screen, how to build a storage, where records go.
-
-    load: other models, as a request asks for them; pairs: those known by name.
-    interactive: whether the prompts are typed on the screen that shows the answers.
-    """
-
-    strategies: Sequence[Strategy]
-    registry: Registry
-    renderer: Renderer
-    storages: StorageTools
-    records: RecordFile | None = None
-    interactive: bool = True
-    probes: Probes = field(default_factory=Probes)
-    load: Callable[[PairRequest, Callable[[str], None]], Any] | None = None
-    pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
+MAX_NESTED_FILES = 8
+STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
+CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
-class Workbench:
-    """A loaded pair, the settings of the moment and the n-gram storage."""
+class ReplSession:
+    """Processes lines on the pair that is loaded."""
 
-    def __init__(self, pair: Any, tools: Tools, settings: Settings) -> None:
+    def __init__(self, pair: Pair, tools: SessionTools, settings: Settings) -> None:
+        """Raises UserError if the engine cannot be used."""
         self._tools, self._renderer = tools, tools.renderer
-        self._past: list[Settings] = []
-        self._nested = 0  # files of lines that are being run
-        self._take(pair, settings)
+        self._nested_files = 0  # files of /run that are being processed
+        self._loaded = LoadedPair.prepare(pair, tools, settings)
 
-    def _take(self, pair: Any, settings: Settings) -> None:
-        """Go on with a pair, and with such settings as it allows."""
-        self._pair, self._limits = pair, limits_of(pair)
-        self._bench = Bench(
-            pair, self._tools.strategies, self._tools.storages, self._limits.vocabulary, self._tools.probes
-        )
-        self._runner = Runner(self._bench, self._renderer, self._tools.records)
-        self.settings = self._allowed(
-            fitted(replace(settings, length=min(settings.length, self._limits.context)), self._limits)
-        )
-        self._bench.compute(settings)
-        with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-            self.settings = measured(self._bench, self.settings)
-        if settings.chat and not self.settings.chat:
-            self._renderer.note(NO_TEMPLATE)
-        self._bench.memory.storage = self._bench.new_storage(self.settings)
+    @property
+    def pair(self) -> Pair:
+        return self._loaded.pair
 
-    def load(self, request: PairRequest) -> None:
-        """Go on with other models. Raises what loading and preparing them raises; all is then as it was."""
-        assert self._tools.load is not None
-        before, threads = (self._pair, self._limits, self._bench, self._runner, self.settings), torch.get_num_threads()
-        pair = self._tools.load(request, self._renderer.note)
-        kept, turns = (
-            bool(self._bench.memory.storage) and not self.settings.reset_in_between,
-            len(self._bench.memory.conversations),
-        )
-        try:
-            self._renderer.note(PREPARING.format(self.settings.engine))
-            kinds = drafters_left(self.settings.drafter_kind, pair)
-            self._take(pair, replace(self.settings, drafter_kind=kinds, costs=None))
-            self.introduce()
-        except BaseException:
-            self._pair, self._limits, self._bench, self._runner, self.settings = before
-            torch.set_num_threads(threads)  # the old engine was tested with these
-            raise
-        if kept:
-            self._renderer.note("The n-gram storage begins anew: what it held was the old target's.")
-        if turns:
-            self._renderer.note(f"The conversation begins anew: {counted(turns)} forgotten.")
-        self._past.clear()  # costs and kinds of drafters were the old pair's
-        del before
-        give_back_memory()
+    @property
+    def limits(self) -> Limits:
+        return self._loaded.limits
+
+    @property
+    def harness(self) -> Harness:
+        return self._loaded.harness
+
+    @property
+    def settings(self) -> Settings:
+        return self._loaded.settings.current
+
+    @property
+    def commands(self) -> Registry:
+        return self._tools.registry
 
     def introduce(self) -> None:
-        """Say what is loaded and how it is computed, and warm it up."""
-        for note in (f"engine: {self._pair.engine.state.sentence()}", *self._pair.notes):
-            self._renderer.note(note)
-        self._renderer.note(f"warming up {self._pair.target_name}, drafter: {self._pair.drafter_name or 'none'} ...")
-        self.warm_up()
+        """Report what is loaded, and warm it up."""
+        self._loaded.introduce(self._renderer.note)
 
     def warm_up(self) -> None:
-        """Have every strategy run once, so that no measured run pays for a first use."""
-        preparing.warm_up(self._bench, self.settings)
+        """Run every strategy once, so that no measured run pays for a first use."""
+        self._loaded.warm_up()
+
+    def status(self) -> str:
+        """The line of the toolbar."""
+        state = self.harness.state
+        return status_line(self.pair, self.settings, state.last, len(state.conversations))
 
     def handle(self, line: str) -> Verdict:
-        """Carry out one typed line: a command, a prompt (in which \\n and \\t stand for newline and tab), or nothing."""
+        r"""Process a typed line: a command, a prompt (in which \n and \t are a newline and a tab), or nothing."""
         if not line.strip():
             return Verdict.DONE
         if line.lstrip().startswith("/"):
-            return self._guarded(self._command, line)
-        return self._guarded(self._prompt, unescaped(line))
+            return self._guarded(self._run_command, line)
+        return self._guarded(self._run_prompt, unescape(line))
 
     def send(self, text: str) -> Verdict:
-        """Run a prompt as it stands, never as a command."""
-        return self._guarded(self._prompt, text)
+        """Run a prompt exactly as given, even if it looks like a command."""
+        return self._guarded(self._run_prompt, text)
 
-    def _guarded(self, work: Callable[[str], Verdict], text: str) -> Verdict:
-        """Whatever happens in a line, the session lives on."""
+    def _guarded(self, action: Callable[[str], Verdict], text: str) -> Verdict:
+        """Whatever happens in a line, the session goes on."""
         try:
-            return work(text)
+            return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
@@ -144,59 +114,62 @@ class Workbench:
             explain_error(self._renderer, error)
         return Verdict.FAILED
 
-    def _command(self, line: str) -> Verdict:
-        situation = Situation(
-            self.settings, self._tools.registry, self._bench, self._limits, facts_of(self._pair), self._tools.pairs
-        )
-        return self._apply(self._tools.registry.run(line, situation))
+    def _run_command(self, line: str) -> Verdict:
+        registry, facts = self._tools.registry, model_facts(self.pair)
+        context = CommandContext(self.settings, registry, self.harness, self.limits, facts, self._tools.pairs)
+        return self._apply(registry.run(line, context))
 
     def _apply(self, outcome: Outcome) -> Verdict:
-        reply = outcome.reply
-        if outcome.settings is not None:
-            allowed = self._allowed(outcome.settings)
-            if allowed != outcome.settings:
-                reply = NO_TEMPLATE
-            before = self.settings
-            self._change(allowed)
-            self._past += [before] if before != self.settings else []
-        if outcome.storage is not None:
-            self._bench.memory.storage = outcome.storage
-        if reply:
-            self._renderer.reply(reply)
-        if outcome.rows:
-            self._renderer.rows(outcome.rows)
-        if outcome.columns:
-            self._renderer.columns(outcome.columns)
-        if outcome.action is Action.CLEAR:
-            self._renderer.clear()
-        if outcome.action is Action.UNDO:
-            self._undo()
-        if outcome.action is Action.RESET:
-            self._bench.memory.conversations.forget()
-        if outcome.lines:
-            return self._run(outcome.lines)
-        if outcome.prompt is not None:
-            return self._prompt(outcome.prompt)
-        if outcome.load is not None:
-            self.load(outcome.load)
-        if outcome.report is not None:
-            return self._runner.report(outcome.report)
-        return Verdict.QUIT if outcome.action is Action.QUIT else Verdict.DONE
+        """Apply the effects in order. The verdict is that of the last one."""
+        verdict = Verdict.DONE
+        for effect in outcome:
+            verdict = self._apply_effect(effect)
+        return verdict
 
-    def _undo(self) -> None:
-        if not self._past:
-            raise UserError("Nothing was changed yet that could be taken back.")
-        now, before = self.settings, fitted(self._past.pop(), self._limits)
-        self._change(before)
-        names = [name for name, entry in setting_fields().items() if shown(now, entry) != shown(self.settings, entry)]
-        told = [f"{name}: {shown(self.settings, entry)}" for name, entry in setting_fields().items() if name in names]
-        self._renderer.reply("; ".join(told) or "nothing is different")
+    def _apply_effect(self, effect: Effect) -> Verdict:
+        renderer, settings = self._renderer, self._loaded.settings
+        match effect:
+            case Reply(text):
+                renderer.reply(text)
+            case ShowRows(rows):
+                renderer.rows(rows)
+            case ShowTexts(columns):
+                renderer.columns(columns)
+            case ClearScreen():
+                renderer.clear()
+            case ChangeSettings(changed, reply):
+                if message := settings.change(changed, reply):
+                    renderer.reply(message)
+            case UndoSettings():
+                renderer.reply(settings.undo())
+            case UseStorage(storage):
+                self.harness.state.storage = storage
+            case ForgetConversations():
+                self.harness.state.conversations.forget()
+            case UsePair(request):
+                self._load(request)
+            case RunPrompt(text):
+                return self._run_prompt(text)
+            case RunLines(lines):
+                return self._run_lines(lines)
+            case RunReport(report):
+                return ReportRunner(self.pair, renderer, self._log()).run(report)
+            case Quit():
+                return Verdict.QUIT
+        return Verdict.DONE
 
-    def _run(self, lines: Sequence[str]) -> Verdict:
-        """Lines as if they were typed; the first that ends anything ends this too."""
-        if self._nested >= MOST_NESTED:
-            raise UserError("Files that run one another go no deeper: does one of them run itself?")
-        self._nested += 1
+    def _log(self) -> ResultLog:
+        return ResultLog(self.harness.state, self._tools.records)
+
+    def _run_prompt(self, text: str) -> Verdict:
+        echo = not self._tools.interactive
+        return PromptRunner(self.harness, self._renderer, self._log(), echo).run(text, self.settings)
+
+    def _run_lines(self, lines: Sequence[str]) -> Verdict:
+        """Process lines as if they were typed, until one quits or is interrupted."""
+        if self._nested_files >= MAX_NESTED_FILES:
+            raise UserError(f"At most {MAX_NESTED_FILES} files may /run each other: does one of them run itself?")
+        self._nested_files += 1
         failed = False
         try:
             for line in lines:
@@ -206,55 +179,30 @@ class Workbench:
                     return verdict
                 failed = failed or verdict is Verdict.FAILED
         finally:
-            self._nested -= 1
+            self._nested_files -= 1
         return Verdict.FAILED if failed else Verdict.DONE
 
-    def status(self) -> str:
-        """The state of things in one line."""
-        memory = self._bench.memory
-        return status_of(self._pair, self.settings, memory.last, len(memory.conversations))
-
-    def _change(self, settings: Settings) -> None:
-        if settings.drafter_kind != self.settings.drafter_kind:
-            settings = measured(self._bench, settings)  # refused before anything is changed
-        if settings.ngram_storage != self.settings.ngram_storage:
-            self._bench.memory.storage = self._bench.new_storage(settings)
-        self._bench.memory.storage.limit = settings.ngram_limit
-        if (settings.engine, settings.threads) != (self.settings.engine, self.settings.threads):
-            self._bench.compute(settings)
-            self._renderer.note(f"engine: {self._pair.engine.state.sentence()}")
-            settings = replace(settings, costs=None)
-        if settings.costs is None:
-            with suppress(UserError):  # a pair that cannot draft will say so when it is asked to
-                settings = measured(self._bench, settings)
-        if not settings.turns and (said := self._bench.memory.conversations):
-            self._renderer.note(f"The conversation is over: {counted(len(said))} forgotten.")
-            said.forget()
-        self.settings = settings
-
-    def _allowed(self, settings: Settings) -> Settings:
-        return (
-            settings if not settings.chat or has_chat_template(self._pair.tokenizer) else replace(settings, chat=False)
-        )
-
-    def _prompt(self, text: str) -> Verdict:
-        text = encodable(text)
-        told = asked(self._bench, text, self.settings, self._renderer.note)
-        if self.settings.reset_in_between:
-            self._bench.memory.storage.reset()
-            self._bench.memory.kept.texts.clear()
-        if not self._tools.interactive:
-            self._renderer.prompt(text)
-        return self._turn(text, told) if self.settings.keeps_turns else self._runner.prompt(text, told)
-
-    def _turn(self, text: str, told: Sequence[Asked]) -> Verdict:
-        """A prompt that goes on with the conversations, if every strategy finishes it."""
-        verdict = Verdict.FAILED
+    def _load(self, request: PairRequest) -> None:
+        """Use other models from now on. If loading or preparing them fails, the session stays as it is."""
+        assert self._tools.load is not None
+        note, threads = self._renderer.note, torch.get_num_threads()
+        pair = self._tools.load(request, note)
         try:
-            verdict = self._runner.prompt(text, told)
-        finally:
-            if verdict is Verdict.DONE:
-                self._bench.keep_turn()
-            else:
-                self._renderer.note(NOT_KEPT)
-        return verdict
+            note(STARTING_ENGINE.format(self.settings.engine))
+            kinds = surviving_kinds(self.settings.drafter_kind, pair)
+            loaded = LoadedPair.prepare(pair, self._tools, replace(self.settings, drafter_kind=kinds, costs=None))
+            loaded.introduce(note)
+        except BaseException:
+            torch.set_num_threads(threads)  # the current engine was tested with this number of threads
+            raise
+        self._note_losses()
+        self._loaded = loaded
+        release_memory()
+
+    def _note_losses(self) -> None:
+        """Report what the session loses with its current pair."""
+        state = self.harness.state
+        if state.storage and not self.settings.reset_in_between:
+            self._renderer.note(STORAGE_LOST)
+        if turns := len(state.conversations):
+            self._renderer.note(CONVERSATION_LOST.format(format_turns(turns)))

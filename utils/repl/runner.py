@@ -1,36 +1,41 @@
-"""Runner: runs every chosen strategy on a prompt, or a report, shows it as it goes and keeps its records, also when it is interrupted.
+"""Runs the enabled strategies on one prompt, shows the runs as they progress, compares them and keeps their records.
 
-What is run, and with which settings, is decided by its caller; decoders are reached through the table of strategies alone.
+Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from traceback import clear_frames
 
-from utils.comparison.harness import Asked, Bench, Last, Shown, divergence_of, unlike_target
-from utils.comparison.records import RecordFile, generation_records, report_record
-from utils.comparison.reports import Finding, Progress, Report
-from utils.comparison.strategies import Job, Strategy
+from utils.comparison.harness import Harness
+from utils.comparison.job import Job
+from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
+from utils.comparison.records import RecordFile, generation_records
+from utils.comparison.session_state import SessionState, ShownResult
+from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason
-from utils.distributed import end_if_together
+from utils.distributed import abort_if_tensor_parallel
 from utils.errors import UserError
-from utils.freed_memory import give_back_memory
+from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
-from utils.metrics.draft_trace import Notebook
+from utils.metrics.draft_trace import DraftTracer
 from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import Stopwatch
 from utils.models.load_errors import is_out_of_memory
-from utils.prompts.conversation import advised
+from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import RunView, show_comparison, show_report
+from utils.screen.run_view import RunView, show_comparison
+from utils.text import encodable
 
-Result = tuple[Strategy, Generation]
+TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
+OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 
 
 class Verdict(Enum):
-    """How a line went."""
+    """How a line ended."""
 
     DONE = auto()
     FAILED = auto()
@@ -39,45 +44,85 @@ class Verdict(Enum):
 
 
 def explain_error(renderer: Renderer, error: Exception) -> None:
-    """A sentence for what a user can mend, a traceback for a bug."""
+    """Show one sentence for an error that the user can fix, and a traceback for a bug."""
     if isinstance(error, UserError):
         renderer.error(str(error))
         return
     if is_out_of_memory(error):
-        renderer.error("Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model.")
-        clear_frames(error.__traceback__)  # what they hold is what is lacking
-        give_back_memory()
+        renderer.error(OUT_OF_MEMORY)
+        clear_frames(error.__traceback__)  # their local variables hold the tensors that fill the memory
+        release_memory()
     else:
         renderer.crash()
-    end_if_together()
+    abort_if_tensor_parallel()
 
 
-class Runner:
-    """Runs on one bench, shows on one screen, records into one file (or none)."""
+@dataclass(frozen=True, slots=True)
+class ResultLog:
+    """Where results go: `state` keeps the last one for /export, `file` appends its records (--json)."""
 
-    def __init__(self, bench: Bench, renderer: Renderer, records: RecordFile | None) -> None:
-        self._bench, self._renderer, self._records = bench, renderer, records
+    state: SessionState
+    file: RecordFile | None
 
-    def prompt(self, text: str, asked: Sequence[Asked]) -> Verdict:
-        """Run the strategies that are asked one after the other from the same seed, and compare them."""
-        results: list[Result] = []
-        interrupted = self._run_all(asked, results)
-        last = Last.of(text, asked, results)
-        self._bench.memory.last = last
-        self._compare(last, explained=not interrupted)
+    def add(self, result: ShownResult) -> None:
+        self.state.shown = result
+        if self.file is not None:
+            self.file.append(result.records)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRunner:
+    """echo: whether to show the prompt, because it was not typed on this screen."""
+
+    harness: Harness
+    renderer: Renderer
+    log: ResultLog
+    echo: bool
+
+    def run(self, text: str, settings: Settings) -> Verdict:
+        """Run a prompt; with /turns on, add it to the conversations if every strategy finishes it.
+
+        Raises UserError for a prompt that the target cannot take.
+        """
+        text = encodable(text)
+        planned = self.harness.plan(text, settings, self.renderer.note)
+        if settings.reset_in_between:
+            self.harness.state.storage.reset()
+            self.harness.state.caches.texts.clear()
+        if self.echo:
+            self.renderer.prompt(text)
+        return self._run_turn(text, planned) if settings.keeps_conversation else self._run_and_compare(text, planned)
+
+    def _run_turn(self, text: str, planned: Sequence[PlannedRun]) -> Verdict:
+        verdict = Verdict.FAILED
+        try:
+            verdict = self._run_and_compare(text, planned)
+        finally:
+            if verdict is Verdict.DONE:
+                self.harness.keep_turn()
+            else:
+                self.renderer.note(TURN_NOT_KEPT)
+        return verdict
+
+    def _run_and_compare(self, text: str, planned: Sequence[PlannedRun]) -> Verdict:
+        results: list[tuple[Strategy, Generation]] = []
+        interrupted = self._run_all(planned, results)
+        last = LastPrompt.of(text, planned, results)
+        self.harness.state.last = last
+        self._compare(last, explain=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
-        return Verdict.DONE if len(results) == len(asked) else Verdict.FAILED
+        return Verdict.DONE if len(results) == len(planned) else Verdict.FAILED
 
-    def _run_all(self, asked: Sequence[Asked], results: list[Result]) -> bool:
-        """Each run is added to `results`; whether Ctrl-C ended it. A run that fails says why."""
+    def _run_all(self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]]) -> bool:
+        """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
         try:
-            for strategy, job in asked:
+            for strategy, job in planned:
                 fix_seeds(job.settings.seed)
                 try:
-                    run = self._shown(strategy, job, results)
+                    run = self._run_strategy(strategy, job, results)
                 except Exception as error:
-                    explain_error(self._renderer, advised(error, job.history))
+                    explain_error(self.renderer, with_reset_hint(error, job.history))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -85,80 +130,33 @@ class Runner:
             return True
         return False
 
-    def _shown(self, strategy: Strategy, job: Job, results: list[Result]) -> Generation:
-        """A run that is seen as it goes, and added to the results whatever becomes of showing it."""
+    def _run_strategy(self, strategy: Strategy, job: Job, results: list[tuple[Strategy, Generation]]) -> Generation:
+        """Run one strategy and show it. The run is in `results` before its last lines are shown, which may fail."""
         settings = job.settings
-        watch, notebook = (
-            Stopwatch(),
-            Notebook(judged=settings.verify == "rejection") if settings.debug == "full" else None,
-        )
-        view = RunView(self._renderer, job.pair.tokenizer, strategy, settings.debug)
+        accepts_by_ratio = settings.verify == "rejection"
+        tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
+        watch = Stopwatch()
+        view = RunView(self.renderer, job.pair.tokenizer, strategy, settings.debug)
         view.begin()
-        steps = strategy.steps(replace(job, stopwatch=watch, notebook=notebook))
-        run = collect(steps, view.show, stopwatch=watch, notebook=notebook)
+        steps = strategy.steps(job.with_observers(watch, tracer))
+        run = collect(steps, view.show, stopwatch=watch, tracer=tracer)
         results.append((strategy, run))
         view.end(run)
         return run
 
-    def _compare(self, last: Last, *, explained: bool) -> None:
-        """The table, and a line for each text that is not the target's. Records are kept even if showing it all is interrupted."""
+    def _compare(self, last: LastPrompt, *, explain: bool) -> None:
+        """Show the table, and a line for each text that differs from the target's. The records are kept in any case."""
         causes: dict[str, Divergence] = {}
         try:
-            show_comparison(self._renderer, last, self._explained(last, causes) if explained else ())
-        except Exception as error:  # the runs themselves were fine
-            self._renderer.note("Why the texts differ could not be found out:")
-            explain_error(self._renderer, error)
+            show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
+        except Exception as error:
+            self.renderer.note("The reason why the texts differ could not be computed:")
+            explain_error(self.renderer, error)
         finally:
-            self._keep(Shown(generation_records(last, causes), causes=causes))
+            self.log.add(ShownResult(generation_records(last, causes), causes=causes))
 
-    def _explained(self, last: Last, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
+    def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
+        """Add the cause of each difference to `causes` as soon as it is computed."""
         for strategy, run in unlike_target(last):
-            causes[strategy.name] = divergence_of(last, strategy, run, self._bench.memory.rounding)
+            causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy, causes[strategy.name]
-
-    def _keep(self, shown: Shown) -> None:
-        self._bench.memory.shown = shown
-        if self._records is not None:
-            self._records.append(shown.records)
-
-    def report(self, report: Report) -> Verdict:
-        """Run a report to its end or to Ctrl-C; what it found until then is shown and recorded."""
-        findings: list[Finding] = []
-        finished = False
-        try:
-            for event in report.events:
-                self._take(event, findings)
-            finished = True
-        except KeyboardInterrupt:
-            findings += _what_was_done(report.events)
-            self._renderer.note(
-                "Interrupted; what was finished:" if findings else "Interrupted before anything was finished."
-            )
-        finally:
-            if findings:
-                self._conclude(report, findings, finished=finished)
-        return Verdict.DONE if finished else Verdict.INTERRUPTED
-
-    def _take(self, event: Progress | Finding, findings: list[Finding]) -> None:
-        if isinstance(event, Finding):
-            findings.append(event)
-        else:
-            self._renderer.note(event.text)
-
-    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        report = report.concluded(findings)
-        record = report_record(report, findings, self._bench.pair, finished=finished)
-        self._keep(Shown([record], report, findings))
-        show_report(self._renderer, report, findings)
-
-
-def _what_was_done(events: Iterator[Progress | Finding]) -> Iterator[Finding]:
-    """What a report has to say when Ctrl-C comes between two of its events, or has come within one."""
-    try:
-        event: Progress | Finding = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
-        while True:
-            if isinstance(event, Finding):
-                yield event
-            event = next(events)
-    except (KeyboardInterrupt, StopIteration, AttributeError):  # no generator has anything to say
-        return

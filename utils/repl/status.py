@@ -1,58 +1,50 @@
-"""What is loaded and how it is computed, for /show and the toolbar; and what of the settings a pair allows."""
+"""Describes the loaded pair for /show and for the toolbar, and derives the limits of settings from it."""
 
-from typing import Any
-
-from utils.bounds import LOADED
-from utils.comparison.harness import Last
-from utils.config.settings import Settings, setting_fields, shown
+from utils.comparison.last_prompt import LastPrompt
+from utils.config.settings import Settings, setting_fields
 from utils.config.value_types import Limits
-from utils.decode.model_session import context_length, vocabulary_size
-from utils.pairs.weights import drafter_weights, target_weights
+from utils.decode.model_info import context_length, vocabulary_size
+from utils.pairs.pair import Pair
+from utils.pairs.weights import describe_drafter, describe_target
 
-FREE_KINDS = (LOADED, "lookup", "suffix", "chain")  # drafters that come with no model, or with any
+SEPARATOR = " | "  # between the parts of the toolbar
 
 
-def facts_of(pair: Any) -> tuple[tuple[str, str], ...]:
-    """(name, value) of what there is to know about a pair."""
+def model_facts(pair: Pair) -> tuple[tuple[str, str], ...]:
+    """(name, value) pairs for /show."""
     bound = context_length(pair.target)
+    same_device = pair.drafter_device in (None, pair.device)
     return (
         ("target model", pair.target_name),
         ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
-        (
-            "device",
-            pair.device
-            if pair.drafter_device in (None, pair.device)
-            else f"{pair.device}, drafter: {pair.drafter_device}",
-        ),
-        ("target weights", target_weights(pair)),
-        ("drafter weights", drafter_weights(pair)),
+        ("device", pair.device if same_device else f"{pair.device}, drafter: {pair.drafter_device}"),
+        ("target weights", describe_target(pair)),
+        ("drafter weights", describe_drafter(pair)),
         ("engine now", pair.engine.state.sentence()),
-        ("context", f"{bound} tokens" if bound is not None else "no bound of its own"),
+        ("context", f"{bound} tokens" if bound is not None else "unlimited"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
     )
 
 
-def status_of(pair: Any, settings: Settings, last: Last | None, turns: int = 0) -> str:
-    """The pair, what matters most of the settings, the engine, how many turns were said and the last speeds, in one line."""
-    told = [
-        f"{name} {shown(settings, entry)}"
+def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: int = 0) -> str:
+    """The toolbar: the pair, the most important settings, the engine, finished turns of a conversation, last speeds."""
+    values = [
+        f"{name} {entry.show(settings)}"
         for name, entry in setting_fields().items()
         if name in ("gamma", "processor", "verify")
     ]
     runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in last.compared] if last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
-    said = f"turn {turns}" if turns and settings.keeps_turns else ""
-    parts = [f"{pair.target_name} + {pair.drafter_name or 'no drafter'}", *told, pair.engine.state.kind, said]
-    parts.append(speeds and f"tokens/s: {speeds}")
-    return " | ".join(filter(None, parts))
+    parts = [
+        f"{pair.target_name} + {pair.drafter_name or 'no drafter'}",
+        *values,
+        pair.engine.state.kind,
+        f"turn {turns}" if turns and settings.keeps_conversation else "",
+        f"tokens/s: {speeds}" if speeds else "",
+    ]
+    return SEPARATOR.join(filter(None, parts))
 
 
-def limits_of(pair: Any) -> Limits:
-    """What a pair allows."""
+def limits_of(pair: Pair) -> Limits:
+    """The limits of settings with this pair."""
     return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
-
-
-def drafters_left(words: tuple[str, ...], pair: Any) -> tuple[str, ...]:
-    """Those of the words of /drafter_kind that a new pair has; a cut of the old target is none."""
-    left = (word for word in words if word in FREE_KINDS or (word in ("model", "head") and word == pair.drafter_kind))
-    return tuple(left) or (LOADED,)

@@ -1,4 +1,4 @@
-"""Prints every round of a decoder as it passes: what debug=True of the library functions does."""
+"""Prints every round of a decoder, for debug=True of the library functions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from utils.screen.renderer import make_renderer
 
 
 def print_steps(steps: Iterator[Step], tokenizer: Any = None) -> Iterator[Step]:
-    """The same steps, each printed as it passes."""
+    """Yield the same steps, and print each one."""
     renderer = make_renderer(interactive=False)
     for number, step in enumerate(steps, start=1):
         renderer.round(number, step, tokenizer)

@@ -1,26 +1,25 @@
-"""The lines that were typed, kept from one session to the next in a file that only their owner can read.
+"""The history of typed lines, kept between sessions in a file that only its owner can read.
 
-What cannot be kept is said once; typing goes on.
+If the file cannot be used, one warning is shown and the session keeps its own lines.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from prompt_toolkit.history import FileHistory
 
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+from utils.files import PRIVATE_FILE, user_folder
+
+PRIVATE_FOLDER = 0o700
 
 
 def history_path() -> Path:
     """`$XDG_STATE_HOME/speculative-decoding/history`, by default below ~/.local/state."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    # The base directory specification says to ignore a relative path.
-    return (given if given.is_absolute() else Path.home() / ".local" / "state") / "speculative-decoding" / "history"
+    return user_folder("state") / "history"
 
 
 class LineHistory(FileHistory):
-    """prompt_toolkit's file of lines; warn: hears why it cannot be read or written, once."""
+    """The history file of prompt_toolkit. warn: receives one message if the file cannot be read or written."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
@@ -30,7 +29,7 @@ class LineHistory(FileHistory):
             path.touch(mode=PRIVATE_FILE)
             path.chmod(PRIVATE_FILE)
         except OSError as error:
-            self._give_up("kept", error)
+            self._give_up("written", error)
 
     def load_history_strings(self) -> Iterable[str]:
         try:
@@ -43,14 +42,14 @@ class LineHistory(FileHistory):
         try:
             super().store_string(string)
         except OSError as error:
-            self._give_up("kept", error)
+            self._give_up("written", error)
 
-    def _give_up(self, what: str, error: OSError) -> None:
+    def _give_up(self, action: str, error: OSError) -> None:
         warn, self._warn = self._warn, lambda text: None
-        warn(f"Typed lines cannot be {what} in {self._path} ({error.strerror}); this session remembers them itself.")
+        warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
 
 
-def recent(path: Path, count: int) -> list[str]:
-    """The last lines that were kept, the oldest first; none where there is no such file."""
+def recent_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a history file, the oldest first; none if the file does not exist."""
     lines = LineHistory(path, lambda text: None).load_history_strings() if path.is_file() else ()
-    return list(lines)[:count][::-1]  # prompt_toolkit hands out the newest first
+    return list(lines)[:count][::-1]  # prompt_toolkit returns the newest first

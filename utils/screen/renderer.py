@@ -1,7 +1,7 @@
-"""The one place that writes to a screen: titles, streamed text, step traces, figures, tables, replies, errors.
+"""The only module that writes to the terminal: titles, streamed text, rounds, tables, replies and errors.
 
-rich lays out; termcolor paints what is streamed. For each stream both follow one decision about colour, made in `_console`. Everything that
-comes from a model or a user is shown as text: no markup, no control characters.
+rich lays out tables, termcolor colours streamed text; `_console` decides for both whether a stream has colours. Text of
+models and users is shown literally: without markup and control characters.
 """
 
 import os
@@ -16,68 +16,75 @@ from rich.rule import Rule
 from rich.text import Text
 from termcolor import colored
 
-from utils.comparison.harness import Compared
+from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
 from utils.comparison.strategies import Strategy
 from utils.decode.steps import Step
 from utils.metrics.divergence import Candidate, Cause, Divergence
-from utils.metrics.draft_trace import DraftNote
+from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
-from utils.metrics.stopwatch import Lap
-from utils.screen.debug_rounds import Piece, explained, legend, pieces_of, spent
-from utils.screen.tables import comparison_table, list_of, table_of, texts_beside
+from utils.metrics.stopwatch import RoundTiming
+from utils.screen.debug_rounds import Piece, legend, round_pieces, round_timing, trace_lines
+from utils.screen.tables import comparison_table, headed_table, list_table, side_by_side
 from utils.text import token_piece, visible
 
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 
 class Renderer:
-    """Writes results to `out` and messages to `messages`; `colour` says whether results may carry escapes."""
+    """Writes results to `out` and messages to `messages`. colour: whether results may contain escape sequences."""
 
     def __init__(self, out: Console, messages: Console, *, colour: bool) -> None:
         self._out, self._messages, self.colour = out, messages, colour
 
     @property
     def width(self) -> int:
-        """Columns of the screen that results go to."""
+        """Width of the results in columns."""
         return self._out.width
 
     @property
     def stream_width(self) -> int | None:
-        """Columns for text that is streamed; None where lines are not to be broken."""
+        """Width of streamed text in columns; None if its lines must not be broken."""
         return self._out.width if self._out.is_terminal else None
 
     @staticmethod
     def cells(text: str) -> int:
-        """How many columns a text takes."""
+        """Width of a text in columns."""
         return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
         self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
     def prompt(self, text: str) -> None:
-        """Which prompt the following answers, where nobody typed it on this screen."""
+        """The prompt of the following answers, for a screen on which it was not typed."""
         self._line(self._out, "> " + text, "bold")
 
     def stream(self, text: str, colour: str) -> None:
-        """A piece of growing text, written at once."""
+        """A piece of growing text, written immediately."""
         self._write(self._paint(visible(text), colour))
 
     def legend(self) -> None:
-        """What the signs of rounds mean."""
+        """The meaning of the signs in rounds."""
         self._line(self._out, legend(ascii_only=self._is_ascii), "dim")
 
     def round(
-        self, number: int, step: Step, tokenizer: Any, *, lap: Lap | None = None, notes: Sequence[DraftNote] = ()
+        self,
+        number: int,
+        step: Step,
+        tokenizer: Any,
+        *,
+        timing: RoundTiming | None = None,
+        traces: Sequence[DraftTrace] = (),
     ) -> None:
-        """A line of drafts, the target's token and where the time went; with notes, why a draft fell and where hits came from."""
-        pieces = pieces_of(step, tokenizer, notes, ascii_only=self._is_ascii)
-        self._pieces(f"{number:4d} ", [*pieces, (time, "dark_grey")] if (time := spent(step, lap)) else pieces)
-        for line in explained(notes, tokenizer):
+        """A line with drafts, the target's token and the timing; with traces, lines that explain the drafts."""
+        pieces = round_pieces(step, tokenizer, traces, ascii_only=self._is_ascii)
+        times = round_timing(step, timing)
+        self._pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
+        for line in trace_lines(traces, tokenizer):
             self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
     def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
-        """Painted pieces, each whole, in as many lines as it takes on a terminal."""
+        """Coloured pieces in as many lines as the terminal needs. Pieces are not broken."""
         room, used = self.stream_width, cell_len(start)
         text = start
         for piece, colour in pieces:
@@ -92,7 +99,7 @@ class Renderer:
         return self._out.encoding == "ascii"
 
     def figures(self, run: Generation, *, forwards: bool = True) -> None:
-        """The line of figures under a strategy's text."""
+        """The line of figures below the text of a strategy."""
         parts = []
         if run.drafted:
             parts.append(f"acceptance {run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}")
@@ -106,36 +113,36 @@ class Renderer:
         ]
         self._line(self._out, " · ".join(parts) + f" · {run.finish}", "dim")
 
-    def comparison(self, compared: Sequence[Compared]) -> None:
-        """The table at the end: one row per strategy."""
+    def comparison(self, compared: Sequence[ComparedRun]) -> None:
+        """The table below all texts: one row per strategy."""
         self._out.print()
         self._out.print(comparison_table(compared, self._out.width))
 
-    def divergence(self, strategy: Strategy, found: Divergence, tokenizer: Any, *, rule: str) -> None:
-        """One line on why a text is not the target's."""
-        said, target, *highest = (
-            candidate_piece(tokenizer, candidate) for candidate in (found.ours, found.theirs, *found.highest)
-        )
-        why = {
-            Cause.SAMPLING: f"sampling: expected under /verify {rule}; /verify coupled makes it the same text",
-            Cause.ROUNDING: f"rounding tie: windows of another width move logits by up to {found.rounding or 0:.2g} here",
-            Cause.UNEXPLAINED: "unexplained: please report, with what /divergence shows",
-        }[found.cause]
+    def divergence(self, strategy: Strategy, divergence: Divergence, tokenizer: Any, *, rule: str) -> None:
+        """One line that explains why a text differs from the target's."""
+        candidates = (divergence.ours, divergence.theirs, *divergence.highest)
+        ours, theirs, *highest = (candidate_piece(tokenizer, candidate) for candidate in candidates)
+        drift = f"{divergence.rounding or 0:.2g}"
+        cause = {
+            Cause.SAMPLING: f"sampling: expected under /verify {rule}; with /verify coupled the texts are the same",
+            Cause.ROUNDING: f"rounding tie: a different verify width moves logits by up to {drift} here",
+            Cause.UNEXPLAINED: "unexplained: please report it with the output of /divergence",
+        }[divergence.cause]
         self.result(
-            f"{strategy.name} differs at token {found.position + 1}: {said}, target-only {target} "
-            f"(the target's highest two: {', '.join(highest)}, {found.gap:.2g} apart in raw logits) · {why}"
+            f"{strategy.name} differs at token {divergence.position + 1}: {ours}, target-only {theirs} "
+            f"(the target's top two: {', '.join(highest)}, {divergence.gap:.2g} apart in raw logits) · {cause}"
         )
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
-        """Rows of text under headings."""
-        self._out.print(table_of(headings, list(rows), self._out.width))
+        """Rows under headings."""
+        self._out.print(headed_table(headings, list(rows), self._out.width))
 
     def result(self, text: str) -> None:
         """A sentence among the results."""
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
-        """Lines that are to be copied, or drawn: never broken."""
+        """Lines to copy, or of a plot. They are never broken."""
         self._write(self._drawable(visible(text)) + "\n")
 
     def reply(self, text: str) -> None:
@@ -148,16 +155,16 @@ class Renderer:
         self._line(self._messages, text, "red")
 
     def crash(self) -> None:
-        """A traceback: for bugs only."""
+        """The traceback of a bug."""
         self._messages.print_exception()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        """Lines in columns, the first one bold."""
-        self._out.print(list_of(list(rows), self._out.width))
+        """Rows without headings; the first column is bold."""
+        self._out.print(list_table(list(rows), self._out.width))
 
     def columns(self, columns: Sequence[Column]) -> None:
-        """Texts beside each other."""
-        for table in texts_beside(columns, self._out.width, ">>" if self._is_ascii else "»"):
+        """Texts side by side."""
+        for table in side_by_side(columns, self._out.width, ">>" if self._is_ascii else "»"):
             self._out.print(table)
 
     def newline(self) -> None:
@@ -167,37 +174,37 @@ class Renderer:
         self._out.clear()
 
     def _line(self, console: Console, text: str, style: str = "") -> None:
-        """A line of its own: wrapped between words on a terminal, left whole in a file or a pipe."""
+        """One line, wrapped between words on a terminal only."""
         console.print(Text(self._drawable(visible(text)), style=style), soft_wrap=not console.is_terminal)
 
     def _drawable(self, text: str) -> str:
-        """With frames and dots of our own that the screen has."""
+        """Frames and dots replaced by ASCII characters if the screen has no others."""
         return text.translate(IN_ASCII) if self._is_ascii else text
 
     def _paint(self, text: str, colour: str) -> str:
         return colored(text, colour, no_color=not self.colour, force_color=self.colour)
 
     def _write(self, text: str) -> None:
-        # Not through rich: it would wrap the stream and corrupt termcolor's escapes.
+        # Not through rich, which would wrap the text and break the escape sequences of termcolor.
         self._out.file.write(text)
         self._out.file.flush()
 
 
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
-    """A token as a readable piece with its probability; where a text had ended, that."""
+    """A token as a readable piece with its probability; None is the end of a text."""
     return (
         "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
     )
 
 
 def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = False) -> Renderer:
-    """The screen: results on standard output; messages there too when interactive, otherwise on standard error.
+    """The screen: results go to standard output; messages too if interactive, otherwise to standard error.
 
-    Each is coloured where rich finds a terminal that has colours, NO_COLOR is not set and `plain` is not asked for. silent: for
-    a process beside the one that speaks.
+    A stream has colours if rich detects a terminal with colours, NO_COLOR is not set and `plain` is False. `silent`
+    discards everything, for processes other than rank zero.
     """
     if silent:
-        nowhere = _console(open(os.devnull, "w", encoding="utf-8"), plain)  # noqa: SIM115 (for as long as the process lives)
+        nowhere = _console(open(os.devnull, "w", encoding="utf-8"), plain)  # noqa: SIM115 (open until the process ends)
         return Renderer(nowhere, nowhere, colour=False)
     out = _console(sys.stdout, plain)
     return Renderer(out, out if interactive else _console(sys.stderr, plain), colour=not out.no_color)
@@ -205,7 +212,7 @@ def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = Fals
 
 def _console(stream: TextIO, plain: bool) -> Console:
     if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(errors="replace")  # a terminal may lack a character that a model writes
+        stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
     probe = Console(file=stream)
     colour = probe.color_system is not None and not probe.no_color and not plain
     return Console(

@@ -1,91 +1,90 @@
-"""What the screen shows of one run as its steps pass, and of a finished prompt or report once more."""
+"""Shows one run as it progresses, the comparison of finished runs, and the findings of a report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from utils.comparison.harness import Last, own_conversations
+from utils.comparison.last_prompt import LastPrompt, own_conversations
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
-from utils.metrics.draft_trace import DraftNote
+from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
-from utils.metrics.stopwatch import Lap
-from utils.screen.plots import line_plot
+from utils.metrics.stopwatch import RoundTiming
+from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
 from utils.text import TextStream, WrappedText
 
+OWN_CONVERSATION = "{}: its conversation differs since turn {}, so its text is not compared"
+
 
 class RunView:
-    """Its text as it grows; or every round, and then its text. level: of /debug."""
+    """Shows the text of a run as it grows, or with /debug every round and then the text. level: the value of /debug."""
 
     def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, level: str) -> None:
         self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
         self._level = level if strategy.drafts else "off"
         self._text, self._lines = TextStream(tokenizer), WrappedText(renderer.stream_width, renderer.cells)
         self._count = 0
-        self._held = ""
+        self._pending = ""
 
     def begin(self) -> None:
-        """Say what is run."""
+        """Show the title of the run."""
         self._renderer.title(self._strategy.title, self._strategy.colour)
         if self._level == "full":
             self._renderer.legend()
 
-    def show(self, step: Step, lap: Lap | None, notes: Sequence[DraftNote] = ()) -> None:
+    def show(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
         """Show one more step."""
         self._count += 1
         text = self._text.add(step.tokens)
         if self._level != "off":
-            self._renderer.round(self._count, step, self._tokenizer, lap=lap, notes=notes)
-            self._held += text
+            self._renderer.round(self._count, step, self._tokenizer, timing=timing, traces=traces)
+            self._pending += text
         else:
             self._renderer.stream(self._lines.add(text), self._strategy.colour)
 
     def end(self, run: Generation) -> None:
-        """The run is over: show what was held back, and what it came to."""
-        rest = self._lines.add(self._held + self._text.end()) + self._lines.end()
+        """Show the rest of the text and the figures of the finished run."""
+        rest = self._lines.add(self._pending + self._text.end()) + self._lines.end()
         self._renderer.stream(rest, self._strategy.colour)
         self._renderer.newline()
         self._renderer.figures(run, forwards=self._strategy.uses_target)
 
 
-def show_again(renderer: Renderer, last: Last, causes: Mapping[str, Divergence]) -> None:
-    """A prompt's runs once more, round by round, with such notes as were taken. causes: why texts differ, by the strategy's name."""
+def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, Divergence]) -> None:
+    """Show the runs of a prompt again, round by round. causes: why texts differ, by the name of the strategy."""
     renderer.prompt(last.text)
     for strategy, run, _ in last.compared:
-        view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.notes else "on")
+        view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.traces else "on")
         view.begin()
-        for step, lap, notes in zip(run.steps, run.laps, run.notes or repeat(()), strict=False):
-            view.show(step, lap, notes)
+        for step, timing, traces in zip(run.steps, run.timings, run.traces or repeat(()), strict=False):
+            view.show(step, timing, traces)
         view.end(run)
-    show_comparison(
-        renderer,
-        last,
-        [(strategy, causes[strategy.name]) for strategy, _, _ in last.compared if strategy.name in causes],
-    )
+    divergences = [(strategy, causes[strategy.name]) for strategy, _, _ in last.compared if strategy.name in causes]
+    show_comparison(renderer, last, divergences)
 
 
-def show_comparison(renderer: Renderer, last: Last, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
-    """The table of a prompt's runs, and a line for each text that is another, or an answer to something else."""
+def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
+    """Show the table of runs, and a line for each text that differs or that cannot be compared."""
     if last.compared:
         renderer.comparison(last.compared)
     for strategy, turn in own_conversations(last):
-        renderer.result(f"{strategy.name}: its conversation is its own since turn {turn}; its text is not compared")
+        renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
     for strategy, divergence in causes:
         renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
-    """What a report found, as a table and a plot, and what follows from it."""
+    """Show the findings of a report as a table and a plot, and its conclusion."""
     cells = [finding.cells for finding in findings]
-    if report.upright:
+    if report.transposed:
         renderer.rows(zip(report.headings, *cells, strict=True))
     else:
         renderer.table(report.headings, cells)
     if chart := report.chart(findings):
-        renderer.data(line_plot(chart, width=renderer.width))
+        renderer.data(text_plot(chart, width=renderer.width))
     for line in report.conclude(findings):
         renderer.result(line)
     if attachment := report.attachment(findings):

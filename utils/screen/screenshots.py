@@ -1,4 +1,4 @@
-"""Pictures of what the screen showed, in its colours: HTML and SVG that need nothing from elsewhere."""
+"""Pictures of what the screen shows, in colour: self-contained HTML and SVG."""
 
 import re
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from rich.text import Text
 from utils.screen.renderer import Renderer
 
 WIDTH = 110
-# Whatever the terminal is like.
-SAME_ANYWHERE: dict[str, Any] = {
+# The same for every terminal.
+CONSOLE_OPTIONS: dict[str, Any] = {
     "width": WIDTH,
     "height": 50,
     "force_terminal": True,
@@ -23,13 +23,13 @@ TITLE = "speculative decoding, side by side"
 
 
 def picture(show: Callable[[Renderer], None], form: str) -> str:
-    """What `show` puts on a screen of its own, as "html" or "svg"."""
-    drawn = StringIO()
-    console = Console(file=drawn, color_system="standard", markup=False, emoji=False, **SAME_ANYWHERE)
+    """What `show` draws, as "html" or "svg"."""
+    captured = StringIO()
+    console = Console(file=captured, color_system="standard", markup=False, emoji=False, **CONSOLE_OPTIONS)
     show(Renderer(console, console, colour=True))
-    page = Console(file=StringIO(), record=True, color_system="truecolor", **SAME_ANYWHERE)
-    page.print(Text.from_ansi(drawn.getvalue()))
+    page = Console(file=StringIO(), record=True, color_system="truecolor", **CONSOLE_OPTIONS)
+    page.print(Text.from_ansi(captured.getvalue()))
     if form == "html":
         return page.export_html(inline_styles=True)
-    # The viewer's own fonts: the two that rich names would be fetched from a network.
+    # rich refers to two fonts on the web; without them the viewer uses its own.
     return re.sub(r"@font-face \{.*?\}", "", page.export_svg(title=TITLE), count=2, flags=re.DOTALL)

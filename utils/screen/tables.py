@@ -1,4 +1,7 @@
-"""Tables as rich lays them out: the comparison of strategies, and texts beside each other. They are built here, and shown by the screen."""
+"""Builds rich tables: the comparison of strategies, lists, and texts side by side.
+
+All tables adapt to the width of the screen. They are written by `utils.screen.renderer`.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +9,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from utils.comparison.harness import Compared
+from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
 from utils.comparison.strategies import Strategy
 from utils.metrics.results import Comparison, Generation
@@ -23,27 +26,24 @@ COLUMNS = (
     "tokens/\nforward",
     "text",
 )
-LEFT_OUT = (
-    (92, ()),
-    (76, (2,)),
-    (0, (2, 6, 7)),
-)  # of these columns, by the width of the screen: the lines above say it too
-NARROWEST = 36  # columns of a text that stands beside others
-WIDEST = 26  # of a list's first column, where the screen is narrow
+# Columns that a narrow screen lacks, by its least width; the line under each text has their figures too.
+OMITTED = ((92, ()), (76, (2,)), (0, (2, 6, 7)))
+MIN_TEXT_WIDTH = 36  # of a text beside others
+MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 
 
-def comparison_table(compared: Sequence[Compared], width: int) -> Table:
-    """A row for each strategy, in so many columns of a screen as there are."""
+def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
+    """One row per strategy, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     rows = [[strategy.name, *_cells(strategy, run, comparison)] for strategy, run, comparison in compared]
-    left_out = next(places for least, places in LEFT_OUT if width >= least)
-    for place, heading in enumerate(COLUMNS):
-        if place not in left_out:
-            longest = max(len(word) for text in (heading, *(row[place] for row in rows)) for word in text.split())
-            table.add_column(heading, justify="left" if place in (0, 8) else "right", min_width=longest)
+    omitted = next(columns for least_width, columns in OMITTED if width >= least_width)
+    for index, heading in enumerate(COLUMNS):
+        if index not in omitted:
+            longest = max(len(word) for text in (heading, *(row[index] for row in rows)) for word in text.split())
+            table.add_column(heading, justify="left" if index in (0, 8) else "right", min_width=longest)
     for (strategy, _, _), row in zip(compared, rows, strict=True):
         cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
-        table.add_row(*(cell for place, cell in enumerate(cells) if place not in left_out))
+        table.add_row(*(cell for index, cell in enumerate(cells) if index not in omitted))
     return table
 
 
@@ -67,19 +67,17 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
     ]
 
 
-def table_of(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
-    """Rows under headings. On a narrow screen cells are broken between words; on one where that will not do, each row is a list."""
+def headed_table(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """Rows under headings. A narrow screen breaks cells between words; a very narrow one gets each row as a list."""
     shown = [[visible(cell) for cell in row] for row in rows]
     columns = list(zip(headings, *shown, strict=True))
     least = [max(cell_len(word) for text in texts for word in text.split() or [""]) for texts in columns]
     gap = next((gap for gap in (2, 1) if sum(least) + gap * len(least) <= width), None)
     if gap is None:
-        return list_of([pair for row in shown for pair in ((" ", ""), *zip(headings, row, strict=True))][1:], width)
+        return list_table([pair for row in shown for pair in ((" ", ""), *zip(headings, row, strict=True))][1:], width)
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     left = width - sum(least) - gap * len(least)
-    for heading, texts, size in zip(
-        headings, columns, least, strict=True
-    ):  # rich would take from words to give to others
+    for heading, texts, size in zip(headings, columns, least, strict=True):  # rich would break words of some columns
         more = min(left, max(map(cell_len, texts)) - size)
         left -= more
         table.add_column(heading, overflow="fold", width=size + more)
@@ -88,23 +86,20 @@ def table_of(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: in
     return table
 
 
-def list_of(rows: Sequence[tuple[str, ...]], width: int) -> Table:
-    """Lines in columns, the first one bold, and no wider than leaves room for the others."""
+def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """Rows without headings. The first column is bold and leaves room for the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for place in range(max(map(len, rows), default=0)):
-        table.add_column(
-            style="bold" if place == 0 else "",
-            overflow="fold",
-            max_width=max(WIDEST, width // 3) if place == 0 else None,
-        )
+    for index in range(max(map(len, rows), default=0)):
+        max_width = None if index else max(MAX_FIRST_WIDTH, width // 3)
+        table.add_column(style="" if index else "bold", overflow="fold", max_width=max_width)
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table
 
 
-def texts_beside(columns: Sequence[Column], width: int, mark: str) -> Iterator[Table]:
-    """Texts beside each other, as many as there is room for, the rest below; behind the mark a text leaves the target's."""
-    beside = max(1, min(len(columns), width // NARROWEST))
+def side_by_side(columns: Sequence[Column], width: int, marker: str) -> Iterator[Table]:
+    """Tables of as many texts as fit side by side. The marker precedes the part that differs from the target's text."""
+    beside = max(1, min(len(columns), width // MIN_TEXT_WIDTH))
     for first in range(0, len(columns), beside):
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=True)
         shown = columns[first : first + beside]
@@ -112,10 +107,10 @@ def texts_beside(columns: Sequence[Column], width: int, mark: str) -> Iterator[T
             table.add_column(
                 Text(", ".join(column.names) + "\n").append(column.about, "dim not bold"), ratio=1, overflow="fold"
             )
-        table.add_row(*(_marked(column, mark) for column in shown))
+        table.add_row(*(_marked(column, marker) for column in shown))
         yield table
 
 
-def _marked(column: Column, mark: str) -> Text:
+def _marked(column: Column, marker: str) -> Text:
     text = Text(visible(column.text))
-    return text.append(mark + visible(column.other), "bold") if column.other else text
+    return text.append(marker + visible(column.other), "bold") if column.other else text

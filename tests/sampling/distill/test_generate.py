@@ -1,4 +1,4 @@
-"""What a target writes for a distillation: conversations, whose each token is, and what the target saw."""
+"""The text that a target generates for training: conversations, the source of each token, and the features."""
 
 import random
 
@@ -8,113 +8,107 @@ from tiny import tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sampling.distill.chat_script import ANSWERED, ASKED, FORCED, Script, Speaker
-from sampling.distill.generate import Writer, inverted
+from sampling.distill.chat_script import ANSWER, QUESTION, TEMPLATE, Conversation, Script
+from sampling.distill.generate import PageGenerator, sample_by_inversion
 from sampling.distill.prompts import openings
-from utils.decode.model_session import hidden_features
+from utils.decode.model_info import hidden_features
 from utils.engine import attention
 
 LAYERS = (1, -1)
 
 
-def page_of(model, *, seed=0, rows=6, length=40, asked=()):
-    tokenizer = tiny_tokenizer(model.config.vocab_size)
-    script = Script.of(tokenizer, frozenset({tokenizer.eos_token_id}), list(asked))
-    return Writer(model, script, LAYERS, rows=rows, length=length).write(seed, asked=bool(asked)), script, tokenizer
+def script_of(tokenizer, questions=()):
+    return Script.from_tokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), list(questions))
 
 
-def test_a_page_is_what_the_target_says_and_saw():
-    """Features are those of one whole forward over each row, greedy rows hold the target's own choices, forced tokens are told apart."""
+def page_of(model, *, seed=0, length=40, questions=()):
+    script = script_of(tiny_tokenizer(model.config.vocab_size), questions)
+    generator = PageGenerator(model, script, LAYERS, rows=6, length=length)
+    return generator.generate(seed, complete=bool(questions)), script
+
+
+def test_a_page_matches_the_target():
+    """Features equal those of one forward pass per row, and greedy answers consist of the target's likeliest tokens."""
     model = tiny_llama(vocab_size=300)
-    page, script, _ = page_of(model, length=90, asked=["Why?"])
+    page, script = page_of(model, length=90, questions=["Why?"])
     with torch.no_grad():
         output = model(input_ids=page.tokens.long(), output_hidden_states=True)
     assert torch.allclose(page.features.float(), hidden_features(output, LAYERS), atol=0.05, rtol=0.02)
-    assert not page.own[:, : len(script.head)].any()
-    assert page.tokens[:, : len(script.head)].tolist() == [list(script.head)] * 6
-    greedy = (page.answers & (page.warmths == 0)[:, None])[:, 1:]
+    assert not page.generated[:, : len(script.prefix)].any()
+    assert page.tokens[:, : len(script.prefix)].tolist() == [list(script.prefix)] * 6
+    greedy = (page.answers & (page.temperatures == 0)[:, None])[:, 1:]
     assert greedy.any() and torch.equal(output.logits.argmax(-1)[:, :-1][greedy], page.tokens[:, 1:].long()[greedy])
 
 
-def test_the_same_seed_writes_the_same_page():
+def test_a_seed_determines_the_page():
     model = tiny_llama(vocab_size=300)
     assert torch.equal(page_of(model, seed=3)[0].tokens, page_of(model, seed=3)[0].tokens)
     assert not torch.equal(page_of(model, seed=3)[0].tokens, page_of(model, seed=4)[0].tokens)
 
 
-def test_the_template_speaks_between_the_turns():
+def test_the_template_is_inserted_between_turns():
     tokenizer = tiny_tokenizer()
-    script = Script.of(tokenizer, frozenset({tokenizer.eos_token_id}), [])
-    end = tokenizer.eos_token_id
-    speaker = Speaker(script, 0.0, ())
-    said = [
-        speaker.next(token)
-        for token in [0] * len(script.head) + [65, 66, end] + [0] * (len(script.to_answer) - 1) + [67, end]
-    ]
-    assert "".join(tokenizer.decode([token for token, _ in said])) == (
+    script, end = script_of(tokenizer), tokenizer.eos_token_id
+    conversation = Conversation(script, 0.0, ())
+    sampled = [0] * len(script.prefix) + [65, 66, end] + [0] * (len(script.answer_prefix) - 1) + [67, end]
+    row = [conversation.next_token(token) for token in sampled]
+    assert "".join(tokenizer.decode([token for token, _ in row])) == (
         "<|im_start|>system\nYou are a tiny model<|im_end|>\n<|im_start|>user\n"
         + tokenizer.decode([65, 66]) + "<|im_end|>\n<|im_start|>assistant\n" + tokenizer.decode([67]) + "<|im_end|>"
     )  # fmt: skip
-    assert [(token, voice) for token, voice in said if voice] == [
-        (65, ASKED),
-        (66, ASKED),
-        (67, ANSWERED),
-        (end, ANSWERED),
+    assert [(token, source) for token, source in row if source != TEMPLATE] == [
+        (65, QUESTION),
+        (66, QUESTION),
+        (67, ANSWER),
+        (end, ANSWER),
     ]
-    assert speaker.temperature > 0 and tokenizer.decode(speaker.forced) == "\n<|im_start|>user\n"
+    assert conversation.temperature > 0 and tokenizer.decode(conversation.inserted) == "\n<|im_start|>user\n"
 
 
-def test_whole_questions_are_asked_and_answered():
-    page, script, tokenizer = page_of(tiny_llama(vocab_size=300), length=70, asked=["Why?"])
-    start = [*script.head, *tokenizer("Why?")["input_ids"], *script.to_answer]
+def test_complete_questions_are_answered():
+    page, script = page_of(tiny_llama(vocab_size=300), length=70, questions=["Why?"])
+    start = [*script.prefix, *script.encode("Why?"), *script.answer_prefix]
     assert page.tokens[:, : len(start)].tolist() == [start] * 6
-    assert not page.own[:, : len(start)].any() and page.own[:, len(start)].all()
+    assert not page.generated[:, : len(start)].any() and page.generated[:, len(start)].all()
 
 
-def test_openings_are_of_every_kind_and_about_many_things():
-    """A group in six opens freely, two ask, two request, one is about code; a thousand rows repeat few."""
-    script = Script.of(tiny_tokenizer(), frozenset({0}), [])
-    chance = random.Random(0)
-    drawn = [script.opening(chance) for _ in range(1000)]
-    code = {script.ids(text) for text in openings()[-1]}
-    assert (
-        120 < sum(ids in code for ids in drawn) < 240 and sum(ids == () for ids in drawn) > 8 and len(set(drawn)) > 700
-    )
+def test_openings_cover_all_groups_and_many_subjects():
+    """Of six groups one is open-ended, two are questions, two are requests and one is code; few openings repeat."""
+    script, rng = script_of(tiny_tokenizer()), random.Random(0)
+    drawn = [script.draw_opening(rng) for _ in range(1000)]
+    code = {script.encode(text) for text in openings()[-1]}
+    assert 120 < sum(ids in code for ids in drawn) < 240
+    assert sum(ids == () for ids in drawn) > 8 and len(set(drawn)) > 700
     assert not any("{" in text or text != text.strip() for group in openings()[1:] for text in group)
 
 
-def test_drawing_by_blocks_follows_the_law():
-    """400,000 draws against the law, of more than one block and not a whole number of them; false alarm 1e-6 (chi square)."""
+def test_sampling_by_inversion_follows_the_distribution():
+    """Chi-square over 400,000 samples and three blocks, the last one incomplete; false alarm probability 1e-6."""
     torch.manual_seed(0)
     logits, count = torch.randn(1, 600) * 2, 400_000
-    drawn = torch.cat([inverted(logits.expand(4000, -1).clone(), torch.rand(4000, 1)) for _ in range(count // 4000)])
+    drawn = [sample_by_inversion(logits.expand(4000, -1).clone(), torch.rand(4000, 1)) for _ in range(count // 4000)]
     expected = torch.softmax(logits[0].double(), -1) * count
-    surprise = ((torch.bincount(drawn, minlength=600) - expected) ** 2 / expected).sum()
-    assert surprise < 599 + 4.9 * (2 * 599) ** 0.5 + 10
-    ends = inverted(logits.expand(2, -1).clone(), torch.tensor([[0.0], [1.0]]))
-    assert ends.tolist()[0] == 0 and ends.tolist()[1] == 599
+    statistic = ((torch.bincount(torch.cat(drawn), minlength=600) - expected) ** 2 / expected).sum()
+    assert statistic < 599 + 4.9 * (2 * 599) ** 0.5 + 10
+    assert sample_by_inversion(logits.expand(2, -1).clone(), torch.tensor([[0.0], [1.0]])).tolist() == [0, 599]
 
 
-def test_a_model_without_a_template_just_writes():
+def test_a_model_without_a_template_generates_text():
     tokenizer = tiny_tokenizer(chat=False)
-    script = Script.of(tokenizer, frozenset({tokenizer.eos_token_id}), [])
-    speaker = Speaker(script, 0.7, ())
-    first = tokenizer.bos_token_id
-    assert [speaker.next(9) for _ in range(3)] == [(first, FORCED), (9, ANSWERED), (9, ANSWERED)]
-    assert speaker.next(tokenizer.eos_token_id) == (tokenizer.eos_token_id, ANSWERED) and speaker.next(9) == (
-        first,
-        FORCED,
-    )
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    conversation = Conversation(script_of(tokenizer), 0.7, ())
+    row = [conversation.next_token(token) for token in (9, 9, 9, end, 9)]
+    assert row == [(start, TEMPLATE), (9, ANSWER), (9, ANSWER), (end, ANSWER), (start, TEMPLATE)]
 
 
 @pytest.mark.parametrize("name", ["refuses", "row_invariant"])
-def test_attention_of_a_kind_that_heads_cannot_share_is_left_as_it_is(monkeypatch, name):
+def test_unsupported_attention_stays_as_it_is(monkeypatch, name):
     def refuses(*args, **kwargs):
-        raise NotImplementedError("its attention has a cap, a sink or a bias")
+        raise NotImplementedError("soft-capping, attention sinks or a bias")
 
     AttentionInterface.register("refuses", refuses)
     AttentionMaskInterface.register("refuses", sdpa_mask)
     monkeypatch.setattr(attention, "NAME", name)
     model = tiny_llama(vocab_size=300)
-    page, _, _ = page_of(model, length=70, asked=["Why?"])
-    assert model.config._attn_implementation == ("sdpa" if name == "refuses" else name) and page.own.any()
+    page, _ = page_of(model, length=70, questions=["Why?"])
+    assert model.config._attn_implementation == ("sdpa" if name == "refuses" else name) and page.generated.any()

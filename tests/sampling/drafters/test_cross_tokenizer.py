@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from fakes import records_of, screen, tiny_pair, workbench
+from fakes import open_session, records_of, screen, tiny_pair
 from tiny import tiny_llama, tiny_sliding, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sampling.drafters.cross_tokenizer import TranslatedDrafter, Translation
+from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Translation
 from utils.decode.model_session import ModelSession
 from utils.repl.runner import Verdict
 
@@ -45,9 +45,9 @@ def pair_of(drafter, ours, theirs, target=None):
 
 def runs(pair, folder, *lines):
     """What every strategy made of the last line, by name; each text must be the target's."""
-    bench = workbench(screen(), pair, folder / "r.jsonl")
+    session = open_session(screen(), pair, folder / "r.jsonl")
     for line in ("/length 20", "/gamma 4", *lines):
-        assert bench.handle(line) is Verdict.DONE, line
+        assert session.handle(line) is Verdict.DONE, line
     found = {record["strategy"]: record for record in records_of(folder / "r.jsonl")}
     assert all(record["same_as_target"] for record in found.values())
     return found
@@ -91,7 +91,7 @@ def test_what_it_read_before_is_not_computed_again(monkeypatch):
         lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     opened = lambda: ModelSession(drafter)  # noqa: E731
-    translated = TranslatedDrafter(opened, Translation(word_tokenizer(), word_tokenizer(7)), WORDS)
+    translated = CrossTokenizerDrafter(opened, Translation(word_tokenizer(), word_tokenizer(7)), WORDS)
     context = list(range(5, 45))
     translated.begin(context, context)
     first = translated.propose(context, 3).tokens
@@ -103,9 +103,9 @@ def test_what_it_read_before_is_not_computed_again(monkeypatch):
 
 def test_it_cannot_run_alone(tmp_path):
     view = screen()
-    bench = workbench(view, pair_of(tiny_llama(3, vocab_size=WORDS), word_tokenizer(), word_tokenizer(7)))
+    session = open_session(view, pair_of(tiny_llama(3, vocab_size=WORDS), word_tokenizer(), word_tokenizer(7)))
     for line in ("/speculative off", "/drafter on", "w1 w2"):
-        bench.handle(line)
+        session.handle(line)
     assert "its tokenizer is not the target's" in view.take()[1]
 
 
@@ -113,7 +113,7 @@ def test_drafts_that_were_worked_out_and_could_not_be_said_are_told(monkeypatch)
     pair = pair_of(tiny_llama(3, vocab_size=300), tiny_tokenizer(chat=False), tiny_tokenizer(chat=False, shift=1))
     smile = pair.drafter_tokenizer("é🙂")["input_ids"]
     translation = Translation(pair.tokenizer, pair.drafter_tokenizer)
-    drafter = TranslatedDrafter(lambda: ModelSession(pair.drafter), translation, 300)
+    drafter = CrossTokenizerDrafter(lambda: ModelSession(pair.drafter), translation, 300)
     monkeypatch.setattr(drafter, "_likeliest", lambda heard, count: smile[:-1])
     context = pair.tokenizer("a")["input_ids"]
     drafter.begin(context, context)

@@ -12,15 +12,16 @@ from toys import decoding
 
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
 from sampling.distill.generate import Page
-from sampling.distill.loss import HeadStudent
-from utils.comparison.model_drafters import free_drafter, loaded_drafter
-from utils.comparison.strategies import Job
+from sampling.distill.students import HeadStudent
+from utils.comparison.job import Job
 from utils.config.settings import Settings
-from utils.decode.model_session import ModelSession, hidden_features
+from utils.decode.model_info import hidden_features
+from utils.decode.model_session import ModelSession
 from utils.engine import Engine
 from utils.engine.module_swap import EngineLinear
 from utils.errors import UserError
 from utils.metrics.results import acceptance_of, tokens_of
+from utils.pairs.drafter_kinds import free_drafter, loaded_drafter
 
 PROMPT = [3, 1, 4, 1, 5]
 SIZE = 8  # a vocabulary so small that random drafts are often right
@@ -51,7 +52,7 @@ def test_drafting_computes_what_training_computed(known):
     page = Page(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
     student = HeadStudent(model.head, model.embed, model.rows.weight, model.vocabulary)
     model.head.config._attn_implementation = "sdpa"
-    unrolled = [guesses.states @ guesses.rows.T for guesses in student.guesses(page, 3)]
+    unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
     model.head.config._attn_implementation = "row_invariant"
     session = HeadSession(model)
     session.begin(tokens[: known + 1])

@@ -1,4 +1,4 @@
-"""/audit: what it finds on honest models, and that it notices models and strategies that are not."""
+"""/audit: honest models pass, and models and strategies that are not deterministic are detected."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, records_of, tiny_pair, with_speculative, workbench
+from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_mamba
 
-import infer
-from utils.comparison.strategies import Job, Strategy
+from utils.commands.experiments.audit import EQUAL_TEXTS
+from utils.commands.experiments.lossless import NO_DIFFERENCE
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.repl.runner import Verdict
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, tiny_pair(kind=kind, chat=False), records=file)
-    record = checked(bench, file, "/processor multinomial 0.9", "/beams 2", "/gamma 6", "/audit 3")
+    session = open_session(view, tiny_pair(kind=kind, chat=False), records=file)
+    record = checked(session, file, "/processor multinomial 0.9", "/beams 2", "/gamma 6", "/audit 3")
     assert record["record"] == "audit" and record["finished"] and record["prompt"].startswith("Repeat this list")
     rows = {row["mode"]: row for row in record["findings"]}
     assert list(rows) == ["repeat", "order", "width", "prefix", "batch"]
@@ -27,117 +29,110 @@ def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> N
     for mode in ("width", "prefix", "batch"):
         assert rows[mode]["largest_logit_difference"] < 1e-3 and rows[mode]["argmax_flips"] == 0
         assert rows[mode]["positions"] >= 3
-    results, messages = view.take()
-    assert (
-        "Deterministic (float32, cpu)" in results
-        and "n-gram assisted and target-only texts are the same under greedy" in results
-    )
-    assert "6 runs of " in results
     assert rows["width"]["widest_window"] == 7
-    assert "width: 3 places" in messages
+    deterministic, promise = record["conclusion"]
+    assert "float32, cpu" in deterministic and "6 runs" in deterministic and EQUAL_TEXTS in promise
+    assert "width: 3 " in view.take()[1]
 
 
-def test_an_audit_works_on_the_last_prompt_and_takes_wide_windows(view: Screen, tmp_path: Path) -> None:
+def test_an_audit_uses_the_last_prompt_and_the_widest_verify_pass(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    record = checked(workbench(view, records=file), file, "/length 3", "Hi", "/gamma 40", "/audit 1")
+    record = checked(open_session(view, records=file), file, "/length 3", "Hi", "/gamma 40", "/audit 1")
     assert record["prompt"] == "Hi" and record["findings"][2]["unique_outputs"] == 1
     assert record["findings"][2]["widest_window"] == 41
 
 
-def test_a_model_that_is_not_deterministic_is_told(view: Screen, tmp_path: Path) -> None:
+def test_a_model_that_is_not_deterministic_is_detected(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.target = Restless(pair.target, by_call=0.4)
-    record = checked(workbench(view, pair, records=file), file, "/audit 4")
+    record = checked(open_session(view, pair, records=file), file, "/audit 4")
     rows = {row["mode"]: row for row in record["findings"]}
     assert rows["repeat"]["unique_outputs"] > 1
-    assert record["conclusion"] == [
-        "Not deterministic (float32, cpu): the same run gave different texts (repeat, order), so no equality can be promised."
-    ]
+    (conclusion,) = record["conclusion"]
+    assert conclusion.startswith("Not deterministic") and "(repeat, order)" in conclusion
 
 
-def test_windows_that_flip_choices_are_told(view: Screen, tmp_path: Path) -> None:
+def test_verify_widths_that_flip_choices_are_detected(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.target = Restless(pair.target, by_rows=0.5)
-    record = checked(workbench(view, pair, records=file), file, "/audit 4")
+    record = checked(open_session(view, pair, records=file), file, "/audit 4")
     width = next(row for row in record["findings"] if row["mode"] == "width")
     assert width["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
     assert width["argmax_flips"] > 0 and width["unique_outputs"] > 1
     flips = sum(row["argmax_flips"] for row in record["findings"] if row["mode"] in ("width", "prefix"))
-    assert f"and flipped {flips} of " in record["conclusion"][1] and "texts can part" in record["conclusion"][1]
+    assert f"flipped {flips} of " in record["conclusion"][1] and EQUAL_TEXTS not in record["conclusion"][1]
 
 
-def test_a_strategy_whose_text_depends_on_who_ran_before_is_told(view: Screen, tmp_path: Path) -> None:
+def test_a_strategy_whose_text_depends_on_the_order_of_runs_is_detected(view: Screen, tmp_path: Path) -> None:
     file, ran = tmp_path / "runs.jsonl", ["target"]
 
-    def spoilt(row: Strategy, job: Job) -> Any:
+    def depends_on_order(row: Strategy, job: Job) -> Any:
         before, ran[0] = ran[0], row.name
         yield from row.steps(replace(job, settings=replace(job.settings, seed=7 if before == "speculative" else 8)))
 
-    rows = tuple(replace(row, steps=partial(spoilt, row)) for row in infer.STRATEGIES[:3])
-    record = checked(workbench(view, records=file, strategies=rows), file, "/processor multinomial 1.5", "/audit 6")
+    rows = tuple(replace(row, steps=partial(depends_on_order, row)) for row in STRATEGIES[:3])
+    record = checked(open_session(view, records=file, strategies=rows), file, "/processor multinomial 1.5", "/audit 6")
     repeat, order = record["findings"][:2]
     assert repeat["unique_outputs"] == 1 < order["unique_outputs"]
-    assert "different texts (order)" in record["conclusion"][0]
+    assert "(order)" in record["conclusion"][0]
 
 
 @pytest.mark.parametrize(("mode", "move"), [("batch", {"by_batch": 0.5}), ("prefix", {"by_cache": 0.5})])
-def test_batches_and_caches_that_move_logits_are_told(
+def test_batches_and_caches_that_move_logits_are_detected(
     mode: str, move: dict[str, float], view: Screen, tmp_path: Path
 ) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.target = Restless(pair.target, **move)
-    record = checked(workbench(view, pair, records=file), file, "/audit 2")
+    record = checked(open_session(view, pair, records=file), file, "/audit 2")
     rows = {row["mode"]: row for row in record["findings"]}
     assert rows[mode]["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
     assert rows["repeat"]["unique_outputs"] == 1
 
 
-def test_strategies_that_are_refused_are_left_out_and_the_others_checked(view: Screen, tmp_path: Path) -> None:
+def test_refused_strategies_are_left_out_and_the_others_checked(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair(drafter=False)
     pair.target = tiny_mamba(seed=0, vocab_size=300)
-    bench = workbench(view, pair, records=file)
-    record = checked(bench, file, "/audit 1")
+    session = open_session(view, pair, records=file)
+    record = checked(session, file, "/audit 1")
     assert record["findings"][0]["unique_by_strategy"] == {"target": 1}
-    assert "repeat: ngram left out." in view.take()[1]
-    bench.handle("/length 2")
-    bench.handle("Hello")
-    record = checked(bench, file, "/lossless 5")
+    assert "repeat: ngram left out" in view.take()[1]
+    session.handle("/length 2")
+    session.handle("Hello")
+    record = checked(session, file, "/lossless 5")
     assert [row["strategy"] for row in record["findings"]] == ["target"]
-    assert "ngram: left out." in view.take()[1]
-    record = checked(bench, file, "/cache off", "/audit 1")
+    assert "ngram: left out" in view.take()[1]
+    record = checked(session, file, "/cache off", "/audit 1")
     assert "width" in [row["mode"] for row in record["findings"]]
 
 
-def test_without_a_strategy_there_is_nothing_to_check(view: Screen) -> None:
-    bench = workbench(view)
+def test_without_an_enabled_strategy_there_is_nothing_to_check(view: Screen) -> None:
+    session = open_session(view)
     for line in ("/length 1", "Hello", "/speculative off", "/ngram off", "/target off"):
-        bench.handle(line)
+        session.handle(line)
     view.take()
     for line in ("/audit 1", "/lossless 1"):
-        assert bench.handle(line) is Verdict.FAILED
-        assert "No strategy is left to run" in view.take()[1]
-    bench.handle("/beams 2")
+        assert session.handle(line) is Verdict.FAILED
+        assert "/target on" in view.take()[1]
+    session.handle("/beams 2")
     view.take()
-    assert bench.handle("/lossless 1") is Verdict.FAILED
-    assert "beam search draws nothing" in view.take()[1]
+    assert session.handle("/lossless 1") is Verdict.FAILED
+    assert "beam search" in view.take()[1]
 
 
-def test_a_recurrent_target_is_audited_as_far_as_it_goes(view: Screen, tmp_path: Path) -> None:
+def test_a_recurrent_target_is_audited_without_the_modes_that_rewind(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair(drafter=False)
     pair.target = tiny_mamba(seed=0, vocab_size=300)
-    bench = workbench(view, pair, records=file)
-    record = checked(bench, file, "/ngram off", "/audit 2")
+    session = open_session(view, pair, records=file)
+    record = checked(session, file, "/ngram off", "/audit 2")
     assert [row["mode"] for row in record["findings"]] == ["repeat", "order", "batch"]
     assert all(row["unique_outputs"] == 1 for row in record["findings"])
     messages = view.take()[1]
-    assert (
-        "width: left out." in messages and "prefix: left out." in messages and "behind its recurrent state" in messages
-    )
-    record = checked(bench, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 60")
-    assert [row["verdict"] for row in record["findings"]] == ["no difference seen"]
+    assert "width: left out" in messages and "prefix: left out" in messages and "recurrent" in messages
+    record = checked(session, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 60")
+    assert [row["verdict"] for row in record["findings"]] == [NO_DIFFERENCE]
 
 
-def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path) -> None:
+def test_an_interrupted_report_keeps_its_findings(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     calls: list[int] = []
 
@@ -145,19 +140,17 @@ def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path)
         calls.append(1)
         if len(calls) > 7:
             raise KeyboardInterrupt
-        yield from infer.STRATEGIES[2].steps(job)
+        yield from STRATEGIES[2].steps(job)
 
-    bench = workbench(view, records=file, strategies=with_speculative(tiring))
-    assert bench.handle("/audit 4") is Verdict.INTERRUPTED
+    session = open_session(view, records=file, strategies=with_speculative(tiring))
+    assert session.handle("/audit 4") is Verdict.INTERRUPTED
     record = records_of(file)[-1]
-    assert [(row["mode"], row["trials"]) for row in record["findings"]] == [("repeat", 4), ("order", 3)] and not record[
-        "finished"
-    ]
-    assert "Interrupted; what was finished:" in view.take()[1]
-    assert bench.handle("/gamma 3") is Verdict.DONE
+    assert [(row["mode"], row["trials"]) for row in record["findings"]] == [("repeat", 4), ("order", 3)]
+    assert not record["finished"]
+    assert session.handle("/gamma 3") is Verdict.DONE
     calls.clear()
-    bench.handle("Hi")
-    assert bench.handle("/lossless 20") is Verdict.INTERRUPTED
+    session.handle("Hi")
+    assert session.handle("/lossless 20") is Verdict.INTERRUPTED
     assert [(row["strategy"], row["draws"]) for row in records_of(file)[-1]["findings"]] == [("speculative", 6)]
 
 
@@ -172,5 +165,5 @@ def test_an_interrupted_report_keeps_what_it_found(view: Screen, tmp_path: Path)
     ],
 )
 def test_bad_input_is_one_sentence(line: str, said: str, view: Screen) -> None:
-    assert workbench(view).handle(line) is Verdict.FAILED
+    assert open_session(view).handle(line) is Verdict.FAILED
     assert view.take()[1] == said + "\n"

@@ -1,12 +1,12 @@
-"""Ten thousand lines of nonsense: none ends the session, shows a traceback or leaves a setting that could not have been typed."""
+"""Ten thousand random lines: none ends the session, shows a traceback or leaves an invalid setting."""
 
 import random
 
 import pytest
-from fakes import screen, tiny_pair, workbench
+from fakes import open_session, screen, tiny_pair
 
 from utils.commands import default_registry
-from utils.config.settings import changed, setting_fields, shown
+from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
@@ -86,7 +86,7 @@ WORDS = (
 
 
 def line(chance: random.Random, names: list[str]) -> str:
-    """A command, nearly a command, or anything."""
+    """A command, a misspelt command, or anything else."""
     kind = chance.random()
     if kind < 0.6:
         name = chance.choice(names)
@@ -106,7 +106,7 @@ def line(chance: random.Random, names: list[str]) -> str:
 
 
 def text(chance: random.Random) -> str:
-    """A prompt of any characters, and of words that mean something elsewhere."""
+    """A prompt of arbitrary characters and a word that has a meaning in commands."""
     letters = (
         chr(chance.choice([chance.randrange(128), chance.randrange(0x110000)])) for _ in range(chance.randrange(1, 12))
     )
@@ -116,27 +116,27 @@ def text(chance: random.Random) -> str:
 @pytest.mark.parametrize("seed", range(9))
 def test_a_thousand_command_lines(seed: int) -> None:
     chance, view, registry = random.Random(seed), screen(), default_registry()
-    bench = workbench(view, tiny_pair(), load=load_pair)
+    session = open_session(view, tiny_pair(), load=load_pair)
     names = [command.name for command in registry if command.name not in SLOW]
     for _ in range(1000):
         typed = line(chance, names)
-        verdict = bench.handle("/length 1") and bench.handle(typed)
+        verdict = session.handle("/length 1") and session.handle(typed)
         said = "".join(view.take())
         assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
         for entry in setting_fields().values():
-            value = shown(bench.settings, entry)
-            assert changed(bench.settings, entry, value, bench._limits) == bench.settings, (typed, entry.name, value)
-    assert bench.handle("/gamma 2") is Verdict.DONE and bench.handle("hello") is Verdict.DONE
+            value = entry.show(session.settings)
+            assert entry.change(session.settings, value, session.limits) == session.settings, (typed, entry.name, value)
+    assert session.handle("/gamma 2") is Verdict.DONE and session.handle("hello") is Verdict.DONE
 
 
 def test_a_thousand_prompts() -> None:
     chance, view = random.Random(9), screen()
-    bench = workbench(view, tiny_pair())
+    session = open_session(view, tiny_pair())
     for setup in ("/length 1", "/speculative off", "/ngram off"):
-        bench.handle(setup)
+        session.handle(setup)
     for _ in range(1000):
         typed = text(chance)
-        verdict = bench.send(typed)
+        verdict = session.send(typed)
         out, said = view.take()
         assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
         assert "\x1b" not in out + said and "\x00" not in out + said
@@ -144,6 +144,6 @@ def test_a_thousand_prompts() -> None:
 
 def test_a_prompt_of_a_million_characters_is_refused_or_read() -> None:
     view = screen()
-    bench = workbench(view, tiny_pair(max_position_embeddings=512))
-    assert bench.send("a\u0301🙂" * 333_334) is Verdict.FAILED
+    session = open_session(view, tiny_pair(max_position_embeddings=512))
+    assert session.send("a\u0301🙂" * 333_334) is Verdict.FAILED
     assert "context of 512" in view.take()[1]

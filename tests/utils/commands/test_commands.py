@@ -1,18 +1,25 @@
-"""Every command: its value, its default, its bad inputs, each answered in one sentence that names what is allowed."""
+"""Commands: their values and defaults, and bad input, which gets one sentence that names what is allowed."""
+
+import re
 
 import pytest
-from fakes import Screen, tiny_pair, workbench
+from fakes import Screen, open_session, tiny_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 
-import infer
-from utils.commands import default_registry
-from utils.comparison.harness import Bench
+from utils.commands import CommandContext, default_registry
+from utils.commands.outcomes import ChangeSettings
+from utils.commands.settings import NO_EFFECT
+from utils.comparison.harness import Harness
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings, as_json
-from utils.config.value_types import Limits, ProcessorKind, StorageSpec
+from utils.config.value_types import Limits, ProcessorType, StorageSpec
+from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
-from utils.repl.repl_session import Workbench
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
+from utils.repl.session_settings import NO_TEMPLATE
 
 PAIR = tiny_pair()
 
@@ -23,11 +30,11 @@ def pair():
 
 
 @pytest.fixture
-def bench(pair, view: Screen) -> Workbench:
-    return workbench(view, pair)
+def session(pair, view: Screen) -> ReplSession:
+    return open_session(view, pair)
 
 
-def test_defaults_are_those_of_the_manual() -> None:
+def test_default_settings() -> None:
     assert as_json(Settings()) == {
         "speculative": True,
         "ngram": True,
@@ -57,13 +64,13 @@ def test_defaults_are_those_of_the_manual() -> None:
 
 
 @pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "chat", "reset_in_between"])
-def test_toggles_flip_and_take_on_and_off(name: str, bench: Workbench) -> None:
-    before = getattr(bench.settings, name)
-    assert bench.handle(f"/{name}") is Verdict.DONE
-    assert getattr(bench.settings, name) is not before
+def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -> None:
+    before = getattr(session.settings, name)
+    assert session.handle(f"/{name}") is Verdict.DONE
+    assert getattr(session.settings, name) is not before
     for word in ("on", "off", "ON"):
-        bench.handle(f"/{name} {word}")
-        assert getattr(bench.settings, name) is (word.lower() == "on")
+        session.handle(f"/{name} {word}")
+        assert getattr(session.settings, name) is (word.lower() == "on")
 
 
 @pytest.mark.parametrize(
@@ -90,132 +97,136 @@ def test_toggles_flip_and_take_on_and_off(name: str, bench: Workbench) -> None:
         ("/gamma\t7", "gamma", 7),
     ],
 )
-def test_good_values_are_taken(line: str, field: str, value: object, bench: Workbench) -> None:
-    assert bench.handle(line) is Verdict.DONE
-    assert getattr(bench.settings, field) == value
+def test_good_values_are_set(line: str, field: str, value: object, session: ReplSession) -> None:
+    assert session.handle(line) is Verdict.DONE
+    assert getattr(session.settings, field) == value
 
 
-BAD = [
-    ("/gamma abc", "'abc' is not a whole number; allowed: 0 to 63."),
-    ("/gamma 64", "64 is out of range: 0 to 63; the nearest is 63."),
-    ("/gamma -1", "the nearest is 0."),
-    ("/gamma 3.5", "not a whole number"),
-    ("/gamma 1_0", "not a whole number"),
-    ("/gamma ٣", "not a whole number"),
-    ("/gamma 4 5", "not a whole number"),
-    ("/length 0", "1 to 256; the nearest is 1"),
-    ("/length 257", "1 to 256; the nearest is 256"),
-    ("/seed -1", "0 to 4294967295"),
-    ("/seed 4294967296", "the nearest is 4294967295"),
-    ("/beams 17", "0 to 16"),
-    ("/top_k_filler 0", "1 to 64"),
-    ("/debug maybe", "choose one of on, off, full"),
-    ("/verify blok", "choose one of rejection, coupled, block. Did you mean block?"),
-    ("/speculative 1", "neither on nor off"),
-    ("/processor nuclues 0.8 0.9", "Did you mean nucleus?"),
-    ("/processor nucleus", "T 0 to 100, P above 0, at most 1"),
-    ("/processor nucleus 0.8", "for example: /processor nucleus 0.8 0.95"),
-    ("/processor nucleus 0.8 0", "top-p 0 is out of range"),
-    ("/processor nucleus 0.8 1.5", "top-p 1.5 is out of range"),
-    ("/processor nucleus nan 0.5", "'nan' is not a number"),
-    ("/processor multinomial inf", "'inf' is not a number"),
-    ("/processor multinomial 101", "temperature 101 is out of range: 0 to 100"),
-    ("/processor multinomial -1", "temperature -1 is out of range"),
-    ("/processor topk 1 0", "1 to 300; the nearest is 1"),
-    ("/processor topk 1 301", "the nearest is 300"),
-    ("/processor topk 1 2.5", "not a whole number"),
-    ("/processor greedy 1 2", "greedy takes [T]"),
-    ("/set_ngramstorage basic", "'basic N' or 'onelevel N'"),
-    ("/set_ngramstorage tree 3", "choose one of basic, onelevel"),
-    ("/set_ngramstorage onelvel 3", "Did you mean onelevel?"),
-    ("/set_ngramstorage basic 1", "2 to 16; the nearest is 2"),
-    ("/set_ngramstorage basic x", "not a whole number"),
-    ("/say", "give the text to send"),
-    ("/help gama", "the nearest is /gamma"),
-    ("/gama 3", "There is no command /gama; the nearest is /gamma."),
-    ("/xyzzy", "/help lists them"),
-    ("/", "There is no command /"),
-    ("/Gamma 3", "the nearest is /gamma"),
-    ("/ gamma 3", "There is no command /"),
-    ("/quit now", "/quit takes no argument; 'now' is one too many."),
-    ("/show gamma", "takes no argument"),
+# Each message names the bad value, the allowed range or the nearest valid name.
+BAD_LINES = [
+    ("/gamma abc", ("abc", "0 to 63")),
+    ("/gamma 64", ("64", "0 to 63")),
+    ("/gamma -1", ("-1", "0 to 63")),
+    ("/gamma 3.5", ("3.5", "0 to 63")),
+    ("/gamma 1_0", ("1_0", "0 to 63")),
+    ("/gamma ٣", ("٣", "0 to 63")),
+    ("/gamma 4 5", ("4 5", "0 to 63")),
+    ("/length 0", ("1 to 256",)),
+    ("/length 257", ("257", "1 to 256")),
+    ("/seed -1", ("-1", "0 to 4294967295")),
+    ("/seed 4294967296", ("4294967296", "0 to 4294967295")),
+    ("/beams 17", ("17", "0 to 16")),
+    ("/top_k_filler 0", ("1 to 64",)),
+    ("/debug maybe", ("maybe", "on, off, full")),
+    ("/verify blok", ("blok", "rejection, coupled, block")),
+    ("/speculative 1", ("1", "on", "off")),
+    ("/processor nuclues 0.8 0.9", ("nuclues", "nucleus?")),
+    ("/processor nucleus", ("T 0 to 100", "P above 0, at most 1")),
+    ("/processor nucleus 0.8", ("/processor nucleus 0.8 0.95",)),
+    ("/processor nucleus 0.8 0", ("top-p 0", "above 0")),
+    ("/processor nucleus 0.8 1.5", ("top-p 1.5", "at most 1")),
+    ("/processor nucleus nan 0.5", ("nan", "0 to 100")),
+    ("/processor multinomial inf", ("inf", "0 to 100")),
+    ("/processor multinomial 101", ("temperature 101", "0 to 100")),
+    ("/processor multinomial -1", ("temperature -1", "0 to 100")),
+    ("/processor topk 1 0", ("1 to 300",)),
+    ("/processor topk 1 301", ("301", "1 to 300")),
+    ("/processor topk 1 2.5", ("2.5", "1 to 300")),
+    ("/processor greedy 1 2", ("greedy", "[T]")),
+    ("/set_ngramstorage basic", ("basic N", "onelevel N", "2 to 16")),
+    ("/set_ngramstorage tree 3", ("tree", "basic, onelevel")),
+    ("/set_ngramstorage onelvel 3", ("onelvel", "onelevel?")),
+    ("/set_ngramstorage basic 1", ("1", "2 to 16")),
+    ("/set_ngramstorage basic x", ("x", "2 to 16")),
+    ("/say", ("/say",)),
+    ("/help gama", ("/gama", "/gamma")),
+    ("/gama 3", ("/gama", "/gamma")),
+    ("/xyzzy", ("/xyzzy", "/help")),
+    ("/", ("/help",)),
+    ("/Gamma 3", ("/Gamma", "/gamma")),
+    ("/ gamma 3", ("/help",)),
+    ("/quit now", ("/quit", "now")),
+    ("/show gamma", ("/show", "gamma")),
 ]
 
 
-@pytest.mark.parametrize(("line", "answer"), BAD)
-def test_bad_values_get_one_sentence_and_change_nothing(line: str, answer: str, bench: Workbench, view: Screen) -> None:
-    before = bench.settings
-    assert bench.handle(line) is Verdict.FAILED
+@pytest.mark.parametrize(("line", "parts"), BAD_LINES)
+def test_a_bad_line_gets_one_sentence_and_changes_nothing(
+    line: str, parts: tuple[str, ...], session: ReplSession, view: Screen
+) -> None:
+    before = session.settings
+    assert session.handle(line) is Verdict.FAILED
     results, messages = view.take()
-    assert bench.settings is before
-    assert results == "" and answer in messages and messages.count("\n") == 1
+    assert session.settings is before
+    assert results == "" and all(part in messages for part in parts), messages
+    assert messages.count("\n") == 1
     assert "Traceback" not in messages
 
 
 @pytest.mark.parametrize(
     "line", ["/processor", "/gamma", "/system ", "/seed", "/set_ngramstorage", "/length", "/beams"]
 )
-def test_a_command_without_its_value_shows_it(line: str, bench: Workbench, view: Screen) -> None:
+def test_a_command_without_a_value_shows_the_current_one(line: str, session: ReplSession, view: Screen) -> None:
     if line.startswith("/system"):
         line = "/system"
-    assert bench.handle(line) is Verdict.DONE
+    assert session.handle(line) is Verdict.DONE
     assert line.strip().removeprefix("/") in view.take()[1]
 
 
-def test_help_shows_every_command_with_its_current_value(bench: Workbench, view: Screen) -> None:
-    bench.handle("/gamma 9")
+def test_help_shows_every_command_with_its_current_value(session: ReplSession, view: Screen) -> None:
+    session.handle("/gamma 9")
     view.take()
-    bench.handle("/help")
+    session.handle("/help")
     text = view.take()[0]
     for command in default_registry():
         assert f"/{command.name}" in text
     assert next(line for line in text.splitlines() if line.startswith("/gamma")).split()[2] == "9"
 
 
-def test_help_of_one_command_and_show(bench: Workbench, view: Screen) -> None:
-    bench.handle("/help top_k_filler")
-    assert "target's top tokens" in view.take()[0]
-    bench.handle("/show")
+def test_help_of_one_command_and_show(session: ReplSession, view: Screen) -> None:
+    session.handle("/help top_k_filler")
+    assert "/top_k_filler" in view.take()[0]
+    session.handle("/show")
     text = view.take()[0]
     assert all(
         part in text for part in ("tiny-target", "tiny-drafter (model)", "cpu", "float32, ", "greedy", "256 tokens")
     )
 
 
-def test_chat_stays_off_without_a_template_and_says_so(view: Screen) -> None:
-    bench = workbench(view, tiny_pair(chat=False))
-    assert not bench.settings.chat
-    assert "no chat template" in view.take()[1]
-    bench.handle("/chat on")
-    assert not bench.settings.chat
-    assert "no chat template" in view.take()[1]
+def test_chat_stays_off_without_a_template(view: Screen) -> None:
+    session = open_session(view, tiny_pair(chat=False))
+    assert not session.settings.chat
+    assert NO_TEMPLATE in view.take()[1]
+    session.handle("/chat on")
+    assert not session.settings.chat
+    assert NO_TEMPLATE in view.take()[1]
 
 
-def test_a_setting_without_effect_says_so(bench: Workbench, view: Screen) -> None:
-    bench.handle("/system Be brief.")
-    assert "no effect" not in view.take()[1]
-    bench.handle("/chat off")
-    bench.handle("/system Be brief.")
-    assert "(no effect while /chat is off)" in view.take()[1]
+def test_a_setting_without_effect_is_reported(session: ReplSession, view: Screen) -> None:
+    session.handle("/system Be brief.")
+    assert NO_EFFECT.format("chat") not in view.take()[1]
+    session.handle("/chat off")
+    session.handle("/system Be brief.")
+    assert NO_EFFECT.format("chat") in view.take()[1]
 
 
 @pytest.mark.parametrize(
     "line", ["multinomial 0.123456789", "topk 100 2", "nucleus 1e-07 0.9999999", "topknucleus 33.333333333 7 0.1"]
 )
-def test_a_shown_processor_can_be_typed_again_without_loss(line: str) -> None:
-    kind = ProcessorKind()
+def test_a_shown_processor_is_parsed_without_loss(line: str) -> None:
+    kind = ProcessorType()
     value = kind.parse(line, None, Limits())
     assert kind.parse(kind.show(value), None, Limits()) == value
 
 
-def test_quit_and_clear(bench: Workbench) -> None:
-    assert bench.handle("/quit") is Verdict.QUIT
-    assert bench.handle("/clear") is Verdict.DONE
+def test_quit_and_clear(session: ReplSession) -> None:
+    assert session.handle("/quit") is Verdict.QUIT
+    assert session.handle("/clear") is Verdict.DONE
 
 
 @pytest.mark.parametrize("line", ["", "   ", "\t"])
-def test_blank_lines_do_nothing(line: str, bench: Workbench, view: Screen) -> None:
-    assert bench.handle(line) is Verdict.DONE
+def test_blank_lines_do_nothing(line: str, session: ReplSession, view: Screen) -> None:
+    assert session.handle(line) is Verdict.DONE
     assert view.take() == ("", "")
 
 
@@ -224,22 +235,23 @@ def test_blank_lines_do_nothing(line: str, bench: Workbench, view: Screen) -> No
     text=st.text(max_size=25),
     name=st.sampled_from([command.name for command in default_registry() if command.name != "save"] + [""]),
 )
-def test_no_argument_is_a_crash_or_leaves_a_bad_value(text: str, name: str) -> None:
-    """Random arguments to every command but the one that would write files of these names: an outcome or one sentence."""
-    from utils.commands import Situation
-    from utils.errors import UserError
-
-    registry, limits, bench = default_registry(), Limits(256, 300), Bench(PAIR, infer.STRATEGIES, infer.STORAGE, 300)
+def test_random_arguments_give_valid_settings_or_an_error(text: str, name: str) -> None:
+    """Every command except /save, which would write files with these names."""
+    registry, limits, harness = default_registry(), Limits(256, 300), Harness.of(PAIR, Settings())
     try:
-        outcome = registry.run(f"/{name} {text}", Situation(Settings(), registry, bench, limits))
+        outcome = registry.run(f"/{name} {text}", CommandContext(Settings(), registry, harness, limits))
     except UserError as error:
         assert str(error)
         return
-    changed = outcome.settings or Settings()
-    assert (
-        (changed.gamma is None or 0 <= changed.gamma <= 63)
-        and changed.drafter_kind
-        and 1 <= changed.length <= 256
-        and 1 <= changed.top_k_filler <= 64
-        and 0 <= changed.beams <= 16
-    )
+    for changed in (effect.settings for effect in outcome if isinstance(effect, ChangeSettings)):
+        assert changed.gamma is None or 0 <= changed.gamma <= 63
+        assert changed.drafter_kind
+        assert 1 <= changed.length <= 256
+        assert 1 <= changed.top_k_filler <= 64
+        assert 0 <= changed.beams <= 16
+
+
+def test_every_command_is_on_the_page() -> None:
+    page = (ROOT / "utils" / "commands" / "README.md").read_text(encoding="utf-8")
+    for command in default_registry():
+        assert re.search(rf"`/{command.name}[ `]", page), command.name

@@ -1,52 +1,53 @@
-"""What figures mean and came to, texts beside each other, and the fullest shelves of the storage."""
+"""Definitions and values of figures, texts side by side, and the most frequent n-grams."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from fakes import Screen, screen, tiny_pair, workbench
+from fakes import Screen, open_session, screen, tiny_pair
 from paths import ROOT
 
 from utils.comparison.glossary import FIGURES
 from utils.decode.steps import FinishReason
 from utils.metrics.results import Comparison, Generation
-from utils.repl.repl_session import Workbench
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.text import decode, visible
 
 README = ROOT / "README.md"
+PAGE = ROOT / "utils" / "commands" / "README.md"
 
 
 @pytest.fixture
-def ran(view: Screen) -> Workbench:
-    bench = workbench(view)
+def ran(view: Screen) -> ReplSession:
+    session = open_session(view)
     for line in ("/length 20", "/drafter on", "one two one two"):
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     view.take()
-    return bench
+    return session
 
 
 def test_every_figure_is_on_the_page() -> None:
-    page = " ".join(README.read_text(encoding="utf-8").replace("`", "").replace("\\|", "|").split())
+    page = " ".join(PAGE.read_text(encoding="utf-8").replace("`", "").replace("\\|", "|").split())
     for figure in FIGURES:
         assert f"| {figure.name} | {figure.meaning} |" in page, figure.name
 
 
-def test_the_pages_pictures_are_there() -> None:
-    named = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
-    assert len(named) == 2 and all((README.parent / name).stat().st_size > 5000 for name in named)
+def test_the_pictures_of_the_readme_exist() -> None:
+    names = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert names and all((README.parent / name).stat().st_size > 5000 for name in names)
 
 
-def test_fractions_are_those_of_the_runs(ran: Workbench, view: Screen) -> None:
-    shown = {figure.name: _told(ran, view, figure.name) for figure in FIGURES}
-    for strategy, run, comparison in ran._bench.last().compared:
+def test_fractions_match_the_runs(ran: ReplSession, view: Screen) -> None:
+    shown = {figure.name: _explained(ran, view, figure.name) for figure in FIGURES}
+    for strategy, run, comparison in ran.harness.last().compared:
         if strategy.drafts:
             assert shown["acceptance"][strategy.name] == f"{run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}"
             assert (
                 shown["drafts/round"][strategy.name] == f"{run.drafted}/{len(run.steps)} = {run.drafts_per_round:.1f}"
             )
-            assert shown["by place"][strategy.name].count("=") == min(6, len(run.accepted_by_position))
+            assert shown["by position"][strategy.name].count("=") == min(6, len(run.accepted_by_position))
         else:
             assert strategy.name not in shown["acceptance"] and strategy.name not in shown["declined"]
         forward = (
@@ -59,77 +60,74 @@ def test_fractions_are_those_of_the_runs(ran: Workbench, view: Screen) -> None:
             shown["tokens/s"][strategy.name] == f"{len(run.tokens)}/{run.seconds:.2f} s = {run.tokens_per_second:.1f}"
         )
         assert f"= {comparison.speedup:.2f}x" in shown["speed-up"][strategy.name]
-    assert shown["text"]["ngram"] == "20 of 20 tokens are the target's" and "of 20 tokens" in shown["text"]["drafter"]
+    assert "20 of 20" in shown["text"]["ngram"] and "of 20" in shown["text"]["drafter"]
     assert shown["p"] == {}
 
 
-def _told(bench: Workbench, view: Screen, name: str) -> dict[str, str]:
-    assert bench.handle(f"/explain {name}") is Verdict.DONE
+def _explained(session: ReplSession, view: Screen, name: str) -> dict[str, str]:
+    assert session.handle(f"/explain {name}") is Verdict.DONE
     rows, message = view.take()
     assert message == ""
-    (first, meaning), *told = (re.split(r"\s{2,}", row.strip(), maxsplit=1) for row in rows.splitlines())
+    (first, meaning), *values = (re.split(r"\s{2,}", row.strip(), maxsplit=1) for row in rows.splitlines())
     assert first == name and meaning == next(figure.meaning for figure in FIGURES if figure.name == name)
-    return {row[0]: row[1] for row in told}
+    return {row[0]: row[1] for row in values}
 
 
 def test_figures_without_a_denominator() -> None:
     empty = Generation((), 0.0, None, FinishReason.INTERRUPTED)
-    bench = workbench(screen(), tiny_pair())
-    for strategy in bench._bench.variants(bench.settings):
+    session = open_session(screen(), tiny_pair())
+    for strategy in session.harness.variants(session.settings):
         for figure in FIGURES:
-            told = figure.fraction(strategy, empty, Comparison())
-            assert "= -" in told or "=" not in told, (figure.name, told)
+            value = figure.fraction(strategy, empty, Comparison())
+            assert "= -" in value or "=" not in value, (figure.name, value)
 
 
 def test_explain_before_any_prompt_and_an_unknown_name(view: Screen) -> None:
-    bench = workbench(view)
-    assert bench.handle("/explain") is Verdict.DONE and "accepted drafts / drafts" in view.take()[0]
-    assert bench.handle("/explain acceptance") is Verdict.DONE
+    session = open_session(view)
+    assert session.handle("/explain") is Verdict.DONE
+    shown = view.take()[0]
+    assert all(figure.name in shown for figure in FIGURES)
+    assert session.handle("/explain acceptance") is Verdict.DONE
     view.take()
-    assert bench.handle("/explain c") is Verdict.DONE and "a draft (c)" in view.take()[0]
-    assert bench.handle("/explain aceptance") is Verdict.FAILED and "Did you mean acceptance?" in view.take()[1]
+    assert session.handle("/explain c") is Verdict.DONE and "(c)" in view.take()[0]
+    assert session.handle("/explain aceptance") is Verdict.FAILED and "acceptance?" in view.take()[1]
 
 
-def test_texts_stand_beside_each_other(ran: Workbench, view: Screen) -> None:
+def test_texts_are_shown_side_by_side(ran: ReplSession, view: Screen) -> None:
     assert ran.handle("/columns") is Verdict.DONE
     heading, about, *texts = view.take()[0].splitlines()
     assert heading.split() == ["target,", "speculative,", "ngram", "drafter"]
-    drafter, place = next(
-        (run, told.first_difference) for strategy, run, told in ran._bench.last().compared if strategy.name == "drafter"
-    )
-    assert place is not None and f"20 tokens, length, another from token {place + 1}" in about
+    compared = {strategy.name: (run, comparison) for strategy, run, comparison in ran.harness.last().compared}
+    drafter, position = compared["drafter"][0], compared["drafter"][1].first_difference
+    assert position is not None and "20 tokens, length" in about and str(position + 1) in about
     shared, whole = (
-        visible(decode(ran._pair.tokenizer, tokens)) for tokens in (drafter.tokens[:place], drafter.tokens)
+        visible(decode(ran.pair.tokenizer, tokens)) for tokens in (drafter.tokens[:position], drafter.tokens)
     )
     right = "".join(text[heading.index("drafter") :] for text in texts)
     assert "".join(right.split()) == "".join(f"{shared}»{whole[len(shared) :]}".split())
 
 
-def test_columns_that_have_no_room_go_below() -> None:
+def test_texts_that_do_not_fit_are_shown_below() -> None:
     view = screen(width=60)
-    bench = workbench(view)
+    session = open_session(view)
     for line in ("/length 8", "/drafter on", "one two"):
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     view.take()
-    assert bench.handle("/columns") is Verdict.DONE
+    assert session.handle("/columns") is Verdict.DONE
     shown = view.take()[0]
     assert "ngram" in shown.splitlines()[0] and "drafter" not in shown.splitlines()[0] and "drafter" in shown
     assert all(len(line.rstrip()) <= 60 for line in shown.splitlines())
-    assert workbench(view).handle("/columns") is Verdict.FAILED
+    assert open_session(view).handle("/columns") is Verdict.FAILED
 
 
-def test_the_most_used_n_grams(ran: Workbench, view: Screen) -> None:
+def test_the_most_frequent_n_grams(ran: ReplSession, view: Screen) -> None:
     assert ran.handle("/ngrams 5") is Verdict.DONE
     rows, message = view.take()
-    storage, tokenizer = ran._bench.memory.storage, ran._pair.tokenizer
-    counts = sorted((count for _, found in storage.contexts() for count in found.values()), reverse=True)
+    storage, tokenizer = ran.harness.state.storage, ran.pair.tokenizer
+    entries = [(count, (*prefix, token)) for prefix, counts in storage.contexts() for token, count in counts.items()]
+    counts = sorted((count for count, _ in entries), reverse=True)
     assert [int(row.split("x")[0]) for row in rows.splitlines()] == counts[:5] and f"{len(storage)} n-grams" in message
-    top = [
-        (count, context, token)
-        for context, found in storage.contexts()
-        for token, count in found.items()
-        if count == counts[0]
-    ]
-    spoken = {" ".join('"' + tokenizer.decode([part]) + '"' for part in (*context, token)) for _, context, token in top}
-    assert any(words in rows.splitlines()[0] for words in spoken)
-    assert workbench(view).handle("/ngrams") is Verdict.FAILED and ran.handle("/ngrams 0") is Verdict.FAILED
+    most_frequent = [ngram for count, ngram in entries if count == counts[0]]
+    pieces = [" ".join(f'"{tokenizer.decode([token])}"' for token in ngram) for ngram in most_frequent]
+    assert any(words in rows.splitlines()[0] for words in pieces)
+    assert open_session(view).handle("/ngrams") is Verdict.FAILED and ran.handle("/ngrams 0") is Verdict.FAILED

@@ -1,4 +1,4 @@
-"""What was shown last, as a file: colours and shapes in pictures, plots as PNG, and the records as --json has them."""
+"""/export: pictures in colour, plots as PNG, and the same records as --json."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from fakes import Screen, records_of, tiny_pair, with_speculative, workbench
+from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 
 from utils.commands.experiments import race
-from utils.repl.repl_session import Workbench
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen.plots import drawn, line_plot
+from utils.screen.plots import chart_figure, text_plot
 
 
 @pytest.fixture
-def bench(view: Screen, tmp_path: Path) -> Workbench:
-    made = workbench(view, records=tmp_path / "records.jsonl")
+def session(view: Screen, tmp_path: Path) -> ReplSession:
+    made = open_session(view, records=tmp_path / "records.jsonl")
     for line in ("/length 12", "/debug full", "one two <b>one</b> &amp; two"):
         assert made.handle(line) is Verdict.DONE
     return made
@@ -33,77 +33,76 @@ def words_of(svg: str) -> str:
     )
 
 
-def test_the_rounds_of_the_last_prompt_in_their_colours(bench: Workbench, view: Screen, tmp_path: Path) -> None:
+def test_the_rounds_of_the_last_prompt_in_their_colours(session: ReplSession, view: Screen, tmp_path: Path) -> None:
     shown = view.take()[0]
     for form in ("svg", "html"):
-        assert bench.handle(f"/export {tmp_path / form}.{form}") is Verdict.DONE
+        assert session.handle(f"/export {tmp_path / form}.{form}") is Verdict.DONE
         assert (tmp_path / f"{form}.{form}").stat().st_mode & 0o777 == 0o600
     svg, html = (tmp_path / "svg.svg").read_text(encoding="utf-8"), (tmp_path / "html.html").read_text(encoding="utf-8")
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")
     pictured = "".join(words_of(svg).split())
-    for line in shown.splitlines():  # all that was on the screen, wherever lines are broken
+    for line in shown.splitlines():  # everything on the screen, whatever the line breaks
         assert "".join(line.split()).replace("─", "") in pictured.replace("─", ""), line
     assert "<b>one</b>" not in html and "&lt;b&gt;one" in html and "+" in unescape(re.sub("<[^>]*>", "", html))
     colours = set(re.findall(r"color: (#\w+)", html))
-    assert len(colours) >= 4, "accepted, rejected, the target's and the figures"
+    assert len(colours) >= 4, "accepted, rejected, corrected, figures"
 
 
-def test_a_report_becomes_a_picture_and_its_plot_a_png(bench: Workbench, view: Screen, tmp_path: Path) -> None:
-    assert (
-        bench.handle(f"/export {tmp_path / 'none.png'}") is Verdict.FAILED and "only what has a plot" in view.take()[1]
-    )
+def test_a_report_becomes_a_picture_and_its_plot_a_png(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    assert session.handle(f"/export {tmp_path / 'none.png'}") is Verdict.FAILED and "/whatif" in view.take()[1]
     for command, word in (
         ("/whatif", "predicted tokens/s"),
         ("/race 2", "within each repeat"),
         ("/sweep gamma 1 2", "fastest:"),
     ):
-        assert bench.handle(command) is Verdict.DONE
+        assert session.handle(command) is Verdict.DONE
         name = tmp_path / word.replace("/", "").replace(" ", "").replace(":", "")
         for form in ("png", "svg"):
-            assert bench.handle(f"/export {name}.{form}") is Verdict.DONE
+            assert session.handle(f"/export {name}.{form}") is Verdict.DONE
         assert "".join(word.split()) in "".join(words_of(Path(f"{name}.svg").read_text(encoding="utf-8")).split())
         png = Path(f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 5000
 
 
-def test_a_plot_has_the_values_that_were_found_at_their_places(bench: Workbench) -> None:
+def test_a_plot_has_the_measured_values_at_their_positions(session: ReplSession) -> None:
     for line in ("/sweep drafter_kind loaded, loaded suffix, loaded x1",):
-        assert bench.handle(line) is Verdict.DONE
-    shown = bench._bench.memory.shown
+        assert session.handle(line) is Verdict.DONE
+    shown = session.harness.state.shown
     assert shown is not None and shown.report is not None
     chart = shown.report.chart(shown.findings)
     assert (
         chart is not None
         and list(chart.ticks) == ["loaded", "loaded suffix", "loaded"]
-        and chart.below == "drafter_kind"
+        and chart.x_label == "drafter_kind"
     )
-    found = {
+    speeds = {
         (row["setting"], row["strategy"]): median(row["tokens_per_second"])
-        for row in (one.figures for one in shown.findings)
+        for row in (finding.figures for finding in shown.findings)
     }
-    suffix = found["drafter_kind loaded suffix", "speculative suffix"]
+    suffix = speeds["drafter_kind loaded suffix", "speculative suffix"]
     assert chart.series["speculative suffix"] == [None, suffix, None] and None not in chart.series["target"]
     assert chart.series["speculative"][1] is None and chart.series["speculative"][0] is not None
     lines = {
-        line.get_label(): line for line in drawn(chart).axes[0].get_lines() if not line.get_label().startswith("_")
+        line.get_label(): line
+        for line in chart_figure(chart).axes[0].get_lines()
+        if not line.get_label().startswith("_")
     }
-    assert list(lines["speculative suffix"].get_xdata()) == [1] and list(lines["speculative suffix"].get_ydata()) == [
-        suffix
-    ]
+    points = lines["speculative suffix"]
+    assert list(points.get_xdata()) == [1] and list(points.get_ydata()) == [suffix]
     assert list(lines["target"].get_xdata()) == [0, 1, 2]
-    assert "speculative suffix" in line_plot(chart, width=80)
+    assert "speculative suffix" in text_plot(chart, width=80)
 
 
-def test_records_are_those_of_the_records_file(bench: Workbench, tmp_path: Path) -> None:
-    assert bench.handle(f"/export {tmp_path / 'runs.json'}") is Verdict.DONE
+def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: Path) -> None:
+    assert session.handle(f"/export {tmp_path / 'runs.json'}") is Verdict.DONE
     assert records_of(tmp_path / "runs.json") == records_of(tmp_path / "records.jsonl")
-    bench.handle("/race 2")
-    assert bench.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
+    session.handle("/race 2")
+    assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert records_of(tmp_path / "race.json") == records_of(tmp_path / "records.jsonl")[-1:]
 
 
 def test_an_interrupted_report_is_exported_as_such(
-    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: ReplSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, count = race.run_alone, iter(range(100))
 
@@ -113,100 +112,97 @@ def test_an_interrupted_report_is_exported_as_such(
         return real(*arguments, **options)
 
     monkeypatch.setattr(race, "run_alone", run)
-    assert bench.handle("/race 5") is Verdict.INTERRUPTED
-    assert bench.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
+    assert session.handle("/race 5") is Verdict.INTERRUPTED
+    assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert json.loads((tmp_path / "race.json").read_text())["finished"] is False
 
 
-def test_a_prompt_after_a_report_is_what_was_shown_last(bench: Workbench, tmp_path: Path) -> None:
-    bench.handle("/whatif")
-    bench.handle("/debug off")
-    bench.handle("three")
-    assert bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
+def test_a_prompt_after_a_report_is_the_last_result(session: ReplSession, tmp_path: Path) -> None:
+    session.handle("/whatif")
+    session.handle("/debug off")
+    session.handle("three")
+    assert session.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
     words = words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
     assert "three" in words and "predicted" not in words and "verify" in words, (
-        "with its rounds, though they were not shown"
+        "its rounds are exported although they were not shown"
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "part"),
     [
-        ("", "give a file"),
-        ("x.bmp", "ends in none of .html, .svg, .png, .json"),
-        ("x", "ends in none of"),
-        ("nowhere/x.svg", "cannot be written"),
-        ("there.svg", "is there already"),
+        ("", "/export evening.svg"),
+        ("x.bmp", ".html, .svg, .png, .json"),
+        ("x", ".html, .svg, .png, .json"),
+        ("nowhere/x.svg", "nowhere/x.svg"),
+        ("there.svg", "there.svg"),
     ],
 )
-def test_what_cannot_be_written_is_one_sentence(
-    bench: Workbench, view: Screen, tmp_path: Path, name: str, sentence: str
+def test_a_file_that_cannot_be_written_is_reported_in_one_sentence(
+    session: ReplSession, view: Screen, tmp_path: Path, name: str, part: str
 ) -> None:
     (tmp_path / "there.svg").write_text("mine")
     view.take()
-    assert bench.handle(f"/export {tmp_path / name if name else ''}") is Verdict.FAILED
+    assert session.handle(f"/export {tmp_path / name if name else ''}") is Verdict.FAILED
     messages = view.take()[1]
-    assert sentence in messages and messages.count("\n") == 1
+    assert part in messages and messages.count("\n") == 1
     assert (tmp_path / "there.svg").read_text() == "mine"
 
 
 def test_nothing_to_export_yet(view: Screen, tmp_path: Path) -> None:
-    assert workbench(view, tiny_pair()).handle(f"/export {tmp_path / 'x.svg'}") is Verdict.FAILED
-    assert "nothing was shown yet" in view.take()[1]
+    assert open_session(view, tiny_pair()).handle(f"/export {tmp_path / 'x.svg'}") is Verdict.FAILED
+    assert view.take()[1].count("\n") == 1 and not (tmp_path / "x.svg").exists()
 
 
-def test_what_was_shown_is_kept_as_it_was(view: Screen, tmp_path: Path) -> None:
-    """Other engine settings since, and why texts differ, are in the file as they were on the screen."""
-    bench = workbench(view, records=tmp_path / "records.jsonl")
+def test_later_settings_do_not_change_what_is_exported(view: Screen, tmp_path: Path) -> None:
+    """The engine, the settings and the causes of differences in the file are those of the run."""
+    session = open_session(view, records=tmp_path / "records.jsonl")
     for line in ("/length 12", "/processor multinomial 1", "Hello there"):
-        assert bench.handle(line) is Verdict.DONE
-    told = next(line for line in view.take()[0].splitlines() if "speculative differs at token" in line)
-    assert bench.handle("/threads 2") is Verdict.DONE and bench.handle("/seed 9") is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
+    cause = next(line for line in view.take()[0].splitlines() if "speculative differs at token" in line)
+    assert session.handle("/threads 2") is Verdict.DONE and session.handle("/seed 9") is Verdict.DONE
     for form in ("json", "html"):
-        assert bench.handle(f"/export {tmp_path / 'x'}.{form}") is Verdict.DONE
+        assert session.handle(f"/export {tmp_path / 'x'}.{form}") is Verdict.DONE
     assert records_of(tmp_path / "x.json") == records_of(tmp_path / "records.jsonl")
     assert records_of(tmp_path / "x.json")[0]["divergence"]["cause"] == "sampling"
     html = unescape(re.sub("<[^>]*>", "", (tmp_path / "x.html").read_text(encoding="utf-8")))
-    assert "".join(told.split()) in "".join(html.split())
+    assert "".join(cause.split()) in "".join(html.split())
 
 
 def test_a_report_that_needs_no_prompt_can_be_exported(view: Screen, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("one two\nthree\n")
-    bench = workbench(view)
+    session = open_session(view)
     for line in ("/length 4", f"/suite {tmp_path / 'prompts.txt'}"):
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     view.take()
-    assert bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE and "/suite written to" in view.take()[1]
+    assert session.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE and "/suite" in view.take()[1]
     assert "speculative" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
 
 
-def test_signs_that_no_picture_takes_are_replaced(view: Screen, tmp_path: Path) -> None:
-    bench = workbench(view)
+def test_characters_that_xml_does_not_allow_are_replaced(view: Screen, tmp_path: Path) -> None:
+    session = open_session(view)
     for line in ("/length 2", "a\uffff b\ufffe"):
-        assert bench.handle(line) is Verdict.DONE
-    assert (
-        bench.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
-        and "the runs of the last prompt written" in view.take()[1]
-    )
+        assert session.handle(line) is Verdict.DONE
+    assert session.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
     assert "a\ufffd b\ufffd" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8")).replace("\xa0", " ")
 
 
 def test_pictures_do_not_depend_on_the_terminal(
-    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: ReplSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bench.handle(f"/export {tmp_path / 'a.html'}") is Verdict.DONE
+    assert session.handle(f"/export {tmp_path / 'a.html'}") is Verdict.DONE
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "40")):
         monkeypatch.setenv(name, value)
-    assert bench.handle(f"/export {tmp_path / 'b.html'}") is Verdict.DONE
+    assert session.handle(f"/export {tmp_path / 'b.html'}") is Verdict.DONE
     assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
 
 
-def test_nothing_was_finished(view: Screen, tmp_path: Path) -> None:
+def test_a_prompt_without_a_finished_run(view: Screen, tmp_path: Path) -> None:
     def interrupted(job: Any) -> Any:
         raise KeyboardInterrupt
         yield
 
-    bench = workbench(view, strategies=with_speculative(interrupted))
-    assert bench.handle("Hello") is Verdict.INTERRUPTED
-    assert bench.handle(f"/export {tmp_path / 'x.json'}") in (Verdict.DONE, Verdict.FAILED)
+    session = open_session(view, strategies=with_speculative(interrupted))
+    assert session.handle("Hello") is Verdict.INTERRUPTED
+    assert session.handle(f"/export {tmp_path / 'x.json'}") in (Verdict.DONE, Verdict.FAILED)
     assert not (tmp_path / "x.json").exists() or records_of(tmp_path / "x.json")

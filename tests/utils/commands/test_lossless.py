@@ -1,4 +1,4 @@
-"""/lossless: it finds nothing wrong with what is right, and notices what is not."""
+"""/lossless: correct strategies pass, and a strategy with a different distribution is detected."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, records_of, tiny_pair, with_speculative, workbench
+from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
 import infer
-from utils.comparison.strategies import Job
+from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
@@ -21,74 +23,69 @@ from utils.metrics.results import tokens_of
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 
 
-def test_lossless_finds_nothing_wrong_with_what_is_right(view: Screen, tmp_path: Path) -> None:
+def test_correct_strategies_pass(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     lines = ("/drafter on", "/length 4", "Hello", "/processor topk 1.5 12")
     for rule in ("rejection", "coupled", "block"):
-        record = checked(bench, file, *lines, f"/verify {rule}", "/lossless 400")
+        record = checked(session, file, *lines, f"/verify {rule}", "/lossless 400")
         assert record["record"] == "lossless" and record["finished"] and record["settings"]["verify"] == rule
         rows = {row["strategy"]: row for row in record["findings"]}
         assert list(rows) == ["speculative", "ngram", "target", "drafter"]
         for name in ("speculative", "ngram", "target"):
             assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 400 and rows[name]["freedom"] >= 5
-            assert rows[name]["verdict"] == "no difference seen"
-        assert rows["drafter"]["verdict"] == "another law, as it should be: not the target's"
-        assert rows["ngram"]["statistic"] == rows["target"]["statistic"]  # the very same draws
+            assert rows[name]["verdict"] == NO_DIFFERENCE
+        assert rows["drafter"]["verdict"] == OTHER
+        assert rows["ngram"]["statistic"] == rows["target"]["statistic"]  # exactly the same draws
         assert (rows["speculative"]["statistic"] == rows["target"]["statistic"]) == (rule == "coupled")
     assert "p-value" in view.take()[0]
 
 
-def test_lossless_under_greedy_counts_matches(view: Screen, tmp_path: Path) -> None:
+def test_under_greedy_matches_are_counted(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    record = checked(workbench(view, records=file), file, "/length 2", "Hello", "/lossless 7")
-    assert [(row["matches"], row["draws"], row["cells"], row["p_value"]) for row in record["findings"]] == [
-        (7, 7, 1, None)
-    ] * 3
-    results = view.take()[0]
-    assert "7/7" in results and "all match" in results
+    record = checked(open_session(view, records=file), file, "/length 2", "Hello", "/lossless 7")
+    names = ("matches", "draws", "cells", "p_value", "verdict")
+    assert [[row[name] for name in names] for row in record["findings"]] == [[7, 7, 1, None, ALL_MATCH]] * 3
+    assert "7/7" in view.take()[0]
 
 
-def test_too_few_draws_are_no_verdict(view: Screen, tmp_path: Path) -> None:
+def test_too_few_draws_give_no_verdict(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     record = checked(
-        workbench(view, records=file), file, "/processor multinomial 2", "/length 2", "Hello", "/lossless 6"
+        open_session(view, records=file), file, "/processor multinomial 2", "/length 2", "Hello", "/lossless 6"
     )
-    assert {row["verdict"] for row in record["findings"]} == {"too few draws for a test"}
-    assert "needs two tokens that are expected five times each" in record["conclusion"][0]
+    assert {row["verdict"] for row in record["findings"]} == {TOO_FEW}
 
 
 def hotter(job: Job) -> Any:
-    """A strategy with a mistake: it samples at another temperature."""
-    yield from infer.STRATEGIES[2].steps(
-        replace(job, settings=replace(job.settings, processor=MultinomialProcessor(3.0)))
-    )
+    """A strategy with a bug: it samples at a different temperature."""
+    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(3.0))))
 
 
-def test_lossless_notices_a_strategy_with_another_law(view: Screen, tmp_path: Path) -> None:
+def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=with_speculative(hotter))
-    record = checked(bench, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 500")
+    session = open_session(view, records=file, strategies=with_speculative(hotter))
+    record = checked(session, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 500")
     wrong, *right = record["findings"]
-    assert wrong["p_value"] < 1e-8 and wrong["verdict"] == "NOT the target's law: please report"
-    assert all(row["verdict"] == "no difference seen" for row in right)
+    assert wrong["p_value"] < 1e-8 and wrong["verdict"] == WRONG
+    assert all(row["verdict"] == NO_DIFFERENCE for row in right)
 
 
-def test_an_impossible_draw_is_noticed_at_once(view: Screen, tmp_path: Path) -> None:
+def test_an_impossible_draw_is_detected_at_once(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=with_speculative(hotter))
-    record = checked(bench, file, "/processor topk 1 2", "/length 2", "Hello", "/lossless 40")
+    session = open_session(view, records=file, strategies=with_speculative(hotter))
+    record = checked(session, file, "/processor topk 1 2", "/length 2", "Hello", "/lossless 40")
     assert record["findings"][0]["p_value"] == 0.0 and record["findings"][0]["matches"] < 40
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 @pytest.mark.parametrize("cache", [True, False])
-def test_draws_over_a_prompt_read_once_are_those_of_fresh_runs(kind: str, cache: bool) -> None:
-    """The shortcut of /lossless against whole runs, strategy by strategy and seed by seed."""
+def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(kind: str, cache: bool) -> None:
+    """The shared prefill of /lossless against whole runs, by strategy and by seed."""
     pair = tiny_pair(kind=kind, chat=False)
     settings = replace(Settings(), processor=MultinomialProcessor(1.0), cache=cache, length=5)
     read: dict[Any, ModelSession] = {}
-    for strategy in infer.STRATEGIES[:4]:
+    for strategy in STRATEGIES[:4]:
         for seed in range(12):
             runs = []
             for shared in (read, None):
@@ -99,25 +96,25 @@ def test_draws_over_a_prompt_read_once_are_those_of_fresh_runs(kind: str, cache:
     assert len(read) == 4
 
 
-def test_draws_are_made_under_as_many_seeds(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_draw_has_its_own_seed(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     def noted(job: Job) -> Any:
         seeds.append(job.settings.seed)
-        yield from infer.STRATEGIES[2].steps(job)
+        yield from STRATEGIES[2].steps(job)
 
-    bench = workbench(view, strategies=with_speculative(noted))
+    session = open_session(view, strategies=with_speculative(noted))
     for line in ("/length 1", "Hello", "/seed 4294967290", "/ngram off", "/target off", "/lossless 12"):
-        bench.handle(line)
+        session.handle(line)
     assert seeds[1:] == [(4294967290 + draw) % 2**32 for draw in range(12)]
 
 
-def test_rounding_that_decides_is_not_held_against_a_strategy(view: Screen, tmp_path: Path) -> None:
-    """Windows that flip every greedy choice: each strategy follows the law as it computed it."""
+def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_path: Path) -> None:
+    """Verify passes that flip every greedy choice: each strategy follows the distribution that it computed."""
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.target = Restless(pair.target, by_rows=2.0)
     record = checked(
-        workbench(view, pair, records=file),
+        open_session(view, pair, records=file),
         file,
         "/length 2",
         "Hello",
@@ -126,13 +123,13 @@ def test_rounding_that_decides_is_not_held_against_a_strategy(view: Screen, tmp_
         "/lossless 300",
     )
     for row in records_of(file)[-2]["findings"] + record["findings"]:
-        assert "NOT" not in row["verdict"], row
+        assert row["verdict"] != WRONG, row
 
 
-def test_a_drafter_that_cannot_read_the_prompt_is_no_obstacle(view: Screen, tmp_path: Path) -> None:
+def test_a_drafter_that_cannot_read_the_prompt_does_not_prevent_the_test(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.drafter = tiny_llama(seed=1, vocab_size=300, max_position_embeddings=8)
-    record = checked(workbench(view, pair, records=file), file, "/length 2", "Hello there", "/lossless 5")
+    record = checked(open_session(view, pair, records=file), file, "/length 2", "Hello there", "/lossless 5")
     assert [row["strategy"] for row in record["findings"]] == ["speculative", "ngram", "target"]
 
 
@@ -142,10 +139,10 @@ def test_a_job_without_a_rewindable_cache_says_so() -> None:
         Job([1], pair, Settings(), None, read={}).session("target")
 
 
-def test_positions_of_a_run_read_once_continue_the_noise() -> None:
-    """Two rounds over a prompt read once are the first two of the whole text."""
+def test_a_run_with_a_shared_prefill_continues_the_noise() -> None:
+    """Rounds after a shared prefill are those of the whole run."""
     pair = tiny_pair(chat=False)
     settings = replace(Settings(), processor=MultinomialProcessor(1.0), verify="coupled")
     jobs = [Job(PROMPT, pair, settings, None, read=read) for read in ({}, None)]
-    texts = [tokens_of(infer.STRATEGIES[0].steps(job)) for job in jobs]
+    texts = [tokens_of(STRATEGIES[0].steps(job)) for job in jobs]
     assert all(one == other for one, other in pairwise(texts))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_llama, tiny_t5, tiny_tokenizer
 
-import infer
 from ngram_assisted import NGramStorage
-from utils.comparison.counterfactual import chained, foresee
-from utils.comparison.strategies import Job, Strategy
+from sampling.counterfactual import chain_single_drafts
+from utils.comparison.gamma_replay import replay_gammas
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor
 from utils.metrics.costs import Costs
@@ -22,7 +23,7 @@ from utils.metrics.results import collect, tokens_of
 from utils.metrics.stopwatch import Stopwatch
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
-COSTS = Costs(windows=(0.05, 0.1, 0.2, 0.3), steps=(("model", 0.1), ("head", 0.05), ("layers:1", 0.2)))
+COSTS = Costs(verify=(0.05, 0.1, 0.2, 0.3), draft=(("model", 0.1), ("head", 0.05), ("layers:1", 0.2)))
 WORDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 
 
@@ -50,7 +51,7 @@ def rounds(steps: Any) -> list[tuple[int, int, int | None]]:
 
 def strategy_of(word: str, pair: Any) -> Strategy:
     name, words = ("ngram", ("loaded",)) if word == "ngram" else ("speculative", (word,))
-    return next(row for row in infer.STRATEGIES if row.name == name).variants(words, pair)[0]
+    return next(row for row in STRATEGIES if row.name == name).variants(words, pair)[0]
 
 
 def fresh(kind: str, settings: Settings) -> Job:
@@ -72,15 +73,15 @@ def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Sett
     words = [word for word in WORDS if kind != "t5" or word != "layers:1"]
     chosen = [strategy_of(word, pair(kind)) for word in words]
     told = {
-        (row.drafter_kind(pair(kind)), gamma): rounds(steps)
-        for row, gamma, steps, _ in foresee(fresh(kind, settings), chosen, text)
+        (row.drafter_label(pair(kind)), gamma): rounds(steps)
+        for row, gamma, steps, _ in replay_gammas(fresh(kind, settings), chosen, text)
     }
     assert len(told) == 18 * len(chosen)
     for row in chosen:
         for gamma in (0, 1, 2, 4, 7, 16, None):
             real = list(row.steps(fresh(kind, replace(settings, gamma=gamma))))
             assert tokens_of(real) == text
-            assert told[row.drafter_kind(pair(kind)), gamma] == rounds(real), (row.name, gamma)
+            assert told[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)
     stood = {label: sum(accepted for _, accepted, _ in told[label, 4]) for label, gamma in told if gamma == 4}
     assert kind == "head" or (stood["model"] > 9 and sum(map(bool, stood.values())) > 1), stood
 
@@ -89,20 +90,20 @@ def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Sett
     "drawn", [{}, {"processor": MultinomialProcessor(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
 )
 def test_drafts_that_are_worked_out_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
-    dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.steps)
+    dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
     settings = Settings(length=24, costs=dear, **drawn)
     text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     chosen = [strategy_of(word, pair("model")) for word in WORDS]
     unsent = 0
-    for row, gamma, steps, laps in foresee(fresh("model", settings), chosen, text):
+    for row, gamma, steps, timings in replay_gammas(fresh("model", settings), chosen, text):
         if gamma in (3, None):
             watch = Stopwatch()
             real = collect(
                 row.steps(replace(fresh("model", replace(settings, gamma=gamma)), stopwatch=watch)), stopwatch=watch
             )
-            told, seen = ([(lap.drafts, lap.by if lap.drafts else "") for lap in some] for some in (laps, real.laps))
+            told, seen = ([(timing.drafts, timing.kind if timing.drafts else "") for timing in some] for some in (timings, real.timings))
             assert told == seen and rounds(steps) == rounds(real.steps), (row.name, gamma)
-            unsent += sum(lap.drafts for lap in laps) - real.drafted
+            unsent += sum(timing.drafts for timing in timings) - real.drafted
     assert unsent > 0, "auto works out drafts that it does not send"
 
 
@@ -114,7 +115,7 @@ def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
     for word in ("loaded", "ngram", "suffix"):
         row = strategy_of(word, ends)
         job = replace(fresh("model", settings), pair=ends)
-        for _, gamma, steps, _ in foresee(job, [row], text):
+        for _, gamma, steps, _ in replay_gammas(job, [row], text):
             real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
             assert rounds(steps) == rounds(real), (word, gamma)
 
@@ -124,16 +125,16 @@ def test_what_a_session_has_kept_is_used_and_left_as_it_was() -> None:
     job = fresh("model", settings)
     rows = [strategy_of(word, pair("model")) for word in ("suffix", "ngram")]
     text = tokens_of(rows[0].steps(job))
-    before = (dict(job.kept.texts)["suffix"].size, len(job.storage))
-    told = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in foresee(job, rows, text)}
-    assert (job.kept.texts["suffix"].size, len(job.storage)) == before
+    before = (dict(job.caches.texts)["suffix"].size, len(job.storage))
+    told = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in replay_gammas(job, rows, text)}
+    assert (job.caches.texts["suffix"].size, len(job.storage)) == before
     assert told[rows[0].name, 3] == rounds(rows[0].steps(job)), "the text has been said before by now"
     assert sum(accepted for _, accepted, _ in told[rows[0].name, 3]) > 8
 
 
 def test_drafts_one_by_one_become_rounds() -> None:
-    assert chained([[1], [2], [3]], 2) == [[1, 2], [2, 3], [3, -1]]
-    assert chained([[1], [], [3]], 3) == [[1], [], [3, -1, -1]], "a drafter that declines drafts no further"
+    assert chain_single_drafts([[1], [2], [3]], 2) == [[1, 2], [2, 3], [3, -1]]
+    assert chain_single_drafts([[1], [], [3]], 3) == [[1], [], [3, -1, -1]], "a drafter that declines drafts no further"
 
 
 def test_other_tokenizers_are_told_too() -> None:
@@ -149,6 +150,6 @@ def test_other_tokenizers_are_told_too() -> None:
     row, settings = strategy_of("loaded", translated), Settings(length=10, costs=COSTS)
     job = replace(fresh("model", settings), pair=translated, storage=NGramStorage(3, 300))
     text = tokens_of(row.steps(replace(job, settings=replace(settings, gamma=0))))
-    for _, gamma, steps, _ in foresee(job, [row], text):
+    for _, gamma, steps, _ in replay_gammas(job, [row], text):
         if gamma in (None, 0, 1, 4):
             assert rounds(steps) == rounds(row.steps(replace(job, settings=replace(settings, gamma=gamma)))), gamma

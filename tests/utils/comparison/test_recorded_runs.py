@@ -1,4 +1,4 @@
-"""Records read back: settings as they were, and damaged lines refused before anything is run."""
+"""Records read back: all settings are restored, and damaged lines are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, workbench
-from test_replay import recorded
+from fakes import Screen, open_session
+from recordings import Row, recorded
 
-from utils.config.settings import Settings, as_json, restored
+from utils.config.settings import Settings, as_json, from_json
 from utils.config.value_types import Limits, StorageSpec
 from utils.logits_processor import GreedyProcessor, TopKNucleusProcessor
 from utils.metrics.costs import Costs
 from utils.repl.runner import Verdict
 
-Row = dict[str, Any]
 
-
-def test_all_settings_come_back_from_a_record() -> None:
+def test_all_settings_are_restored_from_a_record() -> None:
     other = Settings(
         speculative=False,
         drafter=True,
@@ -48,12 +46,14 @@ def test_all_settings_come_back_from_a_record() -> None:
     )
     empty = Settings(system="", processor=GreedyProcessor(0.5), gamma=None, drafter_kind=("chain",))
     for settings in (other, empty, Settings()):
-        assert restored(json.loads(json.dumps(as_json(settings))), Limits()) == (settings, [])
+        assert from_json(json.loads(json.dumps(as_json(settings))), Limits()) == (settings, [])
     same = [entry.name for entry in fields(Settings) if getattr(other, entry.name) == entry.default]
     assert same == ["ngram", "target"]
 
 
 def damaged(**changes: Any) -> Callable[[Row], str]:
+    """A record as a line, with some fields changed, or removed if the new value is an ellipsis."""
+
     def line(row: Row) -> str:
         return json.dumps({name: value for name, value in (row | changes).items() if value is not ...})
 
@@ -61,36 +61,36 @@ def damaged(**changes: Any) -> Callable[[Row], str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "name"),
     [
-        (lambda row: json.dumps(row)[:-9], "line 2: this is no JSON"),
-        (lambda row: "[" * 100_000, "line 2: this is no JSON"),
-        (lambda row: '{"prompt": "Hello"}', "line 2: this is no record"),
-        (lambda row: "[1]", "line 2: this is no record"),
-        (damaged(schema=2), "line 2: its schema is 2, and schema 1 is the only one"),
-        (damaged(record="race", schema=...), "line 2: its schema is none"),
-        (damaged(prompt=...), 'its "prompt" is missing'),
-        (damaged(prompt=3), 'its "prompt" is not what it should be'),
-        (damaged(token_ids=[1, "2"]), 'its "token_ids" is not'),
-        (damaged(token_ids=[True]), 'its "token_ids" is not'),
-        (damaged(settings=[]), 'its "settings" is not'),
-        (damaged(drafted=1.5), 'its "drafted" is not'),
-        (damaged(tokens_per_second=float("nan")), 'its "tokens_per_second" is not'),
-        (damaged(tokens_per_second=10**400), 'its "tokens_per_second" is not'),
-        (damaged(versions="1"), 'its "versions" is not'),
-        (damaged(history="x"), 'its "history" is not'),
-        (damaged(history=[{"role": "user", "content": "x"}]), 'its "history" is not'),
-        (damaged(history=[{"role": "user"}, {"role": "assistant", "content": 3}]), 'its "history" is not'),
+        (lambda row: json.dumps(row)[:-9], "JSON"),
+        (lambda row: "[" * 100_000, "JSON"),
+        (lambda row: '{"prompt": "Hello"}', "record"),
+        (lambda row: "[1]", "record"),
+        (damaged(schema=2), "schema 2"),
+        (damaged(record="race", schema=...), "schema none"),
+        (damaged(prompt=...), '"prompt" is missing'),
+        (damaged(prompt=3), '"prompt"'),
+        (damaged(token_ids=[1, "2"]), '"token_ids"'),
+        (damaged(token_ids=[True]), '"token_ids"'),
+        (damaged(settings=[]), '"settings"'),
+        (damaged(drafted=1.5), '"drafted"'),
+        (damaged(tokens_per_second=float("nan")), '"tokens_per_second"'),
+        (damaged(tokens_per_second=10**400), '"tokens_per_second"'),
+        (damaged(versions="1"), '"versions"'),
+        (damaged(history="x"), '"history"'),
+        (damaged(history=[{"role": "user", "content": "x"}]), '"history"'),
+        (damaged(history=[{"role": "user"}, {"role": "assistant", "content": 3}]), '"history"'),
     ],
 )
-def test_a_damaged_line_is_refused_before_anything_is_run(
-    line: Callable[[Row], str], words: str, view: Screen, tmp_path: Path
+def test_a_damaged_line_is_refused_before_anything_runs(
+    line: Callable[[Row], str], name: str, view: Screen, tmp_path: Path
 ) -> None:
     file = recorded(view, tmp_path, "/length 3", "/ngram off", "/speculative off", "Hello")
     good = file.read_text(encoding="utf-8")
     file.write_text(good + line(json.loads(good)) + "\n" + good, encoding="utf-8")
-    bench = workbench(view)
+    session = open_session(view)
     view.take()
-    assert bench.handle(f"/replay {file}") is Verdict.FAILED
+    assert session.handle(f"/replay {file}") is Verdict.FAILED
     results, messages = view.take()
-    assert results == "" and words in messages and "line 2" in messages and messages.count("\n") == 1
+    assert results == "" and name in messages and "line 2" in messages and messages.count("\n") == 1

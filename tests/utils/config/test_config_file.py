@@ -1,4 +1,4 @@
-"""The config file: pairs and settings of the user's own, overridden by flags."""
+"""The config file: pairs and settings of the user, overridden by flags."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from utils.config.config_file import config_file, read_config
 from utils.config.settings import as_json
 from utils.config.value_types import Limits
 from utils.errors import UserError
+from utils.pairs.request import request_from_flags
 
-WHOLE = """
+COMPLETE = """
 pair = "mine"
 device = "cpu"
 quantize = "int8"
@@ -28,25 +29,25 @@ drafter = "/models/small"
 
 [pairs.alone]
 target = "some/model@v1"
-summary = "no drafter of its own"
+summary = "without a drafter"
 """
 
 
 @pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
-    path.write_text(WHOLE)
+    path.write_text(COMPLETE)
     return path
 
 
-def test_pairs_flags_and_settings_come_from_it(file: Path) -> None:
+def test_pairs_flags_and_settings_are_read(file: Path) -> None:
     arguments = parse_arguments(["--config", str(file)])
-    request, settings = infer.pair_request(arguments), infer.first_settings(arguments, Limits())
+    request, settings = request_from_flags(arguments), infer.first_settings(arguments, Limits())
     assert (request.target, request.drafter, request.device, request.quantize) == (
         "/models/big",
         "/models/small",
@@ -62,26 +63,26 @@ def test_pairs_flags_and_settings_come_from_it(file: Path) -> None:
     assert {"mine", "alone", "embedded"} <= set(arguments.config.pairs)
 
 
-def test_flags_override_it(file: Path) -> None:
+def test_flags_override_the_config_file(file: Path) -> None:
     flags = ["--pair", "alone", "--quantize", "none", "--seed", "9", "--engine", "plain", "-c", "/show"]
     arguments = parse_arguments(["--config", str(file), *flags])
-    request, settings = infer.pair_request(arguments), infer.first_settings(arguments, Limits())
+    request, settings = request_from_flags(arguments), infer.first_settings(arguments, Limits())
     assert (request.target, request.drafter, request.device, request.quantize) == ("some/model@v1", None, "cpu", "none")
     assert (settings.seed, settings.engine, settings.gamma, arguments.lines) == (9, "plain", 4, ["/show"])
-    assert infer.pair_request(parse_arguments(["--config", str(file), "--target", "x"])).drafter is None
+    assert request_from_flags(parse_arguments(["--config", str(file), "--target", "x"])).drafter is None
 
 
-def test_the_usual_file_is_read_where_there_is_one(file: Path) -> None:
-    assert infer.pair_request(parse_arguments([])).target == "embedded"
+def test_the_default_file_is_read_if_it_exists(file: Path) -> None:
+    assert request_from_flags(parse_arguments([])).target == "embedded"
     config_file().parent.mkdir(parents=True)
-    config_file().write_text(WHOLE)
-    assert infer.pair_request(parse_arguments([])).target == "/models/big"
+    config_file().write_text(COMPLETE)
+    assert request_from_flags(parse_arguments([])).target == "/models/big"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pair = ", "no valid TOML"),
+        ("pair = ", "TOML"),
         ("pear = 1", "Did you mean pair?"),
         ('pair = "mine"', "pair 'mine' is unknown"),
         ('device = "tpu"', "is not a device"),
@@ -92,7 +93,7 @@ def test_the_usual_file_is_read_where_there_is_one(file: Path) -> None:
         ("[settings]\ngamma = [1]", "settings.gamma must be a text"),
     ],
 )
-def test_nonsense_is_one_sentence(file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
+def test_invalid_entries_are_refused_in_one_sentence(file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match=str(file)) as caught:
         read_config(file)
@@ -106,19 +107,19 @@ def test_nonsense_is_one_sentence(file: Path, capsys: pytest.CaptureFixture[str]
     ("line", "words"),
     [("gama = 3", "Did you mean gamma?"), ("gamma = 99", "settings.gamma: "), ("seed = -1", "settings.seed: ")],
 )
-def test_settings_that_are_none_are_told_before_anything_is_loaded(
+def test_invalid_settings_are_reported_before_anything_is_loaded(
     file: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
 ) -> None:
     file.write_text(f"[settings]\n{line}\n")
     assert infer.main(["--config", str(file), "-c", "/show"]) == 1
-    said = capsys.readouterr().err
-    assert words in said and "loading" not in said
+    errors = capsys.readouterr().err
+    assert words in errors and "loading" not in errors
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(UserError, match="cannot be read"):
+        with pytest.raises(UserError, match=str(path)):
             read_config(path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not UTF-8"):
+    with pytest.raises(UserError, match="UTF-8"):
         read_config(tmp_path / "binary")

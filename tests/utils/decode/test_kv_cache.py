@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_llama, tiny_sliding
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from utils.decode.kv_cache import GrowingLayer, growing_cache
+from utils.decode.kv_cache import GrowingLayer, new_cache
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -49,6 +49,6 @@ def test_growing_copies_seldom() -> None:
 
 
 def test_only_full_attention_layers_are_exchanged() -> None:
-    assert {type(layer) for layer in growing_cache(tiny_llama().config).layers} == {GrowingLayer}
-    assert {type(layer) for layer in growing_cache(tiny_sliding().config).layers} == {DynamicSlidingWindowLayer}
+    assert {type(layer) for layer in new_cache(tiny_llama().config).layers} == {GrowingLayer}
+    assert {type(layer) for layer in new_cache(tiny_sliding().config).layers} == {DynamicSlidingWindowLayer}
     assert type(DynamicLayer()) is DynamicLayer

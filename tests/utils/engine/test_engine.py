@@ -1,4 +1,4 @@
-"""The engine: windows that give the very bits of single steps, held against plain stepping, and the self-test that says so."""
+"""The engine: verify passes have the bits of single decode steps, and its self-test notices if they do not."""
 
 from functools import partial
 from pathlib import Path
@@ -7,89 +7,80 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Screen, checked, tiny_pair, workbench
+from fakes import Screen, checked, open_session, tiny_pair
+from logit_paths import assert_bits_of_single_steps, stepwise_logits
 from tiny import tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
-from torch import Tensor, nn
+from torch import nn
 
 from sampling import autoregressive_generate, speculative_generate
+from utils.bounds import ENGINES
 from utils.decode.layer_cut import first_layers
-from utils.decode.model_session import ModelSession
-from utils.engine import Engine, attention, selftest
-from utils.engine.kernels import Bytes, Packed
-from utils.engine.module_swap import EngineLinear, restore
+from utils.engine import Engine, attention, invariant, selftest
+from utils.engine.engine import LAYER_ENGINES
+from utils.engine.kernels import Int8Kernel, PackedKernel
+from utils.engine.module_swap import EngineLinear, restore_linears
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.repl.runner import Verdict
 
+llama = partial(tiny_llama, vocab_size=96)
 MODELS = {
-    "grouped heads": lambda: tiny_llama(vocab_size=96),
-    "tied, with biases": lambda: tiny_llama(
-        vocab_size=96, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    "grouped heads": llama,
+    "tied, with biases": partial(llama, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "one key head per query head": partial(llama, num_key_value_heads=4, hidden_size=48, head_dim=16),
+    "three query heads per group": partial(
+        llama, num_attention_heads=6, num_key_value_heads=2, hidden_size=48, head_dim=8
     ),
-    "every head its own": lambda: tiny_llama(vocab_size=96, num_key_value_heads=4, hidden_size=48, head_dim=16),
-    "three heads a group": lambda: tiny_llama(
-        vocab_size=96, num_attention_heads=6, num_key_value_heads=2, hidden_size=48, head_dim=8
-    ),
-    "sliding window": lambda: tiny_sliding(vocab_size=96),
+    "sliding window": partial(tiny_sliding, vocab_size=96),
 }
 
 
-def stepped(model: Any, context: list[int]) -> Tensor:
-    """Logits (T, V), one forward per token."""
-    session = ModelSession(model, rewinds=False)
-    return torch.cat([session.feed(context[: end + 1], keep=1) for end in range(len(context))])
+def test_every_engine_has_a_name_that_can_be_chosen() -> None:
+    assert set(ENGINES) == {"auto", "plain", *LAYER_ENGINES}
 
 
-def walked(model: Any, context: list[int], source: Random) -> None:
-    """Random windows, some of them with foreign drafts at their end that are rewound; every logit must be plain stepping's."""
-    alone = stepped(model, context)
-    session, known = ModelSession(model), 0
-    while known < len(context):
-        width, foreign = source.randint(1, min(40, len(context) - known)), source.randint(0, 3)
-        drafts = [source.randrange(90) for _ in range(foreign)]
-        logits = session.feed([*context[: known + width], *drafts], keep=width + foreign)
-        known += width
-        assert torch.equal(logits[:width], alone[known - width : known])
-        session.rewind(known)
-
-
+@pytest.mark.parametrize("engine", LAYER_ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_windows_at_random_places_have_the_bits_of_single_steps(name: str) -> None:
-    model, source = MODELS[name](), Random(name)
-    state = Engine([model]).use("auto", 1)
-    assert state.kind == "invariant" and state.verified, state
+def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: str, engine: str) -> None:
+    model, random = MODELS[name](), Random(name)
+    state = Engine([model]).use(engine, 1)
+    assert state.kind == engine and state.verified, state
     for _ in range(6):
-        walked(model, [source.randrange(96) for _ in range(source.randint(30, 120))], source)
+        assert_bits_of_single_steps(model, [random.randrange(96) for _ in range(random.randint(30, 120))], random)
 
 
-def test_the_walk_would_notice_a_row_that_depends_on_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["grouped heads"]()
+def test_auto_takes_the_invariant_engine_for_float32_on_a_cpu() -> None:
+    state = Engine([llama()]).use("auto", 1)
+    assert (state.kind, state.verified, state.threads, state.reason) == ("invariant", True, 1, "")
+
+
+def test_the_comparison_notices_a_row_that_depends_on_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
     Engine([model]).use("invariant", 1)
-    plain = Packed._product
-    monkeypatch.setattr(Packed, "_product", lambda self, x: plain(self, x) * (1 + 1e-6 * (x.shape[-2] > 1)))
+    product = PackedKernel.product
+    monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * (1 + 1e-6 * (x.shape[-2] > 1)))
     with pytest.raises(AssertionError):
-        walked(model, list(range(60)), Random(1))
+        assert_bits_of_single_steps(model, list(range(60)), Random(1))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_computes_what_the_plain_engine_computes(name: str) -> None:
+def test_the_logits_are_those_of_the_plain_engine(name: str) -> None:
     model, context = MODELS[name](), [7 * index % 96 for index in range(50)]
-    plain = stepped(model, context)
+    plain = stepwise_logits(model, context)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     engine = Engine([model])
     engine.use("invariant", 1)
     assert any(isinstance(part, EngineLinear) for part in model.modules())
     assert not any(type(part) is nn.Linear for part in model.modules())
-    assert torch.allclose(stepped(model, context), plain, atol=1e-4)
+    assert torch.allclose(stepwise_logits(model, context), plain, atol=1e-4)
     engine.use("plain", 1)
     assert not any(isinstance(part, EngineLinear) for part in model.modules())
-    assert {key: value.tolist() for key, value in model.state_dict().items()} == {
-        key: value.tolist() for key, value in before.items()
-    }
-    assert torch.equal(stepped(model, context), plain)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(stepwise_logits(model, context), plain)
 
 
-def test_models_that_share_weights_go_on_sharing_them() -> None:
+def test_models_that_share_weights_still_share_them() -> None:
     model = MODELS["tied, with biases"]()
     cut = first_layers(model, 1)
     engine = Engine([model, cut])
@@ -102,25 +93,25 @@ def test_models_that_share_weights_go_on_sharing_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_formats_go_through_full_blocks_and_only_when_asked(dtype: torch.dtype) -> None:
-    model = tiny_llama(vocab_size=96).to(dtype)
+def test_other_formats_are_computed_in_full_blocks_only_on_request(dtype: torch.dtype) -> None:
+    model = llama().to(dtype)
     engine = Engine([model])
     state = engine.use("auto", 1)
-    assert state.kind == "plain" and not state.verified and "float32 only" in state.reason
-    assert "bit-identical: not promised" in state.sentence()
+    assert state.kind == "plain" and not state.verified and "float32" in state.reason
+    assert state.reason in state.sentence()
     assert engine.use("invariant", 1).verified
-    walked(model, [5 * index % 96 for index in range(70)], Random(2))
+    assert_bits_of_single_steps(model, [5 * index % 96 for index in range(70)], Random(2))
 
 
-UNFIT = [
+UNSUPPORTED = [
     (tiny_t5, "encoder-decoder"),
-    (tiny_mamba, "not full or sliding"),
+    (tiny_mamba, "full nor sliding attention"),
     (partial(tiny_llama, attn_implementation="eager"), "eager"),
 ]
 
 
-@pytest.mark.parametrize(("build", "reason"), UNFIT)
-def test_what_it_cannot_compute_stays_plain_with_a_reason(build: Any, reason: str) -> None:
+@pytest.mark.parametrize(("build", "reason"), UNSUPPORTED)
+def test_unsupported_models_stay_plain_for_a_reason(build: Any, reason: str) -> None:
     engine = Engine([build()])
     assert engine.use("auto", 1).kind == "plain"
     assert reason in engine.state.reason
@@ -128,92 +119,59 @@ def test_what_it_cannot_compute_stays_plain_with_a_reason(build: Any, reason: st
         engine.use("invariant", 1)
 
 
-def mistaken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a mistake that only some widths show."""
-    if kind == "linear":  # in whole models only: the kernels' own test has rows without a batch
-        plain = Packed._product
+def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an error that shows only at one verify width, or in every logit ("scale")."""
+    product, join = PackedKernel.product, torch.cat
+    if part == "linear":  # only with a batch dimension, so that the tests of single kernels pass
         monkeypatch.setattr(
-            Packed, "_product", lambda self, x: plain(self, x) * (1 + 1e-6 * (x.dim() == 3 and x.shape[1] == 6))
+            PackedKernel,
+            "product",
+            lambda self, x: product(self, x) * (1 + 1e-6 * (x.dim() == 3 and x.shape[1] == 6)),
         )
-    elif kind == "attention":
-        rows = torch.cat
+    elif part == "attention":
         monkeypatch.setattr(
-            attention.torch, "cat", lambda parts, dim=0: rows(parts, dim) * (1 + 1e-6 * (dim == 1 and len(parts) == 7))
+            attention.torch, "cat", lambda rows, dim=0: join(rows, dim) * (1 + 1e-6 * (dim == 1 and len(rows) == 7))
         )
-    elif kind == "another model":
-        plain = Packed._product
-        monkeypatch.setattr(Packed, "_product", lambda self, x: plain(self, x) * 1.01)
+    else:
+        monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * 1.01)
 
 
-MISTAKES = [("linear", "window of 6"), ("attention", "window of 7"), ("another model", "not the plain engine's")]
+ERRORS = [("linear", r"\b6 tokens"), ("attention", r"\b7 tokens"), ("scale", invariant.DIFFERENT_LOGITS)]
 
 
-@pytest.mark.parametrize(("kind", "said"), MISTAKES)
-def test_the_self_test_notices(kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mistaken(kind, monkeypatch)
-    model = MODELS["grouped heads"]()
+@pytest.mark.parametrize(("part", "reason"), ERRORS)
+def test_the_self_test_notices_an_error(part: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_rows(part, monkeypatch)
+    model = llama()
     engine = Engine([model])
+    with pytest.raises(UserError, match=reason):
+        engine.use("invariant", 1)
     state = engine.use("auto", 1)
     assert (state.kind, state.verified) == ("plain", False)
-    assert said in state.reason
-    assert all(type(part) is not EngineLinear for part in model.modules())
-    with pytest.raises(UserError, match=said):
-        engine.use("invariant", 1)
+    assert not any(isinstance(part, EngineLinear) for part in model.modules())
 
 
-def test_a_drafter_of_its_own_is_tested_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tested: list[tuple[Any, bool]] = []
-    monkeypatch.setattr(selftest, "same_bits", lambda model, counts, every_width: tested.append((model, every_width)))
+
+    def record(model: Any, counts: list[int], *, every_width: bool) -> str:
+        tested.append((model, every_width))
+        return ""
+
+    monkeypatch.setattr(selftest, "width_dependence", record)
     target, other = tiny_llama(), tiny_llama(seed=1)
     for drafter, every_width in ((other, True), (first_layers(target, 1), False)):
         tested.clear()
         Engine([target, drafter]).use("invariant", 1)
         assert tested == [(target, True), (drafter, every_width)]
-        restore([target, drafter])
+        restore_linears([target, drafter])
 
 
-# In a session.
-
-
-def test_texts_are_one_under_greedy_and_coupled_sampling() -> None:
-    target, drafter = tiny_llama(vocab_size=96), tiny_llama(seed=1, vocab_size=96)
-    Engine([target, drafter]).use("invariant", 1)
-    for seed in range(12):
-        processor = MultinomialProcessor(0.5 + 0.1 * seed) if seed else None
-        plain = autoregressive_generate([3, seed, 5], target, 48, processor, None, seed=seed)
-        for gamma in (1, 4, 9):
-            arguments = {
-                "logits_processor": processor,
-                "max_gen_len": 48,
-                "eos_tokens_id": None,
-                "seed": seed,
-                "verify": "coupled",
-            }
-            assert speculative_generate([3, seed, 5], drafter, target, gamma=gamma, **arguments)[0] == plain
-
-
-def test_commands_switch_engine_and_threads_and_records_say_so(view: Screen, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    record = checked(bench, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
-    assert record["engine"] == {"kind": "invariant", "weights": "float32", "verified": True, "threads": 1, "reason": ""}
-    assert record["settings"]["engine"] == "auto"
-    messages = view.take()[1]
-    assert "engine: invariant, float32 weights, 1 thread; bit-identical: verified" in messages
-    bench.handle("/audit 2")
-    assert "logits are bit-identical in every window" in view.take()[0]
-    bench.handle("/engine")
-    assert view.take()[1].startswith("engine: auto; now invariant, float32 weights, 1 thread; bit-identical: verified")
-    assert checked(bench, file, "/engine plain", "Hello there")["engine"]["kind"] == "plain"
-    for line in ("/engine fast", "/threads 0", "/threads many"):
-        assert bench.handle(line) is Verdict.FAILED
-
-
-def test_an_interrupted_exchange_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any, **options: Any) -> None:
+def test_an_interrupted_installation_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(selftest, "same_bits", interrupted)
+    monkeypatch.setattr(selftest, "width_dependence", interrupt)
     model = tiny_llama()
     engine = Engine([model])
     with pytest.raises(KeyboardInterrupt):
@@ -223,44 +181,75 @@ def test_an_interrupted_exchange_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_number_of_threads_that_was_not_tested_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_number_of_threads_is_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
         engine = Engine([tiny_llama()])
         engine.use("invariant", 1)
-        asked: list[list[int]] = []
-        monkeypatch.setattr(
-            selftest, "same_bits", lambda model, counts, every_width: asked.append(counts) or "a window differs"
-        )
+        tested: list[list[int]] = []
+
+        def fail(model: Any, counts: list[int], *, every_width: bool) -> str:
+            tested.append(counts)
+            return "logits differ"
+
+        monkeypatch.setattr(selftest, "width_dependence", fail)
         assert engine.use("invariant", 1).verified
-        assert asked == []
+        assert tested == []
         state = engine.use("invariant", 7)
-        assert asked == [[7]]
-        assert (state.threads, state.verified, state.reason) == (7, False, "a window differs")
-        state = engine.use("invariant", 1)  # and back: what was promised of one thread still is
+        assert tested == [[7]]
+        assert (state.threads, state.verified, state.reason) == (7, False, "logits differ")
+        state = engine.use("invariant", 1)  # back to a tested number: it is still verified
         assert (state.threads, state.verified, state.reason) == (1, True, "")
     finally:
         torch.set_num_threads(before)
 
 
-def test_an_engine_that_cannot_be_had_leaves_everything_as_it_was(view: Screen) -> None:
-    bench = workbench(view, tiny_pair(kind="t5", chat=False))
-    assert bench.handle("/engine invariant") is Verdict.FAILED
-    assert "The invariant engine cannot compute" in view.take()[1]
-    assert bench.settings.engine == "plain"
-    assert bench.handle("Hello there") is Verdict.DONE
-
-
-def test_weights_of_one_byte_are_for_good() -> None:
-    model = tiny_llama(vocab_size=96)
-    engine = Engine([model], bytewise=True)
+def test_int8_weights_cannot_be_taken_back() -> None:
+    model = llama()
+    engine = Engine([model], int8_weights=True)
     state = engine.use("auto", 1)
     assert (state.kind, state.weights, state.verified) == ("invariant", "int8", True)
-    assert "int8 weights" in state.sentence()
-    walked(model, [5 * index % 96 for index in range(70)], Random(3))
-    assert not isinstance(model.lm_head.fused.kernel, Bytes)  # the head decides the tokens
-    with pytest.raises(UserError, match="start without --engine-weights"):
+    assert_bits_of_single_steps(model, [5 * index % 96 for index in range(70)], Random(3))
+    assert not isinstance(model.lm_head.fused.kernel, Int8Kernel)  # the output head decides the tokens
+    with pytest.raises(UserError, match="--engine-weights"):
         engine.use("plain", 1)
     assert engine.state == state
-    with pytest.raises(UserError, match="int8 engine weights cannot be had"):
-        Engine([tiny_t5()], bytewise=True)
+    with pytest.raises(UserError, match="encoder-decoder"):
+        Engine([tiny_t5()], int8_weights=True)
+
+
+def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:
+    target, drafter = llama(), llama(seed=1)
+    Engine([target, drafter]).use("invariant", 1)
+    for seed in range(12):
+        processor = MultinomialProcessor(0.5 + 0.1 * seed) if seed else None
+        plain = autoregressive_generate([3, seed, 5], target, 48, processor, None, seed=seed)
+        for gamma in (1, 4, 9):
+            options = {"logits_processor": processor, "max_gen_len": 48, "eos_tokens_id": None, "seed": seed}
+            drafted = speculative_generate([3, seed, 5], drafter, target, gamma=gamma, verify="coupled", **options)
+            assert drafted[0] == plain
+
+
+def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: Path) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    session = open_session(view, pair, records=file)
+    record = checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
+    assert record["engine"] == {"kind": "invariant", "weights": "float32", "verified": True, "threads": 1, "reason": ""}
+    assert record["settings"]["engine"] == "auto"
+    assert pair.engine.state.sentence() in view.take()[1]
+    widths = next(row for row in checked(session, file, "/audit 2")["findings"] if row["mode"] == "width")
+    assert widths["largest_logit_difference"] == 0
+    view.take()
+    session.handle("/engine")
+    assert pair.engine.state.sentence() in view.take()[1]
+    assert checked(session, file, "/engine plain", "Hello there")["engine"]["kind"] == "plain"
+    for line in ("/engine fast", "/threads 0", "/threads many"):
+        assert session.handle(line) is Verdict.FAILED
+
+
+def test_an_engine_that_is_not_available_changes_nothing(view: Screen) -> None:
+    session = open_session(view, tiny_pair(kind="t5", chat=False))
+    assert session.handle("/engine invariant") is Verdict.FAILED
+    assert "encoder-decoder" in view.take()[1]
+    assert session.settings.engine == "plain"
+    assert session.handle("Hello there") is Verdict.DONE

@@ -1,4 +1,6 @@
-"""How many threads are taken: as many as help, or what the user said."""
+"""The number of threads: the fastest one, or what the environment asks for."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from utils.engine import threads
 
 
 class Clock:
-    """A clock that a step of so many seconds moves."""
+    """A clock advanced by steps whose duration depends on the number of threads."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -20,7 +22,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def _same_threads() -> object:
+def _same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -35,22 +37,28 @@ def _same_threads() -> object:
         ({1: 3.0, 2: 2.95, 4: 2.0}, 4),
     ],
 )
-def test_the_fewest_that_no_larger_number_beats_clearly(seconds: dict[int, float], best: int) -> None:
+def test_the_smallest_number_that_no_larger_one_clearly_beats(seconds: dict[int, float], best: int) -> None:
     clock = Clock(seconds)
-    assert threads.fastest(clock.step, sorted(seconds), clock) == best
+    assert threads.fastest_count(clock.step, sorted(seconds), clock) == best
     assert torch.get_num_threads() == best
 
 
-def test_counts_are_powers_of_two_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for available, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
-        monkeypatch.setattr(threads, "_AVAILABLE", available)
-        assert threads.thread_counts() == counts
+@pytest.mark.parametrize(("available", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_candidates_are_the_powers_of_two_and_all(available: int, counts: list[int]) -> None:
+    assert threads.candidate_counts(available) == counts
 
 
-def test_the_environment_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_AVAILABLE", 3)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads.given_threads() == 3
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # PyTorch has read it at its start
+    assert threads.requested_threads() == threads.available_threads()
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    assert threads.given_threads() is None
+    assert threads.requested_threads() is None
+
+
+def test_an_error_restores_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt), threads.restored_on_error():
+        torch.set_num_threads(before + 1)
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == before

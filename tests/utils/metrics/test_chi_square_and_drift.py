@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_llama, tiny_sliding, tiny_t5
 
-from utils.decode.logit_drift import Spread, by_width, most_rounding
+from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_session import ModelSession
 from utils.metrics.chi_square import chi_square_tail, fit
 
@@ -66,18 +66,18 @@ def test_logits_by_width_are_those_of_one_forward(build: Any) -> None:
     session = ModelSession(model)
     context = [*session.begin(PROMPT), *range(1, 24)]
     session.feed(context[:-7], keep=1)
-    whole = by_width(session, context, 7, 7)
+    whole = logits_by_width(session, context, 7, 7)
     assert whole.shape == (7, 64)
     for width in (1, 2, 3, 5, 9):
-        torch.testing.assert_close(by_width(session, context, 7, width), whole)
+        torch.testing.assert_close(logits_by_width(session, context, 7, width), whole)
 
 
 def test_a_spread_is_the_largest_difference_and_the_flips() -> None:
     first = torch.tensor([[1.0, 2.0, 0.0], [5.0, 1.0, 0.0]])
     second = torch.tensor([[1.0, 2.25, 0.0], [5.0, 1.0, 5.5]])
-    spread = Spread.of([first, second, first])
-    assert spread == Spread(5.5, 1, 2)
-    assert spread + Spread(0.5, 2, 4) == Spread(5.5, 3, 6)
-    assert most_rounding(first) < 0.01 < most_rounding(first.bfloat16())
+    spread = LogitDrift.of([first, second, first])
+    assert spread == LogitDrift(5.5, 1, 2)
+    assert spread + LogitDrift(0.5, 2, 4) == LogitDrift(5.5, 3, 6)
+    assert max_rounding(first) < 0.01 < max_rounding(first.bfloat16())
     hidden = torch.tensor([[0.0, float("-inf")]])
-    assert Spread.of([hidden, hidden]).difference == 0.0 and most_rounding(hidden + 1) < 1
+    assert LogitDrift.of([hidden, hidden]).difference == 0.0 and max_rounding(hidden + 1) < 1

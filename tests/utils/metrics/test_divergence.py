@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import Screen, records_of, screen, tiny_pair, workbench
+from fakes import Screen, open_session, records_of, screen, tiny_pair
 from tiny import tiny_llama, tiny_t5
 from toys import ToyModel, decoding, opposed, session, toy
 
@@ -25,7 +25,7 @@ from utils.logits_processor import (
     NucleusProcessor,
     TopKProcessor,
 )
-from utils.metrics.divergence import Candidate, Cause, Divergence, Parting, explain
+from utils.metrics.divergence import Candidate, Cause, Divergence, DivergenceCase, explain
 from utils.metrics.results import tokens_of
 from utils.repl.runner import Verdict
 
@@ -44,16 +44,16 @@ class Wobbly(ToyModel):
         return SimpleNamespace(logits=logits)
 
 
-def parting(
+def case(
     target: ToyModel,
     plan: Decoding,
     rounds: Iterable[Step],
     *,
     theirs: list[int] | None = None,
     own_noise: bool = False,
-) -> Parting:
+) -> DivergenceCase:
     plain = tokens_of(autoregressive_steps([0], session(target), plan)) if theirs is None else theirs
-    return Parting([0], tuple(rounds), plain, partial(session, target), plan, window=4, own_noise=own_noise)
+    return DivergenceCase([0], tuple(rounds), plain, partial(session, target), plan, width=4, own_noise=own_noise)
 
 
 def speculate(target: ToyModel, drafter: ToyModel, plan: Decoding, rule: str) -> Iterable[Step]:
@@ -72,7 +72,7 @@ def tied_table(gap: float) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
 def test_a_tie_that_rounding_decides_is_called_one_under_greedy(rule: str) -> None:
     target, plan = Wobbly(tied_table(1e-5), 3e-5), decoding(4, processor=GreedyProcessor())
-    found = explain(parting(target, plan, speculate(target, target, plan, rule), own_noise=rule != "coupled"))
+    found = explain(case(target, plan, speculate(target, target, plan, rule), own_noise=rule != "coupled"))
     assert found.ours and found.theirs
     assert (found.position, found.ours.token, found.theirs.token, found.cause) == (0, 2, 1, Cause.ROUNDING)
     assert found.rounding == pytest.approx(3e-5, rel=0.1)
@@ -91,14 +91,14 @@ def test_ties_are_found_at_the_edges_of_sets_and_in_races_too(processor: LogitsP
         )
         if tokens_of(rounds) != plain:
             seen += 1
-            assert explain(parting(target, plan, rounds)).cause is Cause.ROUNDING, seed
+            assert explain(case(target, plan, rounds)).cause is Cause.ROUNDING, seed
     assert seen
 
 
 def test_a_difference_beyond_rounding_is_not_excused() -> None:
     """Windows that move logits by a half are a mistake in the model's code, not a rounding."""
     target, plan = Wobbly(tied_table(0.3), 0.5), decoding(4, processor=GreedyProcessor())
-    found = explain(parting(target, plan, speculate(target, target, plan, "coupled")))
+    found = explain(case(target, plan, speculate(target, target, plan, "coupled")))
     assert found.cause is Cause.UNEXPLAINED and found.rounding == pytest.approx(0.5)
 
 
@@ -106,7 +106,7 @@ def test_a_wrong_token_is_unexplained() -> None:
     target, plan = toy(9, 8), decoding(6, seed=3)
     plain = tokens_of(autoregressive_steps([0], session(target), plan))
     altered = [*plain[:3], (plain[3] + 1) % 8, *plain[4:]]
-    found = explain(parting(target, plan, [Step((), 0, token) for token in altered]))
+    found = explain(case(target, plan, [Step((), 0, token) for token in altered]))
     assert (found.position, found.cause) == (3, Cause.UNEXPLAINED)
     assert found.ours and found.theirs and (found.ours.token, found.theirs.token) == (altered[3], plain[3])
 
@@ -114,7 +114,7 @@ def test_a_wrong_token_is_unexplained() -> None:
 def test_a_text_that_ends_early_is_unexplained() -> None:
     target, plan = toy(9, 8), decoding(6, seed=3)
     plain = tokens_of(autoregressive_steps([0], session(target), plan))
-    found = explain(parting(target, plan, [Step((), 0, token) for token in plain[:4]]))
+    found = explain(case(target, plan, [Step((), 0, token) for token in plain[:4]]))
     assert (found.position, found.ours, found.theirs and found.theirs.token, found.cause) == (
         4,
         None,
@@ -134,11 +134,11 @@ def test_other_numbers_are_sampling_unless_the_law_excludes_the_token(rule: str)
             tokens_of(autoregressive_steps([0], session(target), plan)),
         )
         if tokens_of(rounds) != plain:
-            causes.add(explain(parting(target, plan, rounds, own_noise=True)).cause)
+            causes.add(explain(case(target, plan, rounds, own_noise=True)).cause)
     assert causes == {Cause.SAMPLING}
     never = int(target.table[0].argmin())
     plan = decoding(2, processor=TopKProcessor(1.0, 3))
-    assert explain(parting(target, plan, [Step((never,), 1, None)], own_noise=True)).cause is Cause.UNEXPLAINED
+    assert explain(case(target, plan, [Step((never,), 1, None)], own_noise=True)).cause is Cause.UNEXPLAINED
 
 
 def test_a_bonus_token_is_never_excused_as_sampling() -> None:
@@ -147,9 +147,9 @@ def test_a_bonus_token_is_never_excused_as_sampling() -> None:
     plain = tokens_of(autoregressive_steps([0], session(target), plan))
     wrong = (plain[1] + 1) % 8
     for rounds in ([Step((plain[0],), 1, wrong)], [Step((), 0, plain[0]), Step((), 0, wrong)]):
-        assert explain(parting(target, plan, rounds, own_noise=True)).cause is Cause.UNEXPLAINED
+        assert explain(case(target, plan, rounds, own_noise=True)).cause is Cause.UNEXPLAINED
     corrected = [Step((plain[0], plain[1]), 1, wrong)]
-    assert explain(parting(target, plan, corrected, own_noise=True)).cause is Cause.SAMPLING
+    assert explain(case(target, plan, corrected, own_noise=True)).cause is Cause.SAMPLING
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_t5])
@@ -167,14 +167,14 @@ def diverged(target, drafter, prompt: list[int], plan: Decoding) -> Divergence |
     rounds = tuple(speculative_steps(prompt, drafting, ModelSession(target), plan, gamma=4, rule=RULES["coupled"]))
     if tokens_of(rounds) == plain:
         return None
-    return explain(Parting(prompt, rounds, plain, partial(ModelSession, target), plan, window=5, own_noise=False))
+    return explain(DivergenceCase(prompt, rounds, plain, partial(ModelSession, target), plan, width=5, own_noise=False))
 
 
 def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    repl = open_session(view, records=file)
     for line in ("/processor multinomial 1.2", "/length 12", "Hello"):
-        bench.handle(line)
+        repl.handle(line)
     line = view.take()[0].splitlines()[-1]
     assert line.startswith("speculative differs at token ")
     assert line.endswith("· sampling: expected under /verify rejection; /verify coupled makes it the same text")
@@ -185,29 +185,29 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
     assert [rows[0]["divergence"][name]["token"] for name in ("ours", "theirs")] == [
         row["token_ids"][place] for row in rows[::2]
     ]
-    bench.handle("/divergence")
+    repl.handle("/divergence")
     results = view.take()[0]
     assert (
         "target's highest" in results
         and "as /verify rejection allows. /verify coupled makes it the same text." in results
     )
     assert records_of(file)[-1]["record"] == "divergence"
-    bench.handle("/verify coupled")
-    bench.handle("Hello")
+    repl.handle("/verify coupled")
+    repl.handle("Hello")
     assert all(row["same_as_target"] for row in records_of(file)[-3:])
     view.take()
-    bench.handle("/divergence")
+    repl.handle("/divergence")
     assert view.take()[1] == "speculative and ngram: the same tokens as target-only.\n"
 
 
 def test_there_must_be_something_to_explain(view: Screen) -> None:
-    bench = workbench(view)
-    assert bench.handle("/divergence") is Verdict.FAILED
+    repl = open_session(view)
+    assert repl.handle("/divergence") is Verdict.FAILED
     assert view.take()[1] == "/divergence: a prompt is needed: send one first.\n"
     for line in ("/target off", "/length 3", "Hello"):
-        bench.handle(line)
+        repl.handle(line)
     view.take()
-    assert bench.handle("/divergence") is Verdict.FAILED
+    assert repl.handle("/divergence") is Verdict.FAILED
     assert "the last prompt needs finished runs of the target and of another strategy" in view.take()[1]
 
 
@@ -222,12 +222,12 @@ def test_what_is_unexplained_is_shown_with_all_that_a_replay_needs(
     monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
     monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
     view, file = screen(width=70), tmp_path / "runs.jsonl"
-    bench = workbench(view, tiny_pair(), records=file)
+    repl = open_session(view, tiny_pair(), records=file)
     for line in ("/ngram off", "/verify coupled", "/length 6", "/seed 5", "Hello"):
-        bench.handle(line)
+        repl.handle(line)
     assert "unexplained: please report" in view.take()[0]
     for line in ("/seed 6", "/verify rejection", "/divergence"):
-        bench.handle(line)
+        repl.handle(line)
     data = json.loads(view.take()[0].splitlines()[-1])
     assert data["divergences"][0]["cause"] == "unexplained: please report"
     assert data["rounds"]["speculative"][0][1] == 0 and data["runs"][0]["versions"] and data["prompt_ids"]
@@ -260,9 +260,9 @@ def test_an_explanation_that_fails_spoils_no_run(view: Screen, tmp_path: Path, m
 
     monkeypatch.setattr("utils.comparison.harness.explain", broken)
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    bench.handle("/processor multinomial 1.2")
-    assert bench.handle("Hello") is Verdict.DONE
+    repl = open_session(view, records=file)
+    repl.handle("/processor multinomial 1.2")
+    assert repl.handle("Hello") is Verdict.DONE
     assert [row["divergence"] for row in records_of(file)] == [None] * 3
     messages = view.take()[1]
     assert "Why the texts differ could not be found out:" in messages and "Out of memory" in messages
@@ -270,7 +270,7 @@ def test_an_explanation_that_fails_spoils_no_run(view: Screen, tmp_path: Path, m
 
 def test_under_greedy_the_candidates_have_the_models_own_probabilities() -> None:
     target, plan = Wobbly(tied_table(1e-5), 3e-5), decoding(4, processor=GreedyProcessor())
-    found = explain(parting(target, plan, speculate(target, target, plan, "coupled")))
+    found = explain(case(target, plan, speculate(target, target, plan, "coupled")))
     assert [candidate.probability for candidate in found.highest] == pytest.approx([0.4966, 0.4966], abs=1e-3)
 
 
@@ -278,9 +278,9 @@ def test_what_an_audit_measured_is_what_divergences_are_held_against(
     view: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed: list[float] = []
-    monkeypatch.setattr("utils.comparison.harness.explain", lambda parting, rounding: handed.append(rounding))
+    monkeypatch.setattr("utils.comparison.harness.explain", lambda case, rounding: handed.append(rounding))
     monkeypatch.setattr(view.renderer, "divergence", lambda *arguments, **options: None)
-    bench = workbench(view)
+    repl = open_session(view)
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
-        bench.handle(line)
-    assert handed == [bench._bench.memory.rounding] and handed[0] > 0
+        repl.handle(line)
+    assert handed == [repl.harness.state.rounding] and handed[0] > 0

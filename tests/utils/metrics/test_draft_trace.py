@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Screen, screen, workbench
+from fakes import Screen, open_session, screen
 from test_counterfactual import fresh, pair, strategy_of
 from tiny import next_logits, tiny_llama, tiny_t5
 
@@ -20,10 +20,10 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor, TopKProcessor
-from utils.metrics.draft_trace import DraftNote, Notebook, NotedDrafter, holds, rank
+from utils.metrics.draft_trace import DraftTrace, DraftTracer, TracedDrafter, holds, rank
 from utils.metrics.results import Generation, collect
 from utils.repl.runner import Verdict
-from utils.screen.debug_rounds import LEVELS, explained, pieces_of
+from utils.screen.debug_rounds import RATIO_LEVELS, round_pieces, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
@@ -32,12 +32,12 @@ def noted(processor: Any, rule: str = "rejection") -> tuple[Any, Any, Generation
     """Two tiny models and a run of theirs of which notes were taken."""
     target, drafter = tiny_llama(seed=0), tiny_llama(seed=1)
     decoding = Decoding.of(processor, 24, end_ids=None, seed=3)
-    notebook, judge = Notebook(judged=rule == "rejection"), RULES[rule]
+    tracer, judge = DraftTracer(accepts_by_ratio=rule == "rejection"), RULES[rule]
     drafts = ModelDrafter(ModelSession(drafter), decoding, target.config.vocab_size, shares_noise=judge.shares_noise)
     steps = speculative_steps(
-        PROMPT, NotedDrafter(drafts, notebook), ModelSession(target), decoding, gamma=3, rule=judge
+        PROMPT, TracedDrafter(drafts, tracer), ModelSession(target), decoding, gamma=3, rule=judge
     )
-    return target, drafter, collect(steps, notebook=notebook)
+    return target, drafter, collect(steps, tracer=tracer)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
@@ -46,18 +46,18 @@ def test_notes_say_what_the_models_say_when_they_are_asked_anew(processor: Any, 
     target, drafter, run = noted(processor, rule)
     made: list[int] = []
     fallen = 0
-    for step, notes in zip(run.steps, run.notes, strict=True):
+    for step, notes in zip(run.steps, run.traces, strict=True):
         assert len(notes) == min(len(step.drafted), step.accepted + 1)
         for place, note in enumerate(notes):
             before = made + list(step.drafted[:place])
             p, q = (next_logits(model, PROMPT, before).double().softmax(-1) for model in (target, drafter))
             assert note.token == step.drafted[place] and note.p == pytest.approx(p[note.token].item(), rel=1e-4)
-            assert note.q == pytest.approx(q[note.token].item(), rel=1e-4) and note.wanted_p == pytest.approx(
-                p[note.wanted].item(), rel=1e-4
+            assert note.q == pytest.approx(q[note.token].item(), rel=1e-4) and note.target_p == pytest.approx(
+                p[note.target_token].item(), rel=1e-4
             )
-            assert note.rank == 1 + int((p > p[note.token]).sum()) and note.stood == (place < step.accepted)
-            assert (note.chance is None) == (rule != "rejection") and note.match is None
-            fallen += not note.stood
+            assert note.rank == 1 + int((p > p[note.token]).sum()) and note.is_accepted == (place < step.accepted)
+            assert (note.acceptance is None) == (rule != "rejection") and note.match_length is None
+            fallen += not note.is_accepted
         if notes and not notes[-1].stood:
             assert notes[-1].wanted == step.token
         made += step.tokens
@@ -67,9 +67,9 @@ def test_notes_say_what_the_models_say_when_they_are_asked_anew(processor: Any, 
 def test_the_chance_is_that_of_the_laws_that_judge() -> None:
     processor = MultinomialProcessor(2.0)
     target, drafter, run = noted(processor)
-    note = run.notes[0][0]
+    note = run.traces[0][0]
     p, q = (processor(next_logits(model, PROMPT, [])[None])[0, note.token].item() for model in (target, drafter))
-    assert note.chance == pytest.approx(min(1.0, p / q), rel=1e-4) and note.ratio == pytest.approx(note.p / note.q)
+    assert note.acceptance == pytest.approx(min(1.0, p / q), rel=1e-4) and note.ratio == pytest.approx(note.p / note.q)
     assert run.steps == noted(processor)[2].steps
 
 
@@ -87,24 +87,24 @@ def test_where_hits_came_from() -> None:
     decoding = Decoding.of(GreedyProcessor(), 60, end_ids=None, seed=3)
     storage = NGramStorage(3, target.config.vocab_size)
     storage.initialize([7, 8, 9, 30, 31, 32])  # an earlier prompt
-    notebook = Notebook()
-    drafts = NotedDrafter(NGramDrafter(storage, decoding.noise, filler_top_k=8), notebook)
-    run = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3), notebook=notebook)
+    tracer = DraftTracer()
+    drafts = TracedDrafter(NGramDrafter(storage, decoding.noise, filler_top_k=8), tracer)
+    run = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3), tracer=tracer)
     prompt, earlier = (NGramStorage(3, target.config.vocab_size) for _ in range(2))
     prompt.initialize(PROMPT)
     earlier.initialize([7, 8, 9, 30, 31, 32])
     seen, made = set(), list(PROMPT)
-    for step, notes in zip(run.steps, run.notes, strict=True):
+    for step, notes in zip(run.steps, run.traces, strict=True):
         for place, note in enumerate(notes):
-            assert note.match in (1, 2) and note.q is None and note.chance is None
-            gram = [*made, *step.drafted[:place]][-note.match :] + [note.token]
+            assert note.match_length in (1, 2) and note.q is None and note.acceptance is None
+            gram = [*made, *step.drafted[:place]][-note.match_length :] + [note.token]
             assert (note.origin == "the prompt") == prompt.has_gram(gram)
             assert note.origin != "an earlier prompt" or earlier.has_gram(gram)
             if note.origin == "the answer":
                 assert holds(made, gram)
             if note.origin == "the target's runners-up":
                 places = [
-                    index for index in range(len(PROMPT), len(made)) if made[index - note.match : index] == gram[:-1]
+                    index for index in range(len(PROMPT), len(made)) if made[index - note.match_length : index] == gram[:-1]
                 ]
                 best = [next_logits(target, made[:index], []).topk(8).indices.tolist() for index in places]
                 assert any(note.token in tokens for tokens in best) and not holds(made, gram)
@@ -116,14 +116,14 @@ def test_where_hits_came_from() -> None:
 def test_an_earlier_prompt_and_the_seed_are_named() -> None:
     target = tiny_llama()
     decoding = Decoding.of(GreedyProcessor(), 12, end_ids=None, seed=3)
-    earlier, notebook = NGramStorage(2, target.config.vocab_size), Notebook()
+    earlier, tracer = NGramStorage(2, target.config.vocab_size), DraftTracer()
     earlier.initialize([PROMPT[-1], 55])
-    drafts = NotedDrafter(NGramDrafter(earlier, decoding.noise, filler_top_k=1, stop_if_unknown=False), notebook)
+    drafts = TracedDrafter(NGramDrafter(earlier, decoding.noise, filler_top_k=1, stop_if_unknown=False), tracer)
     run = collect(
-        speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2), notebook=notebook
+        speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2), tracer=tracer
     )
-    assert run.notes[0][0].origin == "an earlier prompt" and run.notes[0][0].token == 55
-    assert any(note.origin == "the seed" and note.match == 0 for notes in run.notes for note in notes)
+    assert run.traces[0][0].origin == "an earlier prompt" and run.traces[0][0].token == 55
+    assert any(note.origin == "the seed" and note.match_length == 0 for notes in run.traces for note in notes)
 
 
 def test_ranks_count_equals_by_id() -> None:
@@ -131,16 +131,16 @@ def test_ranks_count_equals_by_id() -> None:
     assert [rank(row, token) for token in range(4)] == [4, 1, 2, 3]
 
 
-def note(p: float, q: float | None, rank: int = 2, wanted: int = 9) -> DraftNote:
-    return DraftNote(5, p, rank, q, None, wanted, 0.6)
+def note(p: float, q: float | None, rank: int = 2, wanted: int = 9) -> DraftTrace:
+    return DraftTrace(5, p, rank, q, None, wanted, 0.6)
 
 
 def test_shapes_tell_the_ratio_without_colour() -> None:
     notes = [note(p, 0.5, wanted=5) for p in (0.6, 0.3, 0.1)] + [note(0.01, 0.5)]
-    pieces = pieces_of(Step((5, 5, 5, 5, 6), 3, 9), None, notes)
+    pieces = round_pieces(Step((5, 5, 5, 5, 6), 3, 9), None, notes)
     assert [text for text, _ in pieces] == ["+5●", "+5◕", "+5◑", "-5○", "-6", "=9"]
-    assert [colour for _, colour in pieces[:4]] == [level[3] for level in LEVELS]
-    assert [text[-1] for text, _ in pieces_of(Step((5, 5, 5, 5), 3, 9), None, notes, ascii_only=True)[:4]] == list(
+    assert [colour for _, colour in pieces[:4]] == [level[3] for level in RATIO_LEVELS]
+    assert [text[-1] for text, _ in round_pieces(Step((5, 5, 5, 5), 3, 9), None, notes, ascii_only=True)[:4]] == list(
         "@o:."
     )
 
@@ -148,25 +148,25 @@ def test_shapes_tell_the_ratio_without_colour() -> None:
 def test_a_draft_that_fell_is_explained() -> None:
     assert (
         "the target said 9 (p 0.6); the draft is its choice 2, p 0.2, q 0.5, p/q 0.4: a near miss"
-        in explained([note(0.2, 0.5)], None)[0]
+        in trace_lines([note(0.2, 0.5)], None)[0]
     )
-    assert explained([note(0.001, None, rank=40)], None)[0].endswith("its choice 40, p 0.001: lost")
-    assert explained([note(0.2, 0.5, wanted=5)], None) == []
+    assert trace_lines([note(0.001, None, rank=40)], None)[0].endswith("its choice 40, p 0.001: lost")
+    assert trace_lines([note(0.2, 0.5, wanted=5)], None) == []
 
 
 def test_full_debug_in_a_session(view: Screen) -> None:
-    bench = workbench(view)
+    session = open_session(view)
     for line in ("/length 20", "/debug full", "one two one two"):
-        assert bench.handle(line) is Verdict.DONE
+        assert session.handle(line) is Verdict.DONE
     shown = view.take()[0]
     assert (
         "● p/q 1 or more" in shown and "the target said" in shown and "hits: " in shown and "from the prompt (" in shown
     )
-    bench.handle("/debug on")
-    bench.handle("one two one two")
-    assert "the target said" not in view.take()[0] and bench.settings.debug == "on"
-    bench.handle("/debug")
-    assert bench.settings.debug == "off" and bench.handle("/debug loud") is Verdict.FAILED
+    session.handle("/debug on")
+    session.handle("one two one two")
+    assert "the target said" not in view.take()[0] and session.settings.debug == "on"
+    session.handle("/debug")
+    assert session.settings.debug == "off" and session.handle("/debug loud") is Verdict.FAILED
 
 
 def test_no_piece_is_broken_on_a_narrow_terminal() -> None:
@@ -189,20 +189,20 @@ def test_no_piece_is_broken_on_a_narrow_terminal() -> None:
 def test_notes_on_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
     """Nothing is changed by them; every draft that was judged has one; origins are found again in the prompt and the answer."""
     settings = Settings(length=30, processor=TopKProcessor(1.0, 5), verify=verify, gamma=3, seed=1)
-    row, notebook = strategy_of(word, pair(kind)), Notebook(judged=verify == "rejection")
+    row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     plain = list(row.steps(fresh(kind, settings)))
-    run = collect(row.steps(replace(fresh(kind, settings), notebook=notebook)), notebook=notebook)
-    assert list(run.steps) == plain and any(run.notes)
+    run = collect(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer=tracer)
+    assert list(run.steps) == plain and any(run.traces)
     prompt = fresh(kind, settings).prompt
     said = [0] if kind == "t5" else list(prompt)
-    for step, notes in zip(run.steps, run.notes, strict=True):
-        assert [note.stood for note in notes] == [
+    for step, notes in zip(run.steps, run.traces, strict=True):
+        assert [note.is_accepted for note in notes] == [
             place < step.accepted for place in range(min(len(step.drafted), step.accepted + 1))
         ]
         for place, note in enumerate(notes):
-            assert (note.match is None) == (note.q is not None)
-            gram = [*said, *step.drafted[:place]][-(note.match or 0) :] + [note.token]
-            if note.match:
+            assert (note.match_length is None) == (note.q is not None)
+            gram = [*said, *step.drafted[:place]][-(note.match_length or 0) :] + [note.token]
+            if note.match_length:
                 where = (
                     "the prompt"
                     if holds(prompt, gram)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Comparison, Generation, collect, compare, first_difference
-from utils.metrics.stopwatch import Lap
+from utils.metrics.stopwatch import RoundTiming
 
 STEPS = (
     Step((1, 2, 3), 3, 4),
@@ -50,11 +50,11 @@ def test_the_clock_runs_only_inside_the_decoder() -> None:
             yield step
         clock.now += 0.25
 
-    def watch(step: Step, lap: Lap, notes: object) -> None:
+    def watch(step: Step, timing: RoundTiming, notes: object) -> None:
         clock.now += 100.0
 
     run = collect(decoder(), watch, clock)
-    assert run == Generation(STEPS, 5.25, 1.0, FinishReason.STOP, (Lap(0, 0, 1.0),) * 5)
+    assert run == Generation(STEPS, 5.25, 1.0, FinishReason.STOP, (RoundTiming(0, 0, 1.0),) * 5)
 
 
 def test_an_interruption_keeps_what_was_made_and_its_time() -> None:
@@ -67,9 +67,9 @@ def test_an_interruption_keeps_what_was_made_and_its_time() -> None:
         raise KeyboardInterrupt
 
     run = collect(decoder(), clock=clock)
-    assert run == Generation(STEPS[:1], 1.5, 1.0, FinishReason.INTERRUPTED, (Lap(0, 0, 1.0),))
+    assert run == Generation(STEPS[:1], 1.5, 1.0, FinishReason.INTERRUPTED, (RoundTiming(0, 0, 1.0),))
 
-    def watch(step: Step, lap: Lap, notes: object) -> None:
+    def watch(step: Step, timing: RoundTiming, notes: object) -> None:
         raise KeyboardInterrupt
 
     assert collect(iter(STEPS), watch, FakeClock()).steps == STEPS[:1]

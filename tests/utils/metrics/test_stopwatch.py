@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import screen, tiny_pair, workbench
+from fakes import open_session, screen, tiny_pair
 from test_results import FakeClock
 from tiny import tiny_llama
 
 from sampling import speculative_steps
-from sampling.drafters.model import Draft, Verified
 from utils.decode.decoding import Decoding
+from utils.decode.drafts import Draft, Verified
 from utils.decode.model_session import ModelSession
 from utils.logits_processor import GreedyProcessor
 from utils.metrics.results import collect
-from utils.metrics.stopwatch import Lap, Stopwatch, TimedDrafter, TimedSession
+from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter, TimedSession
 from utils.repl.runner import Verdict
 
 CLOCK = FakeClock()
@@ -57,10 +57,10 @@ def test_each_second_lands_where_it_was_spent() -> None:
     decoding = Decoding.of(SlowProcessor(), 3, end_ids=None, seed=1)
     drafter, target = TimedDrafter(SlowDrafter(), watch), TimedSession(SlowSession(tiny_llama()), watch)
     run = collect(speculative_steps([5, 6, 7], drafter, target, decoding, gamma=2), clock=CLOCK, stopwatch=watch)
-    assert run.laps[0] == Lap(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2) and run.laps[0].other == 0.5
-    assert sum(lap.whole for lap in run.laps) == run.seconds and len(run.laps) == len(run.steps)
+    assert run.timings[0] == RoundTiming(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2) and run.timings[0].other == 0.5
+    assert sum(timing.total for timing in run.timings) == run.seconds and len(run.timings) == len(run.steps)
     assert all(
-        lap.drafting == 2 * len(step.drafted) + 0.25 for step, lap in list(zip(run.steps, run.laps, strict=True))[1:]
+        timing.drafting == 2 * len(step.drafted) + 0.25 for step, timing in list(zip(run.steps, run.timings, strict=True))[1:]
     )
 
 
@@ -69,18 +69,18 @@ def test_a_forward_that_fails_counts_too() -> None:
     target = TimedSession(SlowSession(tiny_llama()), watch)
     with pytest.raises(RuntimeError):
         target.feed([], 1)
-    assert watch.read(10) == Lap(0, 10, 10) and watch.read(0) == Lap(0, 0, 0)
+    assert watch.read(10) == RoundTiming(0, 10, 10) and watch.read(0) == RoundTiming(0, 0, 0)
 
 
 def test_records_and_debug_tell_the_time_of_every_part() -> None:
     view, pair = screen(), tiny_pair()
-    bench = workbench(view, pair)
+    session = open_session(view, pair)
     for line in ("/length 8", "/debug on", "Hello"):
-        assert bench.handle(line) is Verdict.DONE
-    last: Any = bench._bench.memory.last
+        assert session.handle(line) is Verdict.DONE
+    last: Any = session.harness.state.last
     for strategy, run, _ in last.compared:
-        assert len(run.laps) == len(run.steps)
-        timed = [lap.verifying for lap in run.laps]
+        assert len(run.timings) == len(run.steps)
+        timed = [timing.verifying for timing in run.timings]
         assert all(timed) if strategy.drafts else not any(timed)
     lines = view.take()[0].splitlines()
     assert sum(" | verify " in line for line in lines) == sum(

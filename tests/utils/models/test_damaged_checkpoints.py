@@ -1,4 +1,4 @@
-"""A sentence for everything that can be wrong with a checkpoint, a path or an id; and silence while loading."""
+"""One sentence for everything that can be wrong with a checkpoint, a path or an id, and silence while loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from utils.errors import UserError
 from utils.models import hub
-from utils.models.load_errors import explained, quiet
+from utils.models.load_errors import CAUSES, explained_errors, quiet
 from utils.models.sources import locate
 
 
@@ -33,27 +33,27 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def truncate(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 5000)
 
 
-def pickle(folder: Path) -> None:
+def pickle_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
 
 
-def lose_a_weight(folder: Path) -> None:
+def remove_a_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def lose_the_tokenizer(folder: Path) -> None:
+def remove_the_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
 
 
-def want_remote_code(folder: Path) -> None:
+def require_remote_code(folder: Path) -> None:
     edit_config(folder, model_type="own", auto_map={"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"})
     (folder / "code.py").write_text("raise SystemExit('remote code was run')")
 
@@ -63,41 +63,41 @@ def become_a_vision_model(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    (truncate, "truncated or corrupt"),
-    (pickle, "pickled"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
-    (lose_a_weight, "lacks 1 of its weights"),
-    (lambda folder: edit_config(folder, hidden_size=64), "shapes differ"),
-    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (truncate_weights, CAUSES["corrupt weights"].sentence),
+    (pickle_weights, "pickled"),
+    (lambda folder: (folder / "model.safetensors").unlink(), ".safetensors"),
+    (remove_a_weight, "(model.layers.0.mlp.up_proj.weight"),
+    (lambda folder: edit_config(folder, hidden_size=64), CAUSES["shapes"].sentence),
+    (lambda folder: (folder / "config.json").unlink(), "config.json"),
     (lambda folder: (folder / "config.json").write_text("{oops"), "JSON"),
-    (lambda folder: edit_config(folder, model_type="unheard-of"), "does not know"),
-    (want_remote_code, "never run"),
-    (become_a_vision_model, "not a text generation model"),
-    (lose_the_tokenizer, "no tokenizer files"),
+    (lambda folder: edit_config(folder, model_type="unheard-of"), CAUSES["architecture"].sentence),
+    (require_remote_code, CAUSES["remote code"].sentence),
+    (become_a_vision_model, CAUSES["task"].sentence),
+    (remove_the_tokenizer, "tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "JSON"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words for _, words in DAMAGES])
 def test_damaged_folders(shelf: Path, tmp_path: Path, damage: Callable[[Path], Any], words: str) -> None:
-    folder = tmp_path / "copy"
+    folder = tmp_path / "damaged"
     shutil.copytree(shelf / "drafter", folder)
     load(folder)
     damage(folder)
     sentence = refusal(folder)
-    assert words in sentence and "copy" in sentence
+    assert words in sentence and "damaged'" in sentence
 
 
-def test_code_that_is_not_needed_is_not_run(shelf: Path, tmp_path: Path) -> None:
+def test_optional_remote_code_is_not_run(shelf: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(shelf / "target", folder)
     edit_config(folder, auto_map={"AutoModelForCausalLM": "code.Own"})
     (folder / "code.py").write_text("raise SystemExit('remote code was run')")
     pair = load(folder, "layers:1")
-    assert type(pair.target).__module__.startswith("transformers.") and "not run" in pair.notes[0]
+    assert type(pair.target).__module__.startswith("transformers.") and "Python code" in pair.notes[0]
 
 
-def test_a_folder_with_only_a_gguf_names_it(tmp_path: Path) -> None:
+def test_the_message_about_a_folder_names_its_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert str(tmp_path / "model.gguf") in refusal(tmp_path)
 
@@ -112,107 +112,105 @@ def test_a_gguf_file(tmp_path: Path, own_cache: Path) -> None:
     assert pair.end_ids == {tokenizer.eos_token_id} and pair.tokenizer.chat_template == tokenizer.chat_template
 
 
-def test_files_that_are_no_gguf(tmp_path: Path, own_cache: Path) -> None:
-    (tmp_path / "model.bin").touch()
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    assert "no .gguf file" in refusal(tmp_path / "model.bin")
-    assert "is no whole GGUF file" in refusal(tmp_path / "bad.gguf")
+@pytest.mark.parametrize("name", ["model.bin", "bad.gguf"])
+def test_files_that_are_not_gguf(tmp_path: Path, own_cache: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF" + bytes(100))
+    sentence = refusal(tmp_path / name)
+    assert name in sentence and "GGUF file" in sentence
 
 
 @pytest.mark.parametrize("word", ["./missing", "/missing/folder", "~/missing", "missing.gguf", "a/b/c", "", " "])
 def test_paths_that_do_not_exist(word: str) -> None:
-    assert "does not exist" in refusal(word)
+    sentence = refusal(word)
+    assert f"'{word}'" in sentence and "ID@REVISION" in sentence
 
 
-def test_words_that_are_no_hub_id() -> None:
-    assert "neither a folder" in refusal("not a model")
+def test_words_that_are_not_a_hub_id() -> None:
+    assert CAUSES["unknown id"].sentence in refusal("not a model")
 
 
 def test_an_unknown_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "hub cannot be reached" in refusal("nobody/no-such-model")
+    assert CAUSES["offline"].sentence in refusal("nobody/no-such-model")
 
 
 class ConnectError(OSError):
-    """Recognised by its name, as the client's own."""
+    """Recognised by its class name, as the error of the hub's client."""
 
 
 class RevisionNotFoundError(OSError):
     """Likewise."""
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
-    """Its client would retry for half a minute; what was fetched before is taken as it is."""
-    asked: list[tuple[str, str | None]] = []
-    told: list[str] = []
-
-    def unreachable(self: Any, name: str, *, revision: str | None, timeout: float, files_metadata: bool) -> None:
-        asked.append((name, revision))
-        raise ConnectError("no network")
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "model_info", unreachable)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if kept else None)
-    if kept:
-        assert locate("some/model@v1", told.append).arguments == {
-            "trust_remote_code": False,
-            "revision": "v1",
-            "local_files_only": True,
-        }
-        assert "taken as it was fetched" in told[0]
-    else:
-        assert "the hub cannot be reached" in refusal("some/model@v1")
-    assert asked == [("some/model", "v1")]
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(RevisionNotFoundError("404"), "no such revision"), (OSError("401: Invalid credentials"), "hf auth login")],
-)
-def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
-    def answer(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "model_info", answer)
-    assert words in refusal("some/model@v9")
-
-
 class GatedRepoError(OSError):
-    """Recognised by its name, as the hub's own."""
+    """Likewise."""
 
 
 class RepositoryNotFoundError(OSError):
     """Likewise."""
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """The client would retry for half a minute. A cached copy is used as it is."""
+    requests: list[tuple[str, str | None]] = []
+    lines: list[str] = []
+
+    def fail(self: Any, name: str, *, revision: str | None, timeout: float, files_metadata: bool) -> None:
+        requests.append((name, revision))
+        raise ConnectError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if cached else None)
+    if cached:
+        source = locate("some/model@v1", lines.append)
+        assert source.arguments == {"trust_remote_code": False, "revision": "v1", "local_files_only": True}
+        assert len(lines) == 1 and "some/model@v1" in lines[0]
+    else:
+        assert CAUSES["offline"].sentence in refusal("some/model@v1")
+    assert requests == [("some/model", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(RevisionNotFoundError("404"), "revision"), (OSError("401: Invalid credentials"), "token")],
+)
+def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    assert CAUSES[cause].sentence in refusal("some/model@v9")
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (GatedRepoError("403"), "hf auth login"),
-        (RepositoryNotFoundError("404"), "public model id"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "does not fit into memory"),
-        (MemoryError(), "does not fit into memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
-        (RuntimeError("something else\nwith details"), "could not be loaded (something else): "),
-        (RuntimeError(), "could not be loaded (RuntimeError): "),
+        (GatedRepoError("403"), CAUSES["gated"].sentence),
+        (RepositoryNotFoundError("404"), CAUSES["unknown id"].sentence),
+        (torch.OutOfMemoryError("CUDA out of memory"), CAUSES["memory"].sentence),
+        (MemoryError(), CAUSES["memory"].sentence),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), CAUSES["memory"].sentence),
+        (RuntimeError("something else\nwith details"), "(something else)"),
+        (RuntimeError(), "(RuntimeError)"),
     ],
 )
-def test_other_failures_are_one_sentence(
+def test_other_errors_become_one_sentence(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         if isinstance(error, OSError):
-            raise ValueError("what the library says around it") from error
+            raise ValueError("what the library adds") from error
         raise error
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     assert words in refusal(shelf / "target")
 
 
-def test_a_user_error_passes_as_it_is() -> None:
-    with pytest.raises(UserError, match=r"^mine$"), explained("model"):
+def test_a_user_error_passes_unchanged() -> None:
+    with pytest.raises(UserError, match=r"^mine$"), explained_errors("model"):
         raise UserError("mine")
 
 
@@ -223,7 +221,7 @@ def test_loading_is_silent_and_restores_what_it_silenced(shelf: Path, capfd: pyt
     with pytest.raises(RuntimeError), quiet():
         warnings.warn("unseen", stacklevel=1)
         logging.getLogger("transformers").warning("unseen")
-        sys.stderr.write("a bar that obeys no switch")
+        sys.stderr.write("a progress bar that cannot be switched off")
         raise RuntimeError
     assert capfd.readouterr() == ("", "")
     assert (logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()) == (logging.NOTSET, bars)
@@ -231,10 +229,10 @@ def test_loading_is_silent_and_restores_what_it_silenced(shelf: Path, capfd: pyt
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_no_numbers(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
-    """In one row of an embedding that few prompts would meet."""
+def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """One value, in a row of the embedding that few prompts would use."""
     model = tiny_llama(vocab_size=300).to(dtype)
     with torch.no_grad():
         model.model.embed_tokens.weight[123, 4] = value
     save_folder(tmp_path / "model", model, tiny_tokenizer())
-    assert "no numbers (NaN or infinite, in model.embed_tokens.weight)" in refusal(tmp_path / "model")
+    assert "model.embed_tokens.weight" in refusal(tmp_path / "model")

@@ -1,8 +1,7 @@
-"""A target and a drafter on two devices, as far as a machine with one of them can tell."""
+"""A target and a drafter on two devices, as far as this can be tested on a machine with one device."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,134 +10,138 @@ import torch
 from shelf import load, refusal
 from tiny import tiny_head
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import infer
-from ngram_assisted import NGramStorage
-from sampling.verification import _residual
-from utils.comparison.strategies import Job
-from utils.config.settings import Settings
+from ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from sampling import autoregressive_generate, speculative_generate
+from sampling.verification import residual_of
 from utils.decode.layer_cut import first_layers
-from utils.decode.model_session import is_spread
-from utils.engine import Engine
+from utils.decode.model_info import is_spread
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
-from utils.metrics.results import tokens_of
-from utils.models import checkpoints
-from utils.models import memory as room
-from utils.models.checkpoints import load_model
+from utils.models import memory
+from utils.models.checkpoints import load_model, placement_arguments
 from utils.models.devices import Placement
 from utils.models.head_file import HeadFile, save_head
-from utils.models.load_checks import check_numbers
-from utils.models.memory import find_room, needed_bytes, weight_counts
+from utils.models.load_checks import check_finite
+from utils.models.memory import needed_bytes, plan_memory, weight_counts
 from utils.models.sources import Source
-from utils.pairs import load_drafter as pair_drafter
-from utils.pairs import load_pair as loading
-from utils.pairs.weights import stored_bytes
+from utils.pairs import load_drafter, load_pair
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where models were to be put. This machine is told that it has two CUDA devices; what goes there stays on the CPU."""
-    seen: list[str] = []
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that models are loaded to. Two CUDA devices seem to exist; models for them stay on the CPU."""
+    requested: list[str] = []
 
-    def loaded(source, kind, where):
-        seen.append(where.device)
+    def load_on_cpu(source: Source, kind: str, where: Placement) -> PreTrainedModel:
+        requested.append(where.device)
         return load_model(source, kind, Placement("cpu", torch.float32, where.report))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for module in (loading, pair_drafter):
-        monkeypatch.setattr(module, "load_model", loaded)
-    return seen
+    for module in (load_pair, load_drafter):
+        monkeypatch.setattr(module, "load_model", load_on_cpu)
+    return requested
 
 
-def test_the_drafter_goes_where_it_is_told_to(shelf: Path, places: list[str]) -> None:
+def test_a_drafter_is_loaded_to_its_own_device(shelf: Path, devices: list[str]) -> None:
     pair = load(shelf / "target", shelf / "drafter", device="cuda:1", drafter_device="cpu")
-    assert places == ["cuda:1", "cpu"] and (pair.device, pair.drafter_device) == ("cuda:1", "cpu")
+    assert devices == ["cuda:1", "cpu"] and (pair.device, pair.drafter_device) == ("cuda:1", "cpu")
     pair = load(shelf / "target", shelf / "drafter", device="cuda:1")
-    assert places[2:] == ["cuda:1"] * 2 and pair.drafter_device == "cuda:1"
+    assert devices[2:] == ["cuda:1"] * 2 and pair.drafter_device == "cuda:1"
 
 
-def test_what_shares_the_targets_weights_or_reads_its_states_stays_with_it(
-    shelf: Path, places: list[str], tmp_path: Path
-) -> None:
-    target, head = load(shelf / "target").target, tmp_path / "head"
-    kept = tiny_head(target)
-    save_head(head, HeadFile.of(kept.head, kept.vocabulary, target))
-    for drafter, words in (("layers:2", "shares the weights"), (None, "shares the weights"), (head, "hidden states")):
-        said = refusal(shelf / "target", drafter, device="cuda:0", drafter_device="cpu")
-        assert words in said and "leave --drafter-device out" in said
+def write_head(folder: Path, target: PreTrainedModel) -> Path:
+    model = tiny_head(target)
+    save_head(folder, HeadFile.of(model.head, model.vocabulary, target))
+    return folder
+
+
+def test_layers_and_heads_stay_on_the_device_of_the_target(shelf: Path, devices: list[str], tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", load(shelf / "target").target)
+    for drafter in ("layers:2", None, head):
+        sentence = refusal(shelf / "target", drafter, device="cuda:0", drafter_device="cpu")
+        assert "--drafter-device" in sentence
     assert load(shelf / "target", "layers:2", drafter_device="cpu").drafter_kind == "layers:2"
-    assert "no mps device" in refusal(shelf / "target", shelf / "drafter", drafter_device="mps")
+    assert "mps" in refusal(shelf / "target", shelf / "drafter", drafter_device="mps")
 
 
-def test_a_residual_is_made_where_the_target_is() -> None:
-    with FakeTensorMode():  # refuses any operation over two devices
-        assert str(_residual(torch.empty(5, device="cuda"), torch.empty(5)).device) == "cuda:0"
+def test_a_residual_is_computed_on_the_device_of_the_target() -> None:
+    with FakeTensorMode():  # raises for any operation on two devices
+        assert str(residual_of(torch.empty(5, device="cuda"), torch.empty(5)).device) == "cuda:0"
 
 
-LAYERED = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "cpu",
-    "model.norm": "cpu",
-    "model.rotary_emb": "cpu",
-    "lm_head": "cpu",
-}
+DEVICE_MAP = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
 
 
-def layered_model(folder: Path, offload: Path) -> Any:
-    """Layers behind the first are fetched from the disk whenever they are used, as accelerate does it between GPUs and the CPU."""
-    places = LAYERED | {f"model.layers.{number}": "disk" for number in range(1, 6)}
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=offload, dtype=torch.float32)
+def spread_model(folder: Path, offload: Path) -> PreTrainedModel:
+    """A model whose later layers are read from the disk when they are used, as accelerate does between devices."""
+    device_map = DEVICE_MAP | {f"model.layers.{number}": "disk" for number in range(1, 6)}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=device_map, offload_folder=offload, dtype=torch.float32
+    )
     return model.eval().requires_grad_(False)
 
 
-def test_a_target_on_several_devices_writes_the_same_text(shelf: Path, tmp_path: Path) -> None:
-    whole, spread = load(shelf / "target", shelf / "drafter"), layered_model(shelf / "target", tmp_path)
+def sampled_texts(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, list[int]]:
+    """Token ids by strategy, from the same seed."""
+    options: dict[str, Any] = {
+        "logits_processor": MultinomialProcessor(0.9),
+        "max_gen_len": 12,
+        "eos_tokens_id": None,
+        "seed": 42,
+    }
+    prompt, coupled = [5, 9, 13, 9, 5, 9], {"gamma": 3, "verify": "coupled"}
+    storage = NGramStorage(3, 300)
+    return {
+        "speculative": speculative_generate(prompt, drafter, target, **options, **coupled)[0],
+        "ngram": ngram_assisted_speculative_generate(prompt, storage, target, **options, **coupled)[0],
+        "target": autoregressive_generate(prompt, target, **options),
+        "drafter": autoregressive_generate(prompt, drafter, **options),
+    }
+
+
+def test_a_spread_target_writes_the_same_text(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, spread = load(shelf / "target", shelf / "drafter"), spread_model(shelf / "target", tmp_path / "offload")
+    head = write_head(tmp_path / "head", whole.target)
     assert is_spread(spread) and not is_spread(whole.target) and spread.model.layers[3].mlp.up_proj.weight.is_meta
-    pair = replace(whole, target=spread, engine=Engine([spread, whole.drafter]))
-    texts = [run_all(candidate) for candidate in (whole, pair)]
-    assert texts[0] == texts[1] and len(set(map(tuple, texts[0].values()))) > 1
+    monkeypatch.setattr(load_pair, "load_model", lambda *arguments: spread)
+    pair = load(shelf / "target", shelf / "drafter")
+    assert pair.target is spread and pair.memory > 0
+    assert (whole.device, pair.device) == ("cpu", "cpu + disk")
+    texts = [sampled_texts(each.target, whole.drafter) for each in (whole, pair)]
+    assert texts[0] == texts[1] and texts[0]["target"] != texts[0]["drafter"]
     state = pair.engine.use("auto", 1)
     assert state.kind == "plain" and "several devices" in state.reason
-    assert loading._place_of(spread, "cuda") == "cpu + disk" and loading._place_of(whole.target, "cpu") == "cpu"
-    with pytest.raises(UserError, match="cannot be cut into layers: its layers are spread over several devices"):
+    with pytest.raises(UserError, match="several devices"):
         first_layers(spread, 2)
-    with pytest.raises(UserError, match="on several devices"):
-        pair_drafter.head_of(shelf / "head", spread, "spread")
-    assert stored_bytes(spread) > 0 and check_numbers(spread, "spread") is None
-
-
-def run_all(pair: Any) -> dict[str, list[int]]:
-    """Tokens by strategy, drawn with the target's own noise."""
-    settings = Settings(length=12, gamma=3, processor=MultinomialProcessor(0.9), verify="coupled", costs=None)
-    job = Job([5, 9, 13, 9, 5, 9], replace(pair, end_ids=frozenset()), settings, NGramStorage(3, 300))
-    kept = [row for row in infer.STRATEGIES if row.name in ("speculative", "ngram", "target", "drafter")]
-    return {row.name: tokens_of(list(row.variants(("loaded",), pair)[0].steps(job))) for row in kept}
+    assert "--drafter" in refusal(shelf / "target", head)
+    check_finite(spread, "spread")
 
 
 @pytest.mark.parametrize(
-    ("free", "words", "outcome"),
+    ("free", "may_spread", "spread"),
     [
-        ({"cuda:0": 400_000, "cuda:1": 0, "cpu": 0}, {"layered": True}, False),
-        ({"cuda:0": 200_000, "cuda:1": 200_000, "cpu": 0}, {"layered": True}, True),
-        ({"cuda:0": 100_000, "cuda:1": 100_000, "cpu": 200_000}, {"layered": True}, True),
-        ({"cuda:0": 100_000, "cuda:1": 100_000, "cpu": 50_000}, {"layered": True}, None),
-        ({"cuda:0": 200_000, "cuda:1": 200_000, "cpu": 900_000}, {}, None),
+        ({"cuda:0": 400_000, "cuda:1": 0, "cpu": 0}, True, False),
+        ({"cuda:0": 200_000, "cuda:1": 200_000, "cpu": 0}, True, True),
+        ({"cuda:0": 100_000, "cuda:1": 100_000, "cpu": 200_000}, True, True),
+        ({"cuda:0": 100_000, "cuda:1": 100_000, "cpu": 50_000}, True, None),
+        ({"cuda:0": 200_000, "cuda:1": 200_000, "cpu": 900_000}, False, None),
     ],
 )
-def test_auto_spreads_what_one_gpu_cannot_hold(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], words: dict[str, bool], outcome: bool | None
+def test_auto_spreads_a_model_that_is_too_large_for_one_gpu(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], may_spread: bool, spread: bool | None
 ) -> None:
-    source, where = Source(str(shelf / "target"), "target"), Placement("cuda:0", torch.float32, print, **words)
+    source = Source(str(shelf / "target"), "target")
+    where = Placement("cuda:0", torch.float32, print, may_spread=may_spread)
     assert 250_000 < needed_bytes(weight_counts(source), torch.float32, "none") < 400_000
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(room, "free_bytes", free.__getitem__)
-    if outcome is None:
-        with pytest.raises(UserError, match="of memory for its weights"):
-            find_room(source, "none", where)
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    if spread is None:
+        with pytest.raises(UserError, match="memory"):
+            plan_memory(source, "none", where)
     else:
-        assert find_room(source, "none", where).spread is outcome
-        assert checkpoints._place_arguments(None, "target", where, find_room(source, "none", where)) == {
-            "device_map": "auto" if outcome else {"": "cuda:0"}
-        }
+        plan = plan_memory(source, "none", where)
+        assert plan.spread is spread
+        device_map = "auto" if spread else {"": "cuda:0"}
+        assert placement_arguments(None, "target", where, plan) == {"device_map": device_map}

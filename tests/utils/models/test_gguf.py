@@ -1,4 +1,4 @@
-"""A GGUF file is converted once: what is kept gives the same texts, and none that is damaged, half written or of another file is used."""
+"""A GGUF file is converted once. A cached conversion gives the same texts, and a damaged one is never used."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from utils.models import gguf as gguf_files
 from utils.models.artifact_cache import MANIFEST
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.gguf import converted
+from utils.models.gguf import convert_if_gguf
 from utils.models.sources import Source, locate
-from utils.pairs.load_pair import PairRequest, load_pair
+from utils.pairs.load_pair import load_pair
+from utils.pairs.request import PairRequest
 
 SILENT = Placement("cpu", torch.float32, lambda line: None)
 TEXTS = ("two  words", "a<|im_end|>b", "é ☃ \n\t", "ab ab", "1234")
@@ -34,27 +35,27 @@ def file(tmp_path: Path, own_cache: Path) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Grows with each conversion."""
-    made: list[Path] = []
-    convert = gguf_files._convert
+    """A list that grows with each conversion."""
+    folders: list[Path] = []
+    convert = gguf_files.convert
 
     def counted(source: Source, folder: Path, where: Placement) -> None:
-        made.append(folder)
+        folders.append(folder)
         convert(source, folder, where)
 
-    monkeypatch.setattr(gguf_files, "_convert", counted)
-    return made
+    monkeypatch.setattr(gguf_files, "convert", counted)
+    return folders
 
 
-def kept(file: Path, where: Placement = SILENT) -> Path:
-    return Path(converted(locate(str(file), print), where).place)
+def cached(file: Path, where: Placement = SILENT) -> Path:
+    return Path(convert_if_gguf(locate(str(file), print), where).location)
 
 
 def entries(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "gguf").iterdir())
 
 
-def test_both_loads_give_the_same_texts(file: Path, conversions: list[Path]) -> None:
+def test_the_conversion_gives_the_same_texts(file: Path, conversions: list[Path]) -> None:
     direct = load_model(locate(str(file), print), "none", SILENT)
     lines: list[str] = []
     texts = []
@@ -70,12 +71,12 @@ def test_both_loads_give_the_same_texts(file: Path, conversions: list[Path]) -> 
         == texts[1]
         == [autoregressive_generate(ids, direct, 24, eos_tokens_id=pair.end_ids) for ids in prompts]
     )
-    assert len(conversions) == 1 and sum(line.startswith("converting tiny.gguf (once") for line in lines) == 1
+    assert len(conversions) == 1 and sum("converting tiny.gguf" in line for line in lines) == 1
 
 
-def test_the_tokenizer_and_the_settings_come_along(file: Path) -> None:
+def test_the_tokenizer_and_the_generation_settings_are_converted(file: Path) -> None:
     source = locate(str(file), print)
-    ours, theirs = load_tokenizer(converted(source, SILENT)), load_tokenizer(source)
+    ours, theirs = load_tokenizer(convert_if_gguf(source, SILENT)), load_tokenizer(source)
     assert ours is not None and theirs is not None
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
     assert ours.special_tokens_map == theirs.special_tokens_map
@@ -83,27 +84,27 @@ def test_the_tokenizer_and_the_settings_come_along(file: Path) -> None:
     assert [ours.decode(ours(text).input_ids) for text in TEXTS] == [
         theirs.decode(theirs(text).input_ids) for text in TEXTS
     ]
-    models = [load_model(each, "none", SILENT) for each in (converted(source, SILENT), source)]
+    models = [load_model(each, "none", SILENT) for each in (convert_if_gguf(source, SILENT), source)]
     configs = [model.config.to_dict() | {"_name_or_path": "", "architectures": None} for model in models]
     assert configs[0] == configs[1]
     assert models[0].generation_config.eos_token_id == models[1].generation_config.eos_token_id
 
 
-def spoil(folder: Path, how: str) -> None:
+def damage(folder: Path, how: str) -> None:
     weights = folder / "model.safetensors"
     if how == "truncated":
         os.truncate(weights, 5000)
-    elif how == "a bit":
+    elif how == "flipped bit":
         data = bytearray(weights.read_bytes())
         data[-100] ^= 1
         weights.write_bytes(data)
-    elif how == "a file":
+    elif how == "missing file":
         (folder / "tokenizer.json").unlink()
     elif how == "no manifest":
         (folder / MANIFEST).unlink()
-    elif how == "no object":
+    elif how == "manifest is a list":
         (folder / MANIFEST).write_text("[]")
-    elif how == "of another":
+    elif how == "different origin":
         text = json.loads((folder / MANIFEST).read_text())
         (folder / MANIFEST).write_text(json.dumps(text | {"made_from": "another file"}))
     else:
@@ -112,15 +113,24 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["truncated", "a bit", "a file", "no manifest", "no object", "of another", "a file in the way"]
+    "how",
+    [
+        "truncated",
+        "flipped bit",
+        "missing file",
+        "no manifest",
+        "manifest is a list",
+        "different origin",
+        "file instead of folder",
+    ],
 )
-def test_a_damaged_entry_is_made_anew(file: Path, conversions: list[Path], how: str, own_cache: Path) -> None:
-    folder = kept(file)
-    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
-    spoil(folder, how)
+def test_a_damaged_entry_is_rebuilt(file: Path, conversions: list[Path], how: str, own_cache: Path) -> None:
+    folder = cached(file)
+    intact = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder, how)
     lines: list[str] = []
-    assert kept(file, Placement("cpu", torch.float32, lines.append)) == folder
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
+    assert cached(file, Placement("cpu", torch.float32, lines.append)) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == intact
     assert len(conversions) == 2 and len(lines) == 1 and len(entries(own_cache)) == 1
 
 
@@ -134,60 +144,60 @@ def test_an_interrupted_conversion_leaves_nothing(
         raise stop
 
     with monkeypatch.context() as patch, pytest.raises(stop):
-        patch.setattr(gguf_files, "_convert", interrupted)
-        kept(file)
+        patch.setattr(gguf_files, "convert", interrupted)
+        cached(file)
     assert entries(own_cache) == []
-    assert (kept(file) / MANIFEST).is_file()
+    assert (cached(file) / MANIFEST).is_file()
 
 
-def test_a_changed_file_is_another_one(file: Path, conversions: list[Path], own_cache: Path) -> None:
-    first = kept(file)
+def test_a_changed_file_is_converted_again(file: Path, conversions: list[Path], own_cache: Path) -> None:
+    first = cached(file)
     write_gguf(file, tiny_llama(1, vocab_size=300), tiny_tokenizer())
     os.utime(file, ns=(0, 10**18))
-    second = kept(file)
+    second = cached(file)
     assert first != second and entries(own_cache) == [second.name] and len(conversions) == 2
     weights = load_model(Source(str(second), "tiny"), "none", SILENT).state_dict()
     assert torch.equal(weights["lm_head.weight"], tiny_llama(1, vocab_size=300).lm_head.weight)
 
 
-def test_a_format_and_a_library_of_their_own(
+def test_number_formats_and_versions_have_their_own_entries(
     file: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = kept(file)
-    half = kept(file, Placement("cpu", torch.bfloat16, print))
+    first = cached(file)
+    half = cached(file, Placement("cpu", torch.bfloat16, print))
     assert load_model(Source(str(half), "half"), "none", Placement("cpu", "auto", print)).dtype == torch.bfloat16
     monkeypatch.setattr(gguf_files.transformers, "__version__", "6.0.0")
-    third = kept(file)
+    third = cached(file)
     assert len({first, half, third}) == len(conversions) == 3
     monkeypatch.undo()
 
 
-def test_two_files_of_one_name(file: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_two_files_with_the_same_name_have_two_entries(file: Path, tmp_path: Path, own_cache: Path) -> None:
     (tmp_path / "other").mkdir()
     shutil.copy2(file, tmp_path / "other" / file.name)
-    assert kept(file) != kept(tmp_path / "other" / file.name) and len(entries(own_cache)) == 2
+    assert cached(file) != cached(tmp_path / "other" / file.name) and len(entries(own_cache)) == 2
 
 
-def note_of(file: Path) -> str:
-    """The note of a load that goes on without keeping anything."""
+def note_about(file: Path) -> str:
+    """The note of a load that cannot cache anything and still works."""
     lines: list[str] = []
     pair = load_pair(PairRequest(str(file), "layers:1", device="cpu"), lines.append)
     assert pair.target(torch.tensor([[1, 2]])).logits.isfinite().all()
-    (note,) = [line for line in lines if "could not be kept" in line]
+    (note,) = [line for line in lines if gguf_files.NOT_CACHED in line]
     assert "\n" not in note and "tiny.gguf" in note
     return note
 
 
-def test_no_space_is_a_note(file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_a_note(file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "ROOM", 1e12)
-        assert "free," in note_of(file) and entries(own_cache) == []
+        patch.setattr(gguf_files, "SIZE_MARGIN", 1e12)
+        assert " free" in note_about(file) and entries(own_cache) == []
 
 
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), gguf_files.SafetensorError("I/O error: No space left on device")]
 )
-def test_a_disk_that_fills_up_is_a_note(
+def test_a_disk_that_becomes_full_is_a_note(
     file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(self: Any, folder: Path) -> None:
@@ -195,19 +205,19 @@ def test_a_disk_that_fills_up_is_a_note(
         raise error
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    assert "No space left on device" in note_of(file) and entries(own_cache) == []
+    assert "No space left on device" in note_about(file) and entries(own_cache) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in the way").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "in the way"))
-    assert "Not a directory" in note_of(file)
+    assert "Not a directory" in note_about(file)
 
 
-def test_it_is_private(file: Path) -> None:
-    assert kept(file).stat().st_mode & 0o077 == 0
+def test_an_entry_is_readable_only_by_its_owner(file: Path) -> None:
+    assert cached(file).stat().st_mode & 0o077 == 0
 
 
-def test_other_sources_are_left_alone(tmp_path: Path) -> None:
+def test_other_sources_are_not_converted(tmp_path: Path) -> None:
     source = Source(str(tmp_path), "folder")
-    assert converted(source, SILENT) is source
+    assert convert_if_gguf(source, SILENT) is source

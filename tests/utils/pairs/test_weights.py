@@ -1,4 +1,4 @@
-"""What is told of a pair's weights: their bytes, which are all that stays in memory, and notes on texts and time; what pairs default to."""
+"""The weights of a pair: their size in memory, notes on texts and speed, and default formats."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shelf import load, write_wide_gguf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
 
-import infer
 from utils.bounds import QUANTIZATIONS
 from utils.config.arguments import parse_arguments
-from utils.pairs import load_pair as loading
 from utils.pairs import weights
 from utils.pairs.known_pairs import PAIRS
+from utils.pairs.request import request_from_flags
+from utils.pairs.request_checks import with_defaults
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
 QUANTIZED = tuple(kind for kind in QUANTIZATIONS if kind != "none")
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_memory_is_that_of_the_kind(wide: Path, kind: str) -> None:
-    """Weights of so many bits, and scales: nothing of the full ones is left, and none is kept mapped."""
+def test_memory_is_that_of_the_quantization(wide: Path, kind: str) -> None:
+    """Packed weights and their scales: the full weights are neither kept nor mapped."""
     pair = load(wide, "layers:1", quantize=kind)
     target, full = pair.target, load(wide, "layers:1").target
     linear = sum(
@@ -42,7 +42,7 @@ def test_memory_is_that_of_the_kind(wide: Path, kind: str) -> None:
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the memory behind every plain tensor that is alive, by address."""
+    """Bytes of the memory of every living plain tensor, by address."""
     gc.collect()
     alive = [
         thing
@@ -54,29 +54,29 @@ def storages() -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", ["none", *QUANTIZED])
 @pytest.mark.parametrize("form", ["folder", "gguf"])
-def test_nothing_else_stays_alive(wide: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
+def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
     path = wide if form == "folder" else write_wide_gguf(tmp_path / "tiny.gguf")
-    load(path, "layers:1", quantize=kind)  # what libraries keep for good is there now
+    load(path, "layers:1", quantize=kind)  # from now on libraries hold what they never release
     before = storages()
     pair = load(path, "layers:1", quantize=kind)
     pair.target(IDS)
-    grown = sum(size for place, size in storages().items() if place not in before)
-    assert grown <= pair.memory * 1.05 + 10_000  # a file's header, what bitsandbytes notes of a product
+    grown = sum(size for address, size in storages().items() if address not in before)
+    assert grown <= pair.memory * 1.05 + 10_000  # the header of a file, and state of bitsandbytes
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells nowhere what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mapped files")
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_the_file_of_the_full_weights_is_let_go(tmp_path: Path, kind: str) -> None:
+def test_the_file_of_the_full_weights_is_unmapped(tmp_path: Path, kind: str) -> None:
     path = save_folder(tmp_path / "mapped", tiny_llama(vocab_size=300, hidden_size=64), tiny_tokenizer())
     plain = load(path, "layers:1")
-    assert str(path) in Path("/proc/self/maps").read_text()  # or this test finds nothing
+    assert str(path) in Path("/proc/self/maps").read_text()  # otherwise this test could not fail
     del plain
     pair = load(path, "layers:1", quantize=kind)
     gc.collect()
     assert str(path) not in Path("/proc/self/maps").read_text() and pair.memory
 
 
-def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:
+def test_shared_memory_counts_once(tmp_path: Path) -> None:
     tied = save_folder(tmp_path / "tied", tiny_llama(vocab_size=300, tie_word_embeddings=True), tiny_tokenizer())
     pair = load(tied, tied)
     assert (
@@ -88,14 +88,12 @@ def test_memory_counts_what_is_shared_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_notes_on_texts_and_time(wide: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_on_texts_and_speed(wide: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "has_nf4_kernel", lambda: kernel)
 
     def notes(**words: str) -> list[tuple[bool, bool]]:
         found = load(wide, wide, **words).notes
-        return [
-            ("texts can part" in note, "slower than float32" in note) for note in found if not note.startswith("pair: ")
-        ]
+        return [("/audit" in note, "saves memory" in note) for note in found if not note.startswith("pair: ")]
 
     text, time = (True, False), (False, True)
     assert notes() == []
@@ -108,37 +106,27 @@ def test_notes_on_texts_and_time(wide: Path, kernel: bool, monkeypatch: pytest.M
     assert notes(quantize="nf4", dtype="bfloat16") == ([text] if kernel else [text, time])
 
 
-def test_only_bnb_int8_depends_on_the_window(wide: Path) -> None:
-    """What the notes say of float32: a row's logits change with its company by its rounding, and under bnb-int8 by much more."""
-    moved = {}
+def test_only_bnb_int8_depends_on_the_verify_width_by_more_than_rounding(wide: Path) -> None:
+    """With the other formats, logits computed alone and in a verify pass differ only by the rounding of float32."""
+    differences = {}
     for kind in QUANTIZED:
         target = load(wide, "layers:1", quantize=kind).target
         with torch.no_grad():
-            moved[kind] = (target(input_ids=IDS[:, :1]).logits[0, 0] - target(IDS).logits[0, 0]).abs().max()
-    assert max(moved[kind] for kind in ("int8", "int4", "nf4")) < 1e-4 < 1e-2 < moved["bnb-int8"]
+            differences[kind] = (target(input_ids=IDS[:, :1]).logits[0, 0] - target(IDS).logits[0, 0]).abs().max()
+    assert max(differences[kind] for kind in ("int8", "int4", "nf4")) < 1e-4 < 1e-2 < differences["bnb-int8"]
 
 
-def settled(device: str, *flags: str) -> tuple[str | None, str | None]:
-    request = loading._settled(infer.pair_request(parse_arguments([*flags])), device, device)
+def formats(device: str, *flags: str) -> tuple[str | None, str | None]:
+    request = with_defaults(request_from_flags(parse_arguments([*flags])), device, device)
     return request.quantize, request.drafter_quantize
 
 
-def test_the_classic_pair_is_int8_on_cuda() -> None:
+def test_the_llama_pair_is_int8_on_cuda() -> None:
     assert {name for name, pair in PAIRS.items() if pair.cuda_quantize != "none"} == {"llama-3.2"}
-    assert settled("cuda", "--pair", "llama-3.2") == settled("cuda:1", "--pair", "llama-3.2") == ("int8", "int8")
-    assert settled("cpu", "--pair", "llama-3.2") == settled("mps", "--pair", "llama-3.2") == ("none", "none")
-    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "none") == ("none", "int8")
-    assert settled("cuda", "--pair", "llama-3.2", "--quantize", "nf4", "--drafter-quantize", "none") == ("nf4", "none")
-    assert settled("cuda", "--pair", "qwen3") == settled("cuda") == settled("cuda", "--target", "x") == ("none", "none")
-    assert settled("cpu", "--quantize", "int4") == ("int4", "none")
-
-
-def test_sizes_for_people() -> None:
-    assert [weights.in_units(size) for size in (0, 999, 1000, 538_090_408, 999_700_000, 12_345_678_901)] == [
-        "0 bytes",
-        "999 bytes",
-        "1 kB",
-        "538 MB",
-        "1000 MB",
-        "12.3 GB",
-    ]
+    llama = ("--pair", "llama-3.2")
+    assert formats("cuda", *llama) == formats("cuda:1", *llama) == ("int8", "int8")
+    assert formats("cpu", *llama) == formats("mps", *llama) == ("none", "none")
+    assert formats("cuda", *llama, "--quantize", "none") == ("none", "int8")
+    assert formats("cuda", *llama, "--quantize", "nf4", "--drafter-quantize", "none") == ("nf4", "none")
+    assert formats("cuda", "--pair", "qwen3") == formats("cuda") == formats("cuda", "--target", "x") == ("none", "none")
+    assert formats("cpu", "--quantize", "int4") == ("int4", "none")

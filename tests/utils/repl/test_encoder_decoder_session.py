@@ -1,4 +1,4 @@
-"""Encoder-decoder pairs from folder to screen: what is loaded, what is refused, and what the session makes of them."""
+"""Encoder-decoder pairs from the folder to the screen: what is loaded, what is refused, and how sessions use them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Screen, checked, records_of, tiny_pair, workbench
+from fakes import Screen, checked, open_session, records_of, tiny_pair
 from shelf import load, refusal
 from tiny import save_folder, tiny_bart, tiny_marian, tiny_t5, tiny_tokenizer
 
 from ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from utils.comparison.model_drafters import draft_seconds
-from utils.decode.generation_rules import TokenRules
+from utils.comparison.warm_up import draft_seconds
+from utils.decode.generation_rules import GenerationRules
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.repl.runner import Verdict
+from utils.repl.session_settings import NO_TEMPLATE
 
 KINDS = "/drafter_kind loaded lookup suffix chain"
 
 
 def folder(root: Path, name: str, model: Any, **settings: Any) -> Path:
-    """A checkpoint whose generation settings are the model's and these."""
+    """A checkpoint with the generation settings of the model and these."""
     for field, value in settings.items():
         setattr(model.generation_config, field, value)
     return save_folder(root / name, model, tiny_tokenizer(chat=False))
@@ -53,13 +54,13 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
     name: str, folders: dict, view: Screen, tmp_path: Path
 ) -> None:
     file, pair = tmp_path / "runs.jsonl", load(folders[name], folders[name])
-    bench = workbench(view, pair, records=file, draft_seconds=draft_seconds)
-    bench.warm_up()
-    assert "no chat template" in view.take()[1] and any(not note.startswith("pair: ") for note in pair.notes) == (
+    session = open_session(view, pair, records=file, draft_seconds=draft_seconds)
+    session.warm_up()
+    assert NO_TEMPLATE in view.take()[1] and any(not note.startswith("pair: ") for note in pair.notes) == (
         name == "bart"
     )
     checked(
-        bench,
+        session,
         file,
         "/beams 2",
         "/drafter on",
@@ -74,12 +75,12 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
     rows = {(record["strategy"], record["settings"]["cache"]): record for record in records_of(file)}
     assert len(rows) == 16 and rows["speculative model", False]["acceptance_rate"] == 1.0
     assert len({tuple(row["token_ids"]) for (strategy, _), row in rows.items() if strategy != "beam"}) == 1
-    assert bench.handle("/drafter_kind layers:1") is Verdict.FAILED
-    assert "it is an encoder-decoder model" in view.take()[1]
-    assert bench.handle("/chat on") is Verdict.DONE and bench.settings.chat is False
+    assert session.handle("/drafter_kind layers:1") is Verdict.FAILED
+    assert "encoder-decoder" in view.take()[1]
+    assert session.handle("/chat on") is Verdict.DONE and session.settings.chat is False
 
 
-def test_the_engine_stays_plain_and_says_why() -> None:
+def test_the_engine_stays_plain_and_reports_why() -> None:
     engine = tiny_pair(kind="t5", chat=False).engine
     assert engine.use("auto", 1).kind == "plain" and "it is an encoder-decoder model" in engine.state.sentence()
     assert engine.step_seconds > 0 and len(engine.costs) == 16
@@ -88,27 +89,27 @@ def test_the_engine_stays_plain_and_says_why() -> None:
 
 
 def test_learned_positions_end_every_run_with_the_context(folders: dict, view: Screen, tmp_path: Path) -> None:
-    """23 new tokens behind the decoder's first one; a drafter whose positions end earlier declines from there."""
+    """23 new tokens after the decoder's start token; a drafter with fewer positions drafts nothing beyond them."""
     file, pair = tmp_path / "runs.jsonl", replace(load(folders["bart"], folders["t5"]), end_ids=frozenset())
     pair.drafter.config.max_position_embeddings = 18
-    bench = workbench(view, pair, records=file)
-    checked(bench, file, "/length 24", "/gamma 4", "/beams 2", "/drafter_kind loaded chain", "Hello, hello")
+    session = open_session(view, pair, records=file)
+    checked(session, file, "/length 24", "/gamma 4", "/beams 2", "/drafter_kind loaded chain", "Hello, hello")
     assert {(len(record["token_ids"]), record["finish"]) for record in records_of(file)} == {(23, "length")}
-    assert bench.handle("/length 25") is Verdict.FAILED
-    assert bench.handle("x" * 24) is Verdict.DONE
-    assert "it will draft nothing" in view.take()[1]
-    assert bench.handle("x" * 25) is Verdict.FAILED
-    assert "a prompt may have at most 24" in view.take()[1]
+    assert session.handle("/length 25") is Verdict.FAILED
+    assert session.handle("x" * 24) is Verdict.DONE
+    assert "18" in view.take()[1]
+    assert session.handle("x" * 25) is Verdict.FAILED
+    assert "24" in view.take()[1]
 
 
-def test_what_generation_settings_ask_for_and_is_not_applied_is_noted(folders: dict) -> None:
+def test_unsupported_generation_settings_are_noted(folders: dict) -> None:
     (note,) = (note for note in load(folders["bart"], folders["bart"]).notes if not note.startswith("pair: "))
     wanted = "no_repeat_ngram_size 3, min_length 5, bad_words_ids of several tokens"
     assert note == f"bart asks for {wanted}: not applied, strategies go by the model and the processor alone"
     pair = load(folders["bart"], folders["bart"])
     made = autoregressive_generate([5, 6, 7], pair.target, 9, eos_tokens_id=None)
     assert made[0] == 7 and 3 not in made
-    rules, logits = TokenRules.of(pair.target), torch.zeros(1, 2, 300)
+    rules, logits = GenerationRules.of(pair.target), torch.zeros(1, 2, 300)
     assert (rules.never, rules.forced) == ((3,), 7)
     assert rules(logits, 0)[0, 0].argmax() == 7 and not logits.any()
     assert beam_search_generate([5, 6, 7], pair.target, 9, eos_tokens_id=None)[0] == 7
@@ -122,7 +123,7 @@ def test_two_kinds_of_models_are_refused_both_ways(folders: dict, shelf: Path) -
         speculative_generate([1], load(shelf / "drafter").target, load(folders["t5"]).target)
 
 
-def test_the_decoder_begins_with_what_the_model_names() -> None:
+def test_the_start_token_of_the_decoder() -> None:
     model = tiny_t5()
     model.generation_config.decoder_start_token_id = 5
     assert ModelSession(model).begin([1, 2]) == [5]
@@ -133,7 +134,7 @@ def test_the_decoder_begins_with_what_the_model_names() -> None:
     assert ModelSession(model, start_token=4).begin([1, 2]) == [4]
 
 
-def test_a_storage_holds_what_the_encoder_reads_and_what_was_answered() -> None:
+def test_a_storage_contains_the_encoders_text_and_the_answer() -> None:
     model, storage = tiny_t5(), NGramStorage(3, 64)
     made, _ = ngram_assisted_speculative_generate(
         [30, 31, 32], storage, model, max_gen_len=6, filler_top_k=1, eos_tokens_id=None

@@ -1,4 +1,4 @@
-"""The interactive frame, driven through a pipe: typing, Ctrl-C, Ctrl-D, completion; and where piped lines end."""
+"""The interactive prompt, driven through a pipe: typing, Ctrl-C, Ctrl-D, completion, history; and piped lines."""
 
 import io
 import sys
@@ -13,8 +13,8 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from utils.commands import default_registry
-from utils.repl.line_input import SlashCompleter, in_lines, is_open, lines_of, piped_lines, typed_lines
-from utils.screen.line_history import LineHistory, history_path, recent
+from utils.repl.line_input import SlashCompleter, is_open_block, piped_lines, split_lines, typed_lines, wrap_status
+from utils.screen.line_history import LineHistory, history_path, recent_lines
 
 
 def typed(keys: str) -> list[str]:
@@ -29,14 +29,15 @@ def test_lines_are_yielded_until_ctrl_d() -> None:
     assert typed("Hello\r/gamma 3\r\r\x04") == ["Hello", "/gamma 3", ""]
 
 
-def test_f1_explains_the_figures_where_nothing_else_was_begun() -> None:
+def test_f1_explains_the_figures_on_an_empty_line() -> None:
     assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
 
 
-def test_a_status_that_is_too_long_takes_another_line() -> None:
-    assert in_lines("one | two | three", 80) == "one | two | three" and in_lines("", 80) == ""
+def test_a_long_status_is_wrapped() -> None:
+    assert wrap_status("one | two | three", 80) == "one | two | three" and wrap_status("", 80) == ""
     assert (
-        in_lines("one | two | three | four", 10) == "one | two\nthree\nfour" and in_lines("one | two", 2) == "one\ntwo"
+        wrap_status("one | two | three | four", 10) == "one | two\nthree\nfour"
+        and wrap_status("one | two", 2) == "one\ntwo"
     )
 
 
@@ -44,16 +45,22 @@ def test_ctrl_c_drops_the_line_being_typed() -> None:
     assert typed("half a li\x03whole\r\x04") == ["whole"]
 
 
-def test_several_lines_are_one_prompt_and_several_commands_themselves() -> None:
+def test_several_lines_are_one_prompt_but_several_commands_stay_separate() -> None:
     assert typed('"""\rdef f():\r    return "\\n"\r"""\r\x04') == ['/say def f():\n    return "\\n"']
     assert typed("one\x1b\rtwo\r\x04") == ["/say one\ntwo"], "Alt-Enter begins a line"
     assert typed("\x1b[200~/length 5\n/gamma 3\x1b[201~\r\x04") == ["/length 5", "/gamma 3"], "pasted"
     assert typed("\x1b[200~some\n/text\n\nof three\x1b[201~\r\x04") == ["/say some\n/text\n\nof three"]
-    assert lines_of('"""one line"""') == ["/say one line"] and lines_of('""""""') == [] and lines_of("/x\n") == ["/x\n"]
-    assert is_open('"""') and is_open('"""a\n""') and not is_open('"""a"""') and not is_open("a")
+    assert (
+        split_lines('"""one line"""') == ["/say one line"]
+        and split_lines('""""""') == []
+        and split_lines("/x\n") == ["/x\n"]
+    )
+    assert (
+        is_open_block('"""') and is_open_block('"""a\n""') and not is_open_block('"""a"""') and not is_open_block("a")
+    )
 
 
-def test_lines_are_kept_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_readable_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     warnings: list[str] = []
     history = LineHistory(history_path(), warnings.append)
@@ -61,19 +68,19 @@ def test_lines_are_kept_for_their_owner_alone(tmp_path: Path, monkeypatch: pytes
         history.append_string(line)
     assert history_path().stat().st_mode & 0o777 == 0o600 and history_path().parent.stat().st_mode & 0o777 == 0o700
     assert list(LineHistory(history_path(), warnings.append).load_history_strings()) == ["third", "two\nlines", "first"]
-    assert recent(history_path(), 2) == ["two\nlines", "third"] and not warnings
+    assert recent_lines(history_path(), 2) == ["two\nlines", "third"] and not warnings
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert history_path().is_relative_to(Path.home() / ".local")
 
 
-def test_a_history_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+def test_an_unusable_history_file_is_reported_once(tmp_path: Path) -> None:
     warnings: list[str] = []
     (tmp_path / "file").write_text("")
     history = LineHistory(tmp_path / "file" / "history", warnings.append)
     for line in ("a", "b"):
         history.append_string(line)
     assert history.get_strings() == ["a", "b"] and list(history.load_history_strings()) == []
-    assert len(warnings) == 1 and "cannot be kept in" in warnings[0]
+    assert len(warnings) == 1 and str(tmp_path / "file" / "history") in warnings[0]
 
 
 def completions(text: str) -> list[str]:

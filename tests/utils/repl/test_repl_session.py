@@ -1,17 +1,17 @@
-"""Whole prompts through a session of tiny models: what is run, shown, recorded, interrupted, and what survives."""
+"""Prompts in a session with tiny models: what is run, shown and recorded."""
 
 import re
 from pathlib import Path
 
 import pytest
-from fakes import Screen, records_of, screen, tiny_pair, workbench
+from fakes import Screen, open_session, records_of, screen, tiny_pair
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
 from utils.prompts.chat_template import prompt_ids
 from utils.repl.runner import Verdict
 
-FIELDS = [
+FIELDS = {
     "schema",
     "record",
     "prompt",
@@ -46,16 +46,16 @@ FIELDS = [
     "models",
     "engine",
     "versions",
-]
+}
 
 
 def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     for line in ("/drafter on", "/beams 3", "/length 12"):
-        bench.handle(line)
+        session.handle(line)
     view.take()
-    assert bench.handle("Hello there") is Verdict.DONE
+    assert session.handle("Hello there") is Verdict.DONE
     results, messages = view.take()
     assert messages == ""
     for title in ("Speculative", "N-gram assisted (NASD)", "Target only", "Drafter only", "Beam search"):
@@ -66,14 +66,14 @@ def test_a_prompt_runs_every_enabled_strategy_and_compares(view: Screen, tmp_pat
     assert "1.00x" in table[3]
     rows = records_of(file)
     assert [row["strategy"] for row in rows] == ["speculative", "ngram", "target", "drafter", "beam"]
-    assert all(list(row) == FIELDS for row in rows)
+    assert all(set(row) == FIELDS for row in rows)
 
 
-def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
+def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
-    bench = workbench(view, pair, records=file)
-    bench.handle("/length 20")
-    bench.handle("one two one two")
+    session = open_session(view, pair, records=file)
+    session.handle("/length 20")
+    session.handle("one two one two")
     ids = prompt_ids(pair.tokenizer, "one two one two", chat=True, system=None)
     expected = autoregressive_generate(ids, pair.target, 20, eos_tokens_id=pair.end_ids)
     for row in records_of(file):
@@ -116,9 +116,9 @@ def test_records_tell_the_truth(view: Screen, tmp_path: Path) -> None:
 
 def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    bench.handle("/target off")
-    bench.handle("Hello")
+    session = open_session(view, records=file)
+    session.handle("/target off")
+    session.handle("Hello")
     rows = records_of(file)
     assert [row["strategy"] for row in rows] == ["speculative", "ngram"]
     assert all(
@@ -126,26 +126,26 @@ def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) ->
     )
 
 
-def test_the_same_line_gives_the_same_texts_in_any_order_and_again(view: Screen, tmp_path: Path) -> None:
+def test_the_same_prompt_gives_the_same_texts_in_any_order(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    bench.handle("/processor nucleus 1.2 0.95")
+    session = open_session(view, records=file)
+    session.handle("/processor nucleus 1.2 0.95")
     for line in ("Hello", "something else", "Hello", "/speculative off", "Hello"):
-        bench.handle(line)
+        session.handle(line)
     rows = records_of(file)
     by_prompt = [[(row["strategy"], row["token_ids"]) for row in rows[start : start + 3]] for start in (0, 6)]
     assert by_prompt[0] == by_prompt[1]
     assert [(row["strategy"], row["token_ids"]) for row in rows[9:]] == by_prompt[0][1:]
-    bench.handle("/seed 43")
-    bench.handle("Hello")
+    session.handle("/seed 43")
+    session.handle("Hello")
     assert records_of(file)[-1]["token_ids"] != rows[-1]["token_ids"]
 
 
 def test_cache_off_and_gamma_zero_give_the_same_texts(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     for line in ("/length 15", "Hello", "/cache off", "Hello", "/gamma 0", "Hello"):
-        bench.handle(line)
+        session.handle(line)
     rows = records_of(file)
     assert len({tuple(row["token_ids"]) for row in rows}) == 1
     assert (
@@ -155,76 +155,76 @@ def test_cache_off_and_gamma_zero_give_the_same_texts(view: Screen, tmp_path: Pa
     )
 
 
-def test_plain_output_has_no_escapes_and_model_text_cannot_send_any(view: Screen) -> None:
-    bench = workbench(view)
-    bench.handle("Hello")
+def test_plain_output_and_model_text_contain_no_escape_sequences(view: Screen) -> None:
+    session = open_session(view)
+    session.handle("Hello")
     assert "\x1b" not in view.take()[0]
     view.renderer.stream("\x1b[2J\x07[bold]", "cyan")
     view.renderer.error("\x1b[31m[red]x")
     assert view.take() == ("\u241b[2J\u2407[bold]", "\u241b[31m[red]x\n")
 
 
-def test_typed_escapes_stand_for_newline_and_tab_and_say_sends_as_it_stands(view: Screen, tmp_path: Path) -> None:
+def test_typed_escapes_are_newline_and_tab_and_say_sends_text_unchanged(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", r"/say /gamma 3 \n", "  /say   two  words"):
-        bench.handle(line)
-    bench.send("/gamma 9")
+        session.handle(line)
+    session.send("/gamma 9")
     assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "  two  words", "/gamma 9"]
-    assert bench.settings.gamma == 4
+    assert session.settings.gamma == 4
 
 
-def test_storage_is_emptied_between_prompts_unless_told_otherwise(view: Screen, tmp_path: Path) -> None:
+def test_the_storage_is_emptied_between_prompts_by_default(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     for line in ("/speculative off", "/length 20", "Hello", "Hello", "/reset_in_between off", "Hello"):
-        bench.handle(line)
+        session.handle(line)
     ngram = [row for row in records_of(file) if row["strategy"] == "ngram"]
     assert ngram[0]["accepted"] == ngram[1]["accepted"] < ngram[2]["accepted"]
-    bench.handle("/set_ngramstorage onelevel 4")
-    bench.handle("Hello")
+    session.handle("/set_ngramstorage onelevel 4")
+    session.handle("Hello")
     assert records_of(file)[-2]["settings"]["ngram_storage"] == "onelevel 4"
 
 
-def test_without_a_drafter_its_strategies_are_left_out_with_a_note(view: Screen, tmp_path: Path) -> None:
+def test_without_a_drafter_its_strategies_are_omitted_with_a_note(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, tiny_pair(drafter=False), records=file)
-    assert bench.handle("Hello") is Verdict.DONE
-    assert "No drafter is loaded" in view.take()[1]
+    session = open_session(view, tiny_pair(drafter=False), records=file)
+    assert session.handle("Hello") is Verdict.DONE
+    assert view.take()[1].count("\n") == 1
     assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"]
 
 
 def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, tiny_pair(kind="t5", chat=False), records=file)
-    bench.warm_up()
+    session = open_session(view, tiny_pair(kind="t5", chat=False), records=file)
+    session.warm_up()
     for line in ("/drafter on", "/beams 2", "/length 12", "Hello there"):
-        bench.handle(line)
+        session.handle(line)
     rows = {row["strategy"]: row for row in records_of(file)}
     assert len(rows) == 5
     assert rows["speculative"]["token_ids"] == rows["ngram"]["token_ids"] == rows["target"]["token_ids"]
 
 
-def test_a_narrow_screen_leaves_columns_out_and_folds_no_word() -> None:
+def test_a_narrow_screen_omits_columns_and_breaks_no_word() -> None:
     view = screen(width=60)
-    bench = workbench(view)
-    bench.handle("Hello")
+    session = open_session(view)
+    session.handle("Hello")
     table = view.take()[0].split("strategy")[1]
     assert "seconds" not in table and "acceptance" in table and "speed-up" in table
 
 
-def test_warming_up_shows_and_keeps_nothing(view: Screen) -> None:
-    bench = workbench(view)
-    bench.warm_up()
+def test_warming_up_shows_and_records_nothing(view: Screen) -> None:
+    session = open_session(view)
+    session.warm_up()
     assert view.take() == ("", "")
 
 
 def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
-    bench = workbench(view)
+    session = open_session(view)
     for line in ("/ngram off", "/target off", "/length 6", "/gamma 2", "/debug on"):
-        bench.handle(line)
+        session.handle(line)
     view.take()
-    bench.handle("Hello")
+    session.handle("Hello")
     lines = view.take()[0].splitlines()
     rounds = [line for line in lines if line.lstrip()[:1].isdigit()]
     assert len(rounds) >= 2 and all(line.split()[0] == str(number) for number, line in enumerate(rounds, start=1))

@@ -1,17 +1,17 @@
-"""What a session survives: Ctrl-C anywhere, refused and broken strategies, no memory, prompts and files that cannot be used."""
+"""A session survives Ctrl-C, strategies that fail, a lack of memory, and unusable prompts and files."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, records_of, tiny_pair, workbench
+from fakes import Screen, open_session, records_of, tiny_pair
 
-import infer
-from utils.comparison.strategies import Job
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
 from utils.errors import UserError
-from utils.repl.runner import Verdict
+from utils.repl.runner import OUT_OF_MEMORY, Verdict
 
 
 def interrupting(job: Job) -> Iterator[Step]:
@@ -22,7 +22,7 @@ def interrupting(job: Job) -> Iterator[Step]:
 
 
 def failing(job: Job) -> Iterator[Step]:
-    """A strategy that is refused."""
+    """A strategy that cannot run."""
     raise UserError("This one cannot run.")
     yield
 
@@ -34,7 +34,7 @@ def broken(job: Job) -> Iterator[Step]:
 
 
 def exhausting(job: Job) -> Iterator[Step]:
-    """A strategy that runs out of memory, as torch says it on a CPU."""
+    """A strategy that runs out of memory, with the message of torch on a CPU."""
     raise RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     )
@@ -42,71 +42,71 @@ def exhausting(job: Job) -> Iterator[Step]:
 
 
 def table_with(steps) -> tuple:
-    return tuple(replace(row, steps=steps) if row.name == "ngram" else row for row in infer.STRATEGIES)
+    return tuple(replace(row, steps=steps) if row.name == "ngram" else row for row in STRATEGIES)
 
 
-def test_ctrl_c_keeps_what_was_made_skips_the_rest_and_the_session_lives(view: Screen, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_partial_results_and_skips_the_rest(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(interrupting))
-    assert bench.handle("Hello") is Verdict.INTERRUPTED
+    session = open_session(view, records=file, strategies=table_with(interrupting))
+    assert session.handle("Hello") is Verdict.INTERRUPTED
     rows = records_of(file)
     assert [(row["strategy"], row["finish"]) for row in rows] == [("speculative", "length"), ("ngram", "interrupted")]
     assert rows[1]["token_ids"] == [5, 6] and rows[1]["same_as_target"] is None
     assert "interrupted" in view.take()[0]
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
+    session.handle("/ngram off")
+    assert session.handle("Hello") is Verdict.DONE
 
 
-def test_a_refused_strategy_says_why_and_the_others_run(view: Screen, tmp_path: Path) -> None:
+def test_a_strategy_that_cannot_run_is_explained_and_the_others_run(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(failing))
-    assert bench.handle("Hello") is Verdict.FAILED
+    session = open_session(view, records=file, strategies=table_with(failing))
+    assert session.handle("Hello") is Verdict.FAILED
     results, messages = view.take()
     assert messages == "This one cannot run.\n" and "Target only" in results
     assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
 
 
-def test_a_bug_shows_its_traceback_and_the_session_lives(view: Screen) -> None:
-    bench = workbench(view, strategies=table_with(broken))
-    assert bench.handle("Hello") is Verdict.FAILED
+def test_a_bug_shows_its_traceback_and_the_session_goes_on(view: Screen) -> None:
+    session = open_session(view, strategies=table_with(broken))
+    assert session.handle("Hello") is Verdict.FAILED
     assert "a bug" in view.take()[1]
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
+    session.handle("/ngram off")
+    assert session.handle("Hello") is Verdict.DONE
 
 
-def test_running_out_of_memory_is_a_sentence_and_the_session_lives(view: Screen) -> None:
-    bench = workbench(view, strategies=table_with(exhausting))
-    assert bench.handle("Hello") is Verdict.FAILED
+def test_running_out_of_memory_is_one_sentence_and_the_session_goes_on(view: Screen) -> None:
+    session = open_session(view, strategies=table_with(exhausting))
+    assert session.handle("Hello") is Verdict.FAILED
     message = view.take()[1]
-    assert message.startswith("Out of memory") and "Traceback" not in message
-    bench.handle("/ngram off")
-    assert bench.handle("Hello") is Verdict.DONE
+    assert message == f"{OUT_OF_MEMORY}\n"
+    session.handle("/ngram off")
+    assert session.handle("Hello") is Verdict.DONE
 
 
-def test_prompts_that_cannot_be_run_are_refused_once(view: Screen) -> None:
-    bench = workbench(view)
-    assert bench.handle("word " * 400) is Verdict.FAILED
+def test_an_unusable_prompt_is_refused_once(view: Screen) -> None:
+    session = open_session(view)
+    assert session.handle("word " * 400) is Verdict.FAILED
     results, messages = view.take()
-    assert results == "" and messages.count("\n") == 1 and "has a context of 256" in messages
+    assert results == "" and messages.count("\n") == 1 and "256" in messages
     for name in ("speculative", "ngram", "target"):
-        bench.handle(f"/{name} off")
+        session.handle(f"/{name} off")
     view.take()
-    assert bench.handle("Hello") is Verdict.FAILED
-    assert "turn one on" in view.take()[1]
+    assert session.handle("Hello") is Verdict.FAILED
+    assert "/target on" in view.take()[1]
 
 
 def test_a_bug_in_one_strategy_leaves_the_others_and_their_records(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file, strategies=table_with(broken))
-    assert bench.handle("Hello") is Verdict.FAILED
+    session = open_session(view, records=file, strategies=table_with(broken))
+    assert session.handle("Hello") is Verdict.FAILED
     assert [row["strategy"] for row in records_of(file)] == ["speculative", "target"]
 
 
-def test_an_interrupt_while_something_is_printed_keeps_what_was_made(
+def test_an_interrupt_while_a_run_is_shown_keeps_its_result(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
+    session = open_session(view, records=file)
     calls: list[int] = []
 
     def figures(*arguments: object, **options: object) -> None:
@@ -115,33 +115,33 @@ def test_an_interrupt_while_something_is_printed_keeps_what_was_made(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(view.renderer, "figures", figures)
-    assert bench.handle("Hello") is Verdict.INTERRUPTED
+    assert session.handle("Hello") is Verdict.INTERRUPTED
     assert [(row["strategy"], row["finish"]) for row in records_of(file)] == [
         ("speculative", "length"),
         ("ngram", "length"),
     ]
 
 
-def test_an_interrupt_while_warming_up_is_one(view: Screen) -> None:
+def test_an_interrupt_while_warming_up_is_raised(view: Screen) -> None:
     with pytest.raises(KeyboardInterrupt):
-        workbench(view, strategies=table_with(interrupting)).warm_up()
+        open_session(view, strategies=table_with(interrupting)).warm_up()
 
 
-def test_prompts_with_broken_characters_are_run_with_them_replaced(view: Screen, tmp_path: Path) -> None:
+def test_invalid_characters_in_a_prompt_are_replaced(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    bench = workbench(view, records=file)
-    assert bench.handle("a\ud800b \x00 \u202e") is Verdict.DONE
+    session = open_session(view, records=file)
+    assert session.handle("a\ud800b \x00 \u202e") is Verdict.DONE
     assert records_of(file)[0]["prompt"] == "a?b \x00 \u202e"
 
 
-def test_a_prompt_beyond_the_drafters_context_is_said(view: Screen) -> None:
+def test_a_prompt_beyond_the_drafters_context_is_reported(view: Screen) -> None:
     pair = tiny_pair()
     pair.drafter = tiny_pair(max_position_embeddings=16).drafter
-    bench = workbench(view, pair)
-    assert bench.handle("Hello there, this is a longer prompt") is Verdict.DONE
-    assert "the drafter a context of 16" in view.take()[1]
+    session = open_session(view, pair)
+    assert session.handle("Hello there, this is a longer prompt") is Verdict.DONE
+    assert "16" in view.take()[1]
 
 
-def test_records_that_cannot_be_written_are_an_error_at_once(tmp_path: Path, view: Screen) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        workbench(view, records=tmp_path / "missing" / "runs.jsonl")
+def test_a_records_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path, view: Screen) -> None:
+    with pytest.raises(UserError, match="runs.jsonl"):
+        open_session(view, records=tmp_path / "missing" / "runs.jsonl")

@@ -1,12 +1,14 @@
-"""/divergence: why the last prompt's texts part, in full, and what to send where it is not explained."""
+"""/divergence: where and why the last prompt's texts differ from the target's, with data to report a bug."""
 
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
-from utils.commands.registry import Command, Outcome, Situation
-from utils.comparison.harness import Last, divergence_of, own_conversations, unlike_target
+from transformers import PreTrainedTokenizerBase
+
+from utils.commands.outcomes import Outcome, Reply, RunReport
+from utils.commands.registry import Command, CommandContext
+from utils.comparison.last_prompt import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.records import divergence_figures, generation_records
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
@@ -17,92 +19,88 @@ from utils.screen.renderer import candidate_piece
 HEADINGS = (
     "strategy",
     "token",
-    "said",
-    "target said",
+    "its token",
+    "target's token",
     "target's highest",
     "gap in logits",
-    "widths move logits by",
+    "change of logits by verify width",
     "cause",
 )
+OWN_CONVERSATIONS = "there is nothing to compare: the conversations differ from the target's. /reset begins new ones."
+NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
 
-def _divergence(argument: str, situation: Situation) -> Outcome:
-    last = situation.bench.last()
+def _divergence(argument: str, context: CommandContext) -> Outcome:
+    last = context.harness.last()
     others = [
         (strategy, comparison)
         for strategy, _, comparison in last.compared
         if strategy.lossless and not strategy.is_baseline
     ]
     if all(comparison.same is None for _, comparison in others):
-        if own_conversations(last):
-            raise UserError(
-                "there is nothing to compare: the conversations are not the target's own; /reset begins new ones."
-            )
-        raise UserError(
-            "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
-        )
+        raise UserError(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
     if not unlike_target(last):
         names = " and ".join(strategy.name for strategy, comparison in others if comparison.same)
-        return Outcome(reply=f"{names}: the same tokens as target-only.")
-    findings = _findings(last, situation.bench.memory.rounding)
-    conclude, attachment = partial(_conclusion, last), partial(_replay, last)
-    return Outcome(
-        report=Report(
-            "divergence", last.text, last.job.settings, HEADINGS, findings, conclude, attachment, upright=True
-        )
-    )
+        return [Reply(f"{names}: the same tokens as target-only.")]
+    findings = _findings(last, context.harness.state.rounding)
+    conclude, attachment = partial(_conclusion, last), partial(replay_data, last)
+    settings = last.job.settings
+    report = Report("divergence", last.text, settings, HEADINGS, findings, conclude, attachment, transposed=True)
+    return [RunReport(report)]
 
 
-def _findings(last: Last, rounding: float) -> Iterator[Finding]:
+def _findings(last: LastPrompt, rounding: float) -> Iterator[Finding]:
     for strategy, run in unlike_target(last):
-        found = divergence_of(last, strategy, run, rounding)
-        yield Finding(
-            _cells(last.job.pair.tokenizer, strategy, found), {"strategy": strategy.name, **divergence_figures(found)}
-        )
+        divergence = divergence_of(last, strategy, run, rounding)
+        figures = {"strategy": strategy.name, **divergence_figures(divergence)}
+        yield Finding(_cells(last.job.pair.tokenizer, strategy, divergence), figures)
 
 
-def _cells(tokenizer: Any, strategy: Strategy, found: Divergence) -> tuple[str, ...]:
-    said, target, *highest = (
-        candidate_piece(tokenizer, candidate) for candidate in (found.ours, found.theirs, *found.highest)
-    )
-    moved = "-" if found.rounding is None else f"{found.rounding:.2g}"
+def _cells(tokenizer: PreTrainedTokenizerBase, strategy: Strategy, divergence: Divergence) -> tuple[str, ...]:
+    candidates = (divergence.ours, divergence.theirs, *divergence.highest)
+    ours, theirs, *highest = (candidate_piece(tokenizer, candidate) for candidate in candidates)
     return (
         strategy.name,
-        str(found.position + 1),
-        said,
-        target,
+        str(divergence.position + 1),
+        ours,
+        theirs,
         ", ".join(highest),
-        f"{found.gap:.4g}",
-        moved,
-        found.cause.value,
+        f"{divergence.gap:.4g}",
+        "-" if divergence.rounding is None else f"{divergence.rounding:.2g}",
+        divergence.cause.value,
     )
 
 
-def _conclusion(last: Last, findings: Sequence[Finding]) -> list[str]:
+def _conclusion(last: LastPrompt, findings: Sequence[Finding]) -> list[str]:
     causes = {finding.figures["cause"] for finding in findings}
+    rule = last.job.settings.verify
     sentences = {
-        Cause.SAMPLING: f"sampling: drawn from the same law with other numbers, as /verify {last.job.settings.verify} allows. "
-        "/verify coupled makes it the same text.",
-        Cause.ROUNDING: "rounding tie: the two runs computed this place in windows of different width, and what that moves the logits by "
-        "decides between the two tokens.",
+        Cause.SAMPLING: f"sampling: both tokens were drawn from the same distribution with different random numbers, "
+        f"as /verify {rule} allows. /verify coupled gives the target's own text.",
+        Cause.ROUNDING: "rounding tie: the two runs computed this position with different verify widths. "
+        "That changes the logits enough to decide between the two tokens.",
         Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
     }
     return [sentence for cause, sentence in sentences.items() if cause in causes]
 
 
-def _replay(last: Last, findings: Sequence[Finding]) -> str:
-    """Everything that a replay of something unexplained needs, as one line of JSON."""
+def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
+    """What is needed to reproduce an unexplained divergence, as one line of JSON, or "" if all are explained."""
     if all(finding.figures["cause"] != Cause.UNEXPLAINED for finding in findings):
         return ""
     rounds = {
         strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
         for strategy, run, _ in last.compared
-        if strategy.drafts and last.jobs[strategy.name].is_like(last.job)
+        if strategy.drafts and last.jobs[strategy.name].is_same_request(last.job)
     }
-    found = [finding.figures for finding in findings]
     return json.dumps(
-        {"prompt_ids": last.job.prompt, "divergences": found, "rounds": rounds, "runs": generation_records(last, {})}
+        {
+            "prompt_ids": last.job.prompt,
+            "divergences": [finding.figures for finding in findings],
+            "rounds": rounds,
+            "runs": generation_records(last, {}),
+        }
     )
 
 
-DIVERGENCE = Command("divergence", "", "where the last texts part from the target's, and why", _divergence)
+DIVERGENCE = Command("divergence", "", "where and why the last texts differ from the target's", _divergence)

@@ -1,156 +1,90 @@
-"""/race: the last prompt again and again, strategies in turns.
+"""/race: runs the last prompt several times with every enabled strategy, and tells differences in speed from noise."""
 
-What runs first, and what else the machine does, differs from run to run; so every repeat begins with another strategy, speeds are compared
-within a repeat, and a difference that not all repeats agree on is called noise.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any, TypeVar
 
-from utils.commands.registry import Command, Outcome, Situation
-from utils.comparison.harness import Bench, Last, run_alone
-from utils.comparison.reports import Chart, Finding, Progress, Report, time_left
-from utils.comparison.strategies import Strategy
-from utils.comparison.warm_up import briefly
+from utils.bounds import WholeRange
+from utils.commands.experiments.repeated_runs import (
+    PairedRun,
+    Variant,
+    announcement,
+    median_text,
+    range_text,
+    repeat_figures,
+    repeat_in_turns,
+    then_findings,
+)
+from utils.commands.outcomes import Outcome, RunReport
+from utils.commands.registry import Command, CommandContext
+from utils.comparison.harness import Harness
+from utils.comparison.last_prompt import LastPrompt
+from utils.comparison.reports import Chart, Finding, Report, ReportEvent
 from utils.config.settings import Settings
-from utils.config.value_types import Whole
-from utils.metrics.results import Generation, compare
 
-Row = TypeVar("Row")
-REPEATS, MOST = 5, 1000
-ENOUGH = 5  # repeats that must agree: by chance alone they do once in 16
-HEADINGS = ("strategy", "runs", "tokens/s", "lowest - highest", "before decoding", "decoding", "speed-up", "verdict")
-
-
-@dataclass(frozen=True, slots=True)
-class Heat:
-    """One run of a repeat, and the target's of the same repeat."""
-
-    run: Generation
-    target: Generation | None
-
-    @property
-    def speed(self) -> float:
-        return self.run.tokens_per_second or 0.0
-
-    @property
-    def speedup(self) -> float | None:
-        return compare(self.run, self.target).speedup
-
-    @property
-    def decode(self) -> float | None:
-        """Tokens per second behind the first step."""
-        first = len(self.run.steps[0].tokens) if self.run.steps else 0
-        seconds = self.run.seconds - (self.run.first_seconds or 0.0)
-        return (len(self.run.tokens) - first) / seconds if seconds > 0 and len(self.run.tokens) > first else None
+REPEATS, MAX_REPEATS = 5, 1000
+HEADINGS = (
+    "strategy",
+    "runs",
+    "tokens/s",
+    "lowest - highest",
+    "time to first token",
+    "decoding",
+    "speed-up",
+    "verdict",
+)
 
 
-def _race(argument: str, situation: Situation) -> Outcome:
-    repeats: int = Whole(1, MOST).parse(argument or str(REPEATS), REPEATS, situation.limits)
-    last, bench, settings = situation.bench.last(), situation.bench, situation.settings
-    events = _heats(bench, last, settings, bench.enabled(settings), repeats=repeats)
-    return Outcome(report=Report("race", last.text, settings, HEADINGS, events, _verdicts, chart=_chart))
+def _race(argument: str, context: CommandContext) -> Outcome:
+    repeats = WholeRange(1, MAX_REPEATS).parse(argument or str(REPEATS))
+    last, harness, settings = context.harness.last(), context.harness, context.settings
+    names = [strategy.name for strategy in harness.enabled(settings)]  # raises UserError where nothing is enabled
+    events = _events(harness, last, settings, names=names, repeats=repeats)
+    return [RunReport(Report("race", last.text, settings, HEADINGS, events, _conclusion, chart=_chart))]
 
 
-def _heats(
-    bench: Bench, last: Last, settings: Settings, chosen: Sequence[Strategy], *, repeats: int
-) -> Iterator[Progress | Finding]:
-    heats: dict[str, list[Heat]] = {strategy.name: [] for strategy in chosen}
-    yield Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(heats)} ...")
-    for strategy in chosen:
-        run_last(bench, last, strategy, briefly(settings))
-    spent = 0.0
-    try:
-        for repeat in range(repeats):
-            if repeat:
-                yield Progress(f"{repeat} of {repeats}{time_left(spent, repeat, repeats)} ...")
-            runs = {strategy.name: run_last(bench, last, strategy, settings) for strategy in in_turns(chosen, repeat)}
-            target = next((runs[strategy.name] for strategy in chosen if strategy.is_baseline), None)
-            for name, run in runs.items():
-                heats[name].append(Heat(run, target))
-                spent += run.seconds
-    finally:  # Ctrl-C goes on once this has been taken
-        yield from (_heat(name, found) for name, found in heats.items() if found)
+def _events(
+    harness: Harness, last: LastPrompt, settings: Settings, *, names: Iterable[str], repeats: int
+) -> Iterator[ReportEvent]:
+    variant = Variant(settings)
+    yield announcement(repeats, names)
+    yield from then_findings(
+        repeat_in_turns(harness, last, [variant], repeats=repeats),
+        lambda: (_finding(name, runs) for name, runs in variant.runs.items()),
+    )
 
 
-def in_turns(row: Sequence[Row], repeat: int) -> list[Row]:
-    """The same, begun with another one in every repeat."""
-    return [row[(place + repeat) % len(row)] for place in range(len(row))]
-
-
-def run_last(bench: Bench, last: Last, strategy: Strategy, settings: Settings) -> Generation:
-    """The last prompt once more, on a storage of its own. Ctrl-C ends it all."""
-    return run_alone(bench, last.job.prompt, strategy, settings, history=last.job.history)
-
-
-def figures_of(name: str, heats: Sequence[Heat]) -> dict[str, Any]:
-    """What several runs of a strategy came to."""
-    ups = [heat.speedup for heat in heats if heat.speedup is not None]
-    return {
-        "strategy": name,
-        "tokens_per_second": [heat.speed for heat in heats],
-        "speedups": ups,
-        "decode_tokens_per_second": [heat.decode for heat in heats if heat.decode is not None],
-        "first_token_seconds": [heat.run.first_seconds for heat in heats],
-        "verdict": verdict(ups),
-    }
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """The lowest and the highest."""
-    return f"{min(values):{form}} - {max(values):{form}}"
-
-
-def _heat(name: str, heats: Sequence[Heat]) -> Finding:
-    figures = figures_of(name, heats)
-    speeds, ups, decode = figures["tokens_per_second"], figures["speedups"], figures["decode_tokens_per_second"]
+def _finding(name: str, runs: Sequence[PairedRun]) -> Finding:
+    figures = repeat_figures(name, runs)
     first = median(seconds or 0.0 for seconds in figures["first_token_seconds"])
-    fast = f"{median(decode):.1f}/s" if decode else "-"
-    up = f"{median(ups):.2f}x" if ups else "-"
     cells = (
         name,
-        str(len(heats)),
-        f"{median(speeds):.1f}",
-        spread(speeds, ".1f"),
+        str(len(runs)),
+        median_text(figures["tokens_per_second"], "{:.1f}"),
+        range_text(figures["tokens_per_second"]),
         f"{1000 * first:.0f} ms",
-        fast,
-        up,
+        median_text(figures["decode_tokens_per_second"], "{:.1f}/s"),
+        median_text(figures["speedups"], "{:.2f}x"),
         figures["verdict"],
     )
     return Finding(cells, figures)
 
 
-def verdict(ups: Sequence[float]) -> str:
-    """What speed-ups of several repeats come to."""
-    if not ups:
-        return "-"
-    if all(up == 1 for up in ups):
-        return "the baseline"
-    if len(ups) < ENOUGH:
-        return f"{ENOUGH} repeats tell more"
-    if min(ups) > 1:
-        return "faster"
-    return "slower" if max(ups) < 1 else "within noise"
-
-
-def _verdicts(findings: Sequence[Finding]) -> list[str]:
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
     return [
-        "Medians. Speed-ups are taken within each repeat; 'within noise': the repeats do not agree on which is faster. "
-        "Before decoding: prefill, and the first round."
+        "Medians. Speed-ups are computed within each repeat. 'Within noise' means that the repeats do not agree on "
+        "which is faster. The time to first token includes the prefill and the first round."
     ]
 
 
 def _chart(findings: Sequence[Finding]) -> Chart:
     series = {finding.figures["strategy"]: finding.figures["tokens_per_second"] for finding in findings}
-    ticks = [str(place + 1) for place in range(max(map(len, series.values())))]
+    ticks = [str(repeat + 1) for repeat in range(max(map(len, series.values())))]
     return Chart(series, "tokens/s", "repeat", ticks)
 
 
 RACE = Command(
     "race",
     "[N]",
-    f"the last prompt N times by every strategy that is on, in turns, with a verdict (N: {REPEATS})",
+    f"run the last prompt N times with every enabled strategy, in turns, and give a verdict (default: {REPEATS})",
     _race,
 )

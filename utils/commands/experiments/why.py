@@ -1,200 +1,205 @@
-"""/why: where the last prompt's time went, and what binds.
+"""/why: where the last prompt's time went, what limits its speed-up, and what to change first.
 
-Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + k c plain steps, v(k) what a window of k
-drafts takes more than a single token, c what a draft takes. The costs are measured anew on the loaded models; how many drafts stood, and
-how long drafting and verifying really took, is the last run's.
+Costs are measured anew on the loaded models. Acceptance, and how long drafting and verifying really took, come from the
+last run. The prediction is that of utils.commands.experiments.predicted_speed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from utils.commands.experiments.whatif import Rate, drafting, target_of
-from utils.commands.registry import Command, Outcome, Situation
-from utils.comparison.harness import Compared, Last
-from utils.comparison.reports import Finding, Progress, Report
-from utils.comparison.warm_up import measured
+from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
+from utils.commands.outcomes import Outcome, RunReport
+from utils.commands.registry import Command, CommandContext
+from utils.comparison.last_prompt import ComparedRun, LastPrompt
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.warm_up import with_costs
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 
 HEADINGS = (
-    *(
-        "strategy",
-        "speed-up, measured",
-        "speed-up, predicted",
-        "tokens per round",
-        "drafts per round",
-        "a draft",
-        "its window",
-    ),
-    *("stood, by place", "rounds without drafts", "time drafting", "time verifying", "other time"),
+    "strategy",
+    "speed-up, measured",
+    "speed-up, predicted",
+    "tokens per round",
+    "drafts per round",
+    "draft cost",
+    "verify cost",
+    "accepted, by position",
+    "rounds without drafts",
+    "time drafting",
+    "time verifying",
+    "other time",
 )
-MANY, MUCH = 0.5, 0.1  # rounds without drafts; time outside the models
-OFTEN = 4  # a place that was tried less often tells nothing
-WORTH = 1.02  # of what a run made, what another number of drafts must promise
-REPEATS = 9  # of every window, when costs are asked for
+SHOWN_POSITIONS = 6
+MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
+MUCH_OVERHEAD = 0.1  # share of time outside the models above which it can be the limit
+HIGH_COST = 0.2  # extra cost per decode step above which drafting or verifying can be the limit
+FEW_ACCEPTED = 0.5
+MIN_TRIALS = 4  # rounds that must have reached a position before its acceptance is used
+MIN_GAIN = 1.02  # predicted improvement from which another gamma is recommended
+REPEATS = 9  # of each verify width, when costs are measured
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What a run's rounds took in plain steps, by what took it."""
+class RunCosts:
+    """What a run took in decode steps, by cause, and the share of its measured time outside the models."""
 
     tokens: int
     forwards: float
-    windows: float
+    verifying: float  # what verify passes take beyond a decode step each
     drafting: float
-    other: float  # share of the measured time
+    other: float
 
     @classmethod
-    def of(cls, run: Generation, costs: Costs, label: str | None) -> "Account":
-        """By measured costs, those of drafts by the kind of drafter; the rest by the stopwatch."""
-        whole, inside = (
-            sum(parts) for parts in zip(*((lap.whole, lap.drafting + lap.verifying) for lap in run.laps), strict=True)
-        )
+    def of(cls, run: Generation, costs: Costs, kind: str | None) -> Self:
+        """kind: the strategy's drafter kind, for rounds that do not name theirs."""
+        total = sum(timing.total for timing in run.timings)
+        inside = sum(timing.drafting + timing.verifying for timing in run.timings)
         return cls(
             len(run.tokens),
             run.target_forwards,
-            sum(costs.window(len(step.drafted)) for step in run.steps),
-            drafting(run.laps, costs, label),
-            max(0.0, 1 - inside / whole) if whole else 0.0,
+            sum(costs.verify_cost(len(step.drafted)) for step in run.steps),
+            drafting_cost(run.timings, costs, kind),
+            max(0.0, 1 - inside / total) if total else 0.0,
         )
 
     @property
     def steps(self) -> float:
-        """All of it."""
-        return self.forwards + self.windows + self.drafting
+        """All decode steps."""
+        return self.forwards + self.verifying + self.drafting
 
 
-def _why(argument: str, situation: Situation) -> Outcome:
-    last = situation.bench.last()
-    target_of(last)
-    if not any(strategy.drafts and run.laps for strategy, run, _ in last.compared):
+def _why(argument: str, context: CommandContext) -> Outcome:
+    last = context.harness.last()
+    target = target_run(last)
+    if not any(strategy.drafts and run.timings for strategy, run, _ in last.compared):
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
-    Rate.of(target_of(last))  # long enough
-    return Outcome(
-        report=Report(
-            "why", last.text, last.job.settings, HEADINGS, _findings(last, situation), _conclusion, upright=True
-        )
-    )
+    events = _events(last, TargetTiming.of(target), context)
+    report = Report("why", last.text, last.job.settings, HEADINGS, events, _conclusion, transposed=True)
+    return [RunReport(report)]
 
 
-def _findings(last: Last, situation: Situation) -> Iterator[Progress | Finding]:
-    bench = situation.bench
-    yield Progress("measuring what drafts and windows cost here ...")
-    bench.pair.engine.measure(repeats=REPEATS)
-    costs = measured(bench, replace(situation.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)).costs
+def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> Iterator[ReportEvent]:
+    harness = context.harness
+    yield Progress("measuring the costs of drafts and verify passes ...")
+    harness.pair.engine.measure(repeats=REPEATS)
+    settings = replace(context.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)
+    costs = with_costs(harness, settings).costs
     assert costs is not None
-    rate = Rate.of(target_of(last))
     for compared in last.compared:
-        if compared[0].drafts and compared[1].laps:
-            yield _finding(compared, last, costs, rate)
+        strategy, run, _ = compared
+        if strategy.drafts and run.timings:
+            row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing)
+            yield Finding(_cells(row, run), row)
 
 
-def _finding(compared: Compared, last: Last, costs: Costs, rate: Rate) -> Finding:
+def _figures(compared: ComparedRun, kind: str | None, costs: Costs, timing: TargetTiming) -> dict[str, Any]:
     strategy, run, comparison = compared
-    account = Account.of(run, costs, strategy.drafter_kind(last.job.pair))
-    worked_out = sum(lap.drafts for lap in run.laps)
-    draft = account.drafting / worked_out if worked_out else costs.step(strategy.drafter_kind(last.job.pair))
-    predicted = (rate.start + rate.step * account.tokens) / rate.seconds(run.steps, costs, account.drafting)
-    times = zip(*((lap.drafting, lap.verifying, lap.whole) for lap in run.laps), strict=True)
-    drafts, verifying, whole = map(sum, times)
-    places = [accepted / tried for accepted, tried in run.accepted_by_position if tried]
-    best, gain = _best(run, costs, draft)
-    figures: dict[str, Any] = {
+    spent = RunCosts.of(run, costs, kind)
+    drafts = sum(one.drafts for one in run.timings)
+    draft_cost = spent.drafting / drafts if drafts else costs.draft_cost(kind)
+    best, gain = best_gamma(run, costs, draft_cost)
+    return {
         "strategy": strategy.name,
         "speedup": comparison.speedup,
-        "predicted": predicted,
-        "draft_cost": draft,
-        "window_cost": costs.window(round(run.drafts_per_round or 0)),
-        "by_position": places,
+        "predicted": timing.alone(spent.tokens) / timing.predict(run.steps, costs, spent.drafting),
+        "draft_cost": draft_cost,
+        "window_cost": costs.verify_cost(round(run.drafts_per_round or 0)),
+        "by_position": [accepted / tried for accepted, tried in run.accepted_by_position if tried],
         "declined": run.declined_rounds / len(run.steps),
-        "seconds": {"drafting": drafts, "verifying": verifying, "other": whole - drafts - verifying},
-        "binds": binding(account, run, costs, draft),
+        "seconds": _seconds(run),
+        "binds": limit(spent, run, costs, draft_cost),
         "best_gamma": best,
         "best_rate": gain,
-        "rate": account.tokens / account.steps if account.steps else 1.0,
+        "rate": spent.tokens / spent.steps if spent.steps else 1.0,
     }
-    cells = (
-        strategy.name,
-        "-" if comparison.speedup is None else f"{comparison.speedup:.2f}x",
-        f"{predicted:.2f}x",
-        f"{account.tokens / len(run.steps):.2f}",
-        f"{run.drafts_per_round or 0:.1f}",
-        f"{draft:.3f} steps",
-        f"{1 + figures['window_cost']:.2f} steps",
-        " ".join(f"{place:.2f}" for place in places[:6]) or "-",
-        f"{run.declined_rounds}/{len(run.steps)}",
-        *(f"{seconds:.2f} s, {seconds / whole:.0%}" if whole else "-" for seconds in figures["seconds"].values()),
-    )
-    return Finding(cells, figures)
 
 
-def binding(account: Account, run: Generation, costs: Costs, draft: float) -> str:
-    """What costs most of the speed-up that there could be, in words."""
-    rounds = len(run.steps)
-    if run.declined_rounds > MANY * rounds:
-        return f"the drafter declined {run.declined_rounds / rounds:.0%} of the rounds: they are plain steps"
-    if account.other > MUCH and account.other * account.steps > max(account.windows, account.drafting):
-        return f"overhead outside the models: {account.other:.0%} of the time"
-    width = round(run.drafted / rounds)
-    if account.windows >= account.drafting and account.windows > 0.2 * account.forwards:
-        return (
-            f"a window of {width + 1} tokens costs {1 + costs.window(width):.1f} steps: verifying drafts is dear here"
-        )
-    if account.drafting > 0.2 * account.forwards:
-        return f"a draft costs {draft:.2f} of a step, and a round has {run.drafted / rounds:.1f}"
-    stood = run.accepted / run.drafted if run.drafted else 0.0
+def _seconds(run: Generation) -> dict[str, float]:
+    parts = ((timing.drafting, timing.verifying, timing.total) for timing in run.timings)
+    drafting, verifying, total = map(sum, zip(*parts, strict=True))
+    return {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying}
+
+
+def _cells(row: dict[str, Any], run: Generation) -> tuple[str, ...]:
+    total = sum(row["seconds"].values())
     return (
-        f"few drafts stand: {run.accepted} of {run.drafted}"
-        if stood < MANY
-        else f"nothing in particular: {account.tokens / rounds:.1f} tokens a round"
+        row["strategy"],
+        "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        f"{row['predicted']:.2f}x",
+        f"{len(run.tokens) / len(run.steps):.2f}",
+        f"{run.drafts_per_round or 0:.1f}",
+        f"{row['draft_cost']:.3f} steps",
+        f"{1 + row['window_cost']:.2f} steps",
+        " ".join(f"{rate:.2f}" for rate in row["by_position"][:SHOWN_POSITIONS]) or "-",
+        f"{run.declined_rounds}/{len(run.steps)}",
+        *(f"{seconds:.2f} s, {seconds / total:.0%}" if total else "-" for seconds in row["seconds"].values()),
     )
 
 
-def _best(run: Generation, costs: Costs, draft: float) -> tuple[int, float]:
-    """The gamma that promises most, and tokens per plain step with it.
+def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> str:
+    """What reduces the speed-up most, in words."""
+    rounds = len(run.steps)
+    if run.declined_rounds > MANY_DECLINED * rounds:
+        return f"the drafter declined {run.declined_rounds / rounds:.0%} of the rounds, which are then decode steps"
+    if spent.other > MUCH_OVERHEAD and spent.other * spent.steps > max(spent.verifying, spent.drafting):
+        return f"overhead outside the models takes {spent.other:.0%} of the time"
+    drafts = round(run.drafted / rounds)
+    if spent.verifying >= spent.drafting and spent.verifying > HIGH_COST * spent.forwards:
+        return f"a verify pass over {drafts + 1} tokens takes {1 + costs.verify_cost(drafts):.1f} decode steps"
+    if spent.drafting > HIGH_COST * spent.forwards:
+        return f"a draft takes {draft_cost:.2f} decode steps, with {run.drafted / rounds:.1f} drafts per round"
+    if (run.acceptance_rate or 0.0) < FEW_ACCEPTED:
+        return f"few drafts are accepted: {run.accepted} of {run.drafted}"
+    return f"nothing stands out, with {spent.tokens / rounds:.1f} tokens per round"
 
-    By acceptance by place, as far as places were tried often enough to tell; a round without drafts has none that stands.
+
+def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, float]:
+    """The gamma with the highest estimate, and its tokens per decode step.
+
+    The estimate uses the acceptance by position, up to the first position that too few rounds have reached. In a round
+    without drafts nothing is accepted.
     """
     tokens, reached, rates = 1.0, 1.0, [1.0]
-    for place, (accepted, tried) in enumerate(run.accepted_by_position):
-        tried = tried if place else len(run.steps)
-        if tried < OFTEN:
+    for position, (accepted, tried) in enumerate(run.accepted_by_position):
+        tried = tried if position else len(run.steps)
+        if tried < MIN_TRIALS:
             break
         reached *= accepted / tried
         tokens += reached
-        rates.append(tokens / (1 + costs.window(place + 1) + (place + 1) * draft))
+        drafts = position + 1
+        rates.append(tokens / (1 + costs.verify_cost(drafts) + drafts * draft_cost))
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best]
 
 
-def _advice(figures: dict[str, Any]) -> str:
+def advice(row: dict[str, Any]) -> str:
     """What to change first."""
-    best = figures["best_gamma"]
-    if not figures["by_position"]:
-        return "nothing was drafted, so nothing is known of its drafts: try a fixed /gamma"
-    if figures["best_rate"] < figures["rate"] * WORTH:
-        return "no other /gamma promises more by these figures"
-    return (
-        f"try /gamma {best}, by these figures {figures['best_rate']:.2f} tokens per step"
-        if best
-        else "no /gamma would pay"
-    )
+    if not row["by_position"]:
+        return "nothing was drafted, so there is no estimate: try a fixed /gamma"
+    if row["best_rate"] < row["rate"] * MIN_GAIN:
+        return "no other /gamma has a higher estimate"
+    if not row["best_gamma"]:
+        return "no /gamma above 0 is worth its cost"
+    return f"try /gamma {row['best_gamma']}, estimated at {row['best_rate']:.2f} tokens per decode step"
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    lines = []
-    for figures in (finding.figures for finding in findings):
-        lines.append(f"{figures['strategy']}: {figures['binds']}; {_advice(figures)}.")
-    lines.append(
-        "A draft and its window are in plain steps of the target, measured now. /whatif tells every gamma on this very text."
-    )
-    return lines
+    rows = [finding.figures for finding in findings]
+    return [
+        *(f"{row['strategy']}: {row['binds']}; {advice(row)}." for row in rows),
+        "Draft cost and verify cost are in decode steps of the target, measured now. "
+        "/whatif predicts every gamma for this text.",
+    ]
 
 
 WHY = Command(
-    "why", "", "where the last prompt's time went, predicted against measured speed-up, and what to change first", _why
+    "why",
+    "",
+    "where the last prompt's time went, predicted and measured speed-up, and what to change first",
+    _why,
 )

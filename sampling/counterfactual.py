@@ -1,0 +1,149 @@
+"""Counterfactual replay: the rounds that another gamma would have taken on a finished text, without decoding.
+
+While its drafts match, a drafter reads the target's own text. So its drafts after each prefix of that text can be obtained by leading it
+through: one round per token, nothing accepted. The draft-verify loop then runs over the recorded drafts, verified by the text instead of
+the target. Rounds and acceptance are those of real runs if the text does not depend on the drafts (greedy, `coupled`); otherwise they are
+an estimate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sampling.speculative import speculative_steps
+from utils.decode.decoding import Decoding
+from utils.decode.drafts import Draft, Drafter, Verified, matching_prefix
+from utils.decode.noise import Noise
+from utils.decode.steps import Step
+from utils.logits_processor import GreedyProcessor
+from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
+
+NOT_A_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedText:
+    """prompt: its ids. context: the decoder's first context. tokens: T new ones.
+
+    logits: the target's, (T, V), row i predicts token i. features: its hidden states of all C + T - 1 rows fed for a context of length C,
+    if they were kept. name, context_length: of the target.
+    """
+
+    prompt: list[int]
+    context: list[int]
+    tokens: list[int]
+    logits: Tensor
+    features: Tensor | None
+    name: str
+    context_length: int | None
+
+
+class TextSession:
+    """A target session that returns what is known of a finished text. Rows after a draft that is not in the text mean nothing."""
+
+    def __init__(self, text: FinishedText) -> None:
+        self.name, self._text = text.name, text
+        self._previous = self._fed = self._kept = 0  # positions before the last feed, after it, and after the rewind
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        return list(self._text.context)
+
+    def room(self, context: list[int]) -> int | None:
+        bound = self._text.context_length
+        return None if bound is None else bound - len(context)
+
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        first = len(context) - keep + 1 - len(self._text.context)
+        self._previous, self._fed = self._kept, len(context)
+        return _rows(self._text.logits, first, first + keep)
+
+    def rewind(self, length: int) -> None:
+        self._kept = min(self._fed, length)
+
+    def take_features(self) -> Tensor | None:
+        features = self._text.features
+        return None if features is None else _rows(features, self._previous, self._fed)
+
+
+def _rows(table: Tensor, first: int, end: int) -> Tensor:
+    """Rows of a table, the last one repeated beyond its end."""
+    return table[torch.arange(first, end).clamp(max=len(table) - 1).to(table.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyByText:
+    """A verification rule that accepts the drafts which equal a text."""
+
+    tokens: list[int]
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+        accepted = matching_prefix(draft.tokens, self.tokens[start:])
+        return accepted, self.tokens[min(start + accepted, len(self.tokens) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDrafter:
+    """Proposes the drafts that were recorded after the same prefix of the text. origin: length of the first context."""
+
+    drafts: Sequence[Draft]
+    origin: int
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        recorded = self.drafts[len(context) - self.origin]
+        return Draft(recorded.tokens[:count], kind=recorded.kind)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        """Nothing to learn."""
+
+
+def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> list[Draft]:
+    """The drafts, at most `count`, that a drafter proposes after each prefix of the text."""
+    target, context = TextSession(text), list(text.context)
+    drafts: list[Draft] = []
+    drafter.begin(text.prompt, list(context))
+    for token in text.tokens:
+        start = len(context)
+        draft = drafter.propose(context, count)
+        drafts.append(Draft(list(draft.tokens), kind=draft.kind))
+        logits = target.feed(context, keep=1)
+        context = [*context, token]
+        target.rewind(start)
+        drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
+    return drafts
+
+
+def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Rounds of drafts from the single draft, or none, after each prefix: a draft after a matching one was drafted after it.
+
+    What follows a draft that does not match, or the end of the text, is unknown and not needed: it counts as drafted and cannot be
+    accepted.
+    """
+    rounds: list[list[int]] = []
+    for position in range(len(single)):
+        following = [list(drafts[:1]) for drafts in single[position : position + count]]
+        until = following.index([]) if [] in following else None
+        known = [token for drafts in following[:until] for token in drafts]
+        rounds.append(known if until is not None else known + [NOT_A_TOKEN] * (count - len(known)))
+    return rounds
+
+
+def replay(
+    text: FinishedText, drafter: Drafter, decoding: Decoding, *, gamma: int
+) -> tuple[list[Step], list[RoundTiming]]:
+    """The rounds of the draft-verify loop along the text. Of the timings only the number of drafts is meaningful.
+
+    decoding: of the run that made the text.
+    """
+    ended = text.tokens[-1] in decoding.end_ids
+    length = decoding.max_new if ended else len(text.tokens)  # a text that did not end was as long as requested
+    greedy = Decoding(GreedyProcessor(), length, decoding.end_ids, decoding.noise)  # the distributions are not used
+    watch = Stopwatch()
+    timed, rule = TimedDrafter(drafter, watch), VerifyByText(text.tokens)
+    steps = speculative_steps(text.prompt, timed, TextSession(text), greedy, gamma=gamma, rule=rule)
+    rounds = [(step, watch.read(0)) for step in steps]
+    return [step for step, _ in rounds], [timing for _, timing in rounds]

@@ -1,0 +1,56 @@
+"""Predicted times of speculative runs, which /why and /whatif share.
+
+Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + c k decode steps, where
+v(k) is the extra time of a verify pass with k drafts and c the time of one draft. How long a decode step takes is read
+off the target's own run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from utils.comparison.last_prompt import LastPrompt
+from utils.decode.steps import Step
+from utils.errors import UserError
+from utils.metrics.costs import Costs
+from utils.metrics.results import Generation
+from utils.metrics.stopwatch import RoundTiming
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTiming:
+    """Seconds of a run by the target alone: before its decode steps (mostly the prefill), and per decode step."""
+
+    start: float
+    step: float
+
+    @classmethod
+    def of(cls, run: Generation) -> Self:
+        """Read off the target's own run. Raises UserError where it has fewer than two tokens."""
+        if len(run.steps) < 2 or run.first_seconds is None:
+            raise UserError("the target's own run needs at least two tokens: send a prompt with a longer answer.")
+        step = (run.seconds - run.first_seconds) / (len(run.steps) - 1)
+        return cls(max(0.0, run.first_seconds - step), step)
+
+    def alone(self, tokens: int) -> float:
+        """Seconds for this many tokens without drafts."""
+        return self.start + self.step * tokens
+
+    def predict(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
+        """Seconds of these rounds, with `drafting` decode steps spent on all of their drafts."""
+        verifying = sum(1 + costs.verify_cost(len(step.drafted)) for step in steps)
+        return self.start + self.step * (drafting + verifying)
+
+
+def target_run(last: LastPrompt) -> Generation:
+    """The target's own run of the last prompt. Raises UserError where there is none."""
+    if last.target is not None:
+        return last.target
+    if last.job.settings.target:
+        raise UserError("the last prompt was interrupted before the target's own run: send it again.")
+    raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
+
+
+def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None) -> float:
+    """Decode steps that the drafts of a run take, each by the cost of the drafter kind that computed it."""
+    return sum(timing.drafts * costs.draft_cost(timing.kind or kind) for timing in timings)

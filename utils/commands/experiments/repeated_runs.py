@@ -1,0 +1,191 @@
+"""Repeated, interleaved runs, which /race, /sweep, /suite and /replay share.
+
+The speed of a machine drifts. So every variant is warmed up first, variants and strategies take turns at going first,
+and speeds are compared within a repeat only. Ctrl-C keeps what was finished. What is measured, and how it is shown, is
+left to the commands.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeVar
+
+from utils.comparison.harness import Harness
+from utils.comparison.last_prompt import LastPrompt
+from utils.comparison.reports import Finding, Progress, ReportEvent
+from utils.comparison.strategies import Strategy
+from utils.comparison.warm_up import shortened
+from utils.config.settings import Settings
+from utils.decode.noise import fix_seeds
+from utils.decode.steps import FinishReason
+from utils.metrics.results import Generation, collect, compare
+from utils.prompts.conversation import Turns
+
+Item = TypeVar("Item")
+MIN_REPEATS = 5  # a verdict needs as many repeats that agree; five agree by chance once in 16
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRun:
+    """One run of a repeat, with the target's own run of the same repeat where the target is on."""
+
+    run: Generation
+    target: Generation | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.tokens_per_second or 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        return compare(self.run, self.target).speedup
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Throughput after the first round, which contains the prefill."""
+        first = len(self.run.steps[0].tokens) if self.run.steps else 0
+        seconds = self.run.seconds - (self.run.first_seconds or 0.0)
+        return (len(self.run.tokens) - first) / seconds if seconds > 0 and len(self.run.tokens) > first else None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings to measure, and the finished runs under them by the strategy's name."""
+
+    settings: Settings
+    label: str = ""
+    runs: dict[str, list[PairedRun]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RemainingTime:
+    """Estimates how long the rest of a series takes, from the part that is finished."""
+
+    finished: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.finished += 1
+        self.seconds += seconds
+
+    def estimate(self, remaining: int) -> str:
+        """The end of a progress sentence. It is empty until something is finished."""
+        return f", about {self.seconds / self.finished * remaining:.0f} s left" if self.finished else ""
+
+
+def announcement(repeats: int, names: Iterable[str]) -> Progress:
+    """The first sentence of a series."""
+    return Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(names)} ...")
+
+
+def repeat_in_turns(
+    harness: Harness, last: LastPrompt, variants: Sequence[Variant], *, repeats: int
+) -> Iterator[ReportEvent]:
+    """Warm up, then run the last prompt `repeats` times with every variant, and add the runs to the variant.
+
+    Each repeat starts with the next variant and the next strategy.
+    """
+    for variant in variants:
+        for strategy in harness.enabled(variant.settings):
+            run_last(harness, last, strategy, shortened(variant.settings))
+    time = RemainingTime()
+    for repeat in range(repeats):
+        for variant in rotated(variants, repeat):
+            left = time.estimate(repeats * len(variants) - time.finished)
+            label = f"{variant.label}, " if variant.label else ""
+            yield Progress(f"{label}repeat {repeat + 1} of {repeats}{left} ...")
+            time.add(_run_variant(harness, last, variant, repeat))
+
+
+def _run_variant(harness: Harness, last: LastPrompt, variant: Variant, repeat: int) -> float:
+    """Run every strategy once. Returns the seconds that this took."""
+    enabled = harness.enabled(variant.settings)
+    runs = {strategy.name: run_last(harness, last, strategy, variant.settings) for strategy in rotated(enabled, repeat)}
+    target = next((runs[strategy.name] for strategy in enabled if strategy.is_baseline), None)
+    for name, run in runs.items():
+        variant.runs.setdefault(name, []).append(PairedRun(run, target))
+    return sum(run.seconds for run in runs.values())
+
+
+def run_alone(
+    harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()
+) -> Generation:
+    """Run a prompt with an n-gram storage of its own. Ctrl-C raises KeyboardInterrupt."""
+    fix_seeds(settings.seed)
+    run = collect(strategy.steps(harness.job(prompt, settings, history)))
+    if run.finish is FinishReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return run
+
+
+def run_last(harness: Harness, last: LastPrompt, strategy: Strategy, settings: Settings) -> Generation:
+    """Run the last prompt again, as `run_alone` does."""
+    return harness.run_alone(last.job.prompt, strategy, settings, history=last.job.history)
+
+
+def rotated(items: Sequence[Item], start: int) -> list[Item]:
+    """All items in order, beginning at index `start` modulo their number."""
+    return [items[(index + start) % len(items)] for index in range(len(items))]
+
+
+def one_by_one(
+    items: Sequence[Item],
+    name: Callable[[Item], str],
+    run: Callable[[int, Item], Generator[ReportEvent, None, float | None]],
+) -> Iterator[ReportEvent]:
+    """Run the items in order, with progress and the estimated time left.
+
+    `run` takes an item and its index. It returns the seconds that its runs took, or None if it could not be run.
+    """
+    time = RemainingTime()
+    for index, item in enumerate(items):
+        left = time.estimate(len(items) - index)
+        yield Progress(f"{index + 1} of {len(items)} ({name(item)}){left} ...")
+        seconds = yield from run(index, item)
+        if seconds is not None:
+            time.add(seconds)
+
+
+def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable[Finding]]) -> Iterator[ReportEvent]:
+    """The events, and then the findings of what was finished, even if Ctrl-C or an error ends the events."""
+    try:
+        yield from events
+    finally:  # Ctrl-C is raised again once the findings are consumed
+        yield from findings()
+
+
+def repeat_figures(strategy: str, runs: Sequence[PairedRun]) -> dict[str, Any]:
+    """The figures of several runs of one strategy, as the JSON records have them."""
+    speedups = [paired.speedup for paired in runs if paired.speedup is not None]
+    decode = [paired.decode_tokens_per_second for paired in runs]
+    return {
+        "strategy": strategy,
+        "tokens_per_second": [paired.tokens_per_second for paired in runs],
+        "speedups": speedups,
+        "decode_tokens_per_second": [speed for speed in decode if speed is not None],
+        "first_token_seconds": [paired.run.first_seconds for paired in runs],
+        "verdict": verdict(speedups),
+    }
+
+
+def verdict(speedups: Sequence[float]) -> str:
+    """Whether repeats agree that a strategy is faster or slower than the target. It is recorded: keep the wording."""
+    if not speedups:
+        return "-"
+    if all(speedup == 1 for speedup in speedups):
+        return "the baseline"
+    if len(speedups) < MIN_REPEATS:
+        return f"{MIN_REPEATS} repeats tell more"
+    if min(speedups) > 1:
+        return "faster"
+    return "slower" if max(speedups) < 1 else "within noise"
+
+
+def median_text(values: Sequence[float], form: str) -> str:
+    """The median as `form` formats it, or a dash where there are no values."""
+    return form.format(median(values)) if values else "-"
+
+
+def range_text(values: Sequence[float]) -> str:
+    """The lowest and the highest speed."""
+    return f"{min(values):.1f} - {max(values):.1f}"

@@ -1,0 +1,114 @@
+"""What a command asks the session to do: one small value for each kind of effect.
+
+A command prints and changes nothing. It returns an Outcome, whose effects `utils.repl.repl_session` applies in order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ngram_assisted import NGramStorage
+from utils.comparison.reports import Column, Report
+from utils.config.settings import Settings
+from utils.pairs.request import PairRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Show a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowRows:
+    """Show a list; the cells of its first column are bold."""
+
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowTexts:
+    """Show texts side by side."""
+
+    columns: Sequence[Column]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSettings:
+    """Use these settings from now on, and then show the reply. /undo reverts the change."""
+
+    settings: Settings
+    reply: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UndoSettings:
+    """Revert the last change of settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseStorage:
+    """Use another n-gram storage from now on."""
+
+    storage: NGramStorage
+
+
+@dataclass(frozen=True, slots=True)
+class UsePair:
+    """Load other models and use them from now on."""
+
+    request: PairRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetConversations:
+    """Begin new conversations with the next prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrompt:
+    """Run a prompt exactly as given."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunLines:
+    """Process these lines as if they were typed, one after the other."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Run the models for a report, show it and record it."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class ClearScreen:
+    """Clear the screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """End the session."""
+
+
+Effect = (
+    Reply
+    | ShowRows
+    | ShowTexts
+    | ChangeSettings
+    | UndoSettings
+    | UseStorage
+    | UsePair
+    | ForgetConversations
+    | RunPrompt
+    | RunLines
+    | RunReport
+    | ClearScreen
+    | Quit
+)
+Outcome = Sequence[Effect]

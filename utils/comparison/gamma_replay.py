@@ -1,0 +1,76 @@
+"""The rounds of every gamma on a finished text, for each strategy that drafts: what /whatif predicts speeds from."""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from sampling import RULES
+from sampling.counterfactual import FinishedText, RecordedDrafter, chain_single_drafts, drafts_along, replay
+from utils.bounds import AUTO_GAMMA
+from utils.comparison.job import Job, Observers
+from utils.comparison.strategies import Strategy
+from utils.decode.drafts import Draft
+from utils.decode.model_session import ModelSession
+from utils.decode.steps import Step
+from utils.metrics.stopwatch import RoundTiming
+from utils.pairs.drafter_inputs import BuiltDrafter, Replay
+
+RULE = RULES["coupled"]
+
+
+class GammaRounds(NamedTuple):
+    """The rounds of one strategy with one gamma. gamma: None is adaptive. timings: their numbers of drafts, without times."""
+
+    strategy: Strategy
+    gamma: int | None
+    steps: list[Step]
+    timings: list[RoundTiming]
+
+
+def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
+    """For each strategy, all of which draft, the rounds of gamma 0, 1, ... and of adaptive gamma, if the text were `tokens`.
+
+    Storages and texts are used as the job has them, and are not changed. Raises UserError if a strategy cannot be run.
+    """
+    needs_features = any(strategy.needs_drafter for strategy in strategies)
+    text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
+    for strategy in strategies:
+        recorded = None
+        if (longest := _build(job, strategy, AUTO_GAMMA)).replay is not Replay.NEVER:
+            recorded = RecordedDrafter(_record(text, longest), len(text.context))
+        for gamma in range(AUTO_GAMMA + 1):
+            drafter = recorded or _build(job, strategy, gamma).drafter
+            yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
+        adaptive = _build(job, strategy, None).drafter
+        yield GammaRounds(strategy, None, *replay(text, adaptive, job.decoding, gamma=AUTO_GAMMA))
+
+
+@torch.no_grad()
+def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> FinishedText:
+    """One forward pass of the target over the prompt and a finished text. Raises UserError for an unusable prompt."""
+    session = ModelSession(job.pair.target, use_cache=False, rewinds=False, features=features)
+    context = session.begin(job.prompt)
+    logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))
+    return FinishedText(
+        list(job.prompt), context, tokens, logits, session.take_features(), session.name, session.context_length
+    )
+
+
+def _record(text: FinishedText, built: BuiltDrafter) -> list[Draft]:
+    if built.replay is Replay.BY_ROUND:
+        return drafts_along(text, built.drafter, AUTO_GAMMA)
+    single = [draft.tokens for draft in drafts_along(text, built.drafter, 1)]
+    return [Draft(tokens) for tokens in chain_single_drafts(single, AUTO_GAMMA)]
+
+
+def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
+    """A drafter of its own, on copies of the storage and of earlier texts."""
+    caches = replace(job.caches, texts=deepcopy(job.caches.texts))
+    settings = replace(job.settings, gamma=gamma)
+    own = replace(
+        job, storage=deepcopy(job.storage), caches=caches, prefills=None, observers=Observers(), settings=settings
+    )
+    return strategy.build_drafter(own, RULE)

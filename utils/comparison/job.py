@@ -1,0 +1,117 @@
+"""Job: one prompt for one strategy, with everything that its decoder needs to run it."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ngram_assisted import NGramStorage
+from utils.config.settings import Settings
+from utils.decode.decoding import Decoding
+from utils.decode.drafts import Drafter
+from utils.decode.model_session import ModelSession
+from utils.decode.noise import Noise
+from utils.decode.session import TargetSession
+from utils.errors import UserError
+from utils.metrics.costs import Costs
+from utils.metrics.draft_trace import DraftTracer, TracedDrafter
+from utils.metrics.stopwatch import Stopwatch, TimedDrafter, TimedSession
+from utils.pairs.drafter_inputs import DrafterCaches, DrafterInputs
+from utils.pairs.pair import Pair
+from utils.pairs.request import LOADED
+from utils.prompts.conversation import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """What watches a run from outside: a stopwatch, a tracer, both or neither."""
+
+    stopwatch: Stopwatch | None = None
+    tracer: DraftTracer | None = None
+
+    def wrap(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
+        """The drafter and the target's session under the observers."""
+        if self.stopwatch is not None:
+            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
+        return drafter if self.tracer is None else TracedDrafter(drafter, self.tracer), target
+
+
+class SharedPrefills:
+    """Sessions that have read one prompt, for many runs of it. Filled on first use."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[tuple[str, bool, tuple[int, ...]], ModelSession] = {}
+
+    def open(self, key: tuple[str, bool, tuple[int, ...]], session: ModelSession, prompt: list[int]) -> ModelSession:
+        """A copy of the session under this key. If there is none, `session` reads the prompt and is kept."""
+        if key not in self._sessions:
+            with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
+                session.read(prompt)
+            self._sessions[key] = session
+        return self._sessions[key].fork()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt for one strategy.
+
+    prompt: its token ids. storage: the n-gram storage. drafter: a word of /drafter_kind. caches: what drafters keep between prompts.
+    prefills: shared by many runs of the same prompt. history: the conversation that the prompt ids begin with.
+    """
+
+    prompt: list[int]
+    pair: Pair
+    settings: Settings
+    storage: NGramStorage
+    drafter: str = LOADED
+    caches: DrafterCaches = field(default_factory=DrafterCaches)
+    prefills: SharedPrefills | None = None
+    observers: Observers = Observers()
+    history: Turns = ()
+
+    @property
+    def turn(self) -> int:
+        """The number of this answer in its conversation, from 0."""
+        return len(self.history)
+
+    def is_same_request(self, other: "Job") -> bool:
+        """Whether both have the same prompt and the same noise, so that their texts can be compared."""
+        return (self.prompt, self.turn) == (other.prompt, other.turn)
+
+    @property
+    def decoding(self) -> Decoding:
+        """The decoding parameters."""
+        noise = Noise(self.settings.seed, self.turn)
+        return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, noise)
+
+    def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
+        """A session of the pair's "target" or "drafter" that keeps the hidden states of these layers.
+
+        Raises UserError if its cache must be rewound and cannot be.
+        """
+        loaded: Any = getattr(self.pair, model)
+        session = ModelSession(loaded, use_cache=self.settings.cache, rewinds=rewinds, features=features)
+        return (
+            session if self.prefills is None else self.prefills.open((model, rewinds, features), session, self.prompt)
+        )
+
+    def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:
+        """What this job's drafter is built from."""
+        settings = self.settings
+        return DrafterInputs(
+            kind=self.drafter,
+            pair=self.pair,
+            decoding=self.decoding,
+            open_session=self.session,
+            storage=self.storage,
+            caches=self.caches,
+            costs=None if settings.gamma is not None else settings.costs or Costs(),
+            use_cache=settings.cache,
+            shares_noise=shares_noise,
+            filler_top_k=settings.top_k_filler,
+            max_text=settings.ngram_limit,
+            observed=self.observers.tracer is not None,
+        )
+
+    def with_observers(self, stopwatch: Stopwatch | None, tracer: DraftTracer | None = None) -> "Job":
+        """The same job under observers."""
+        return replace(self, observers=Observers(stopwatch, tracer))

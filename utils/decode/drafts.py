@@ -1,0 +1,78 @@
+"""The contract between the draft-verify loop and its drafters: Draft, Verified and the Drafter protocol.
+
+It lives below all drafters and all observers, so that a stopwatch or a trace sees the same types as the loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEvidence:
+    """Why these k tokens were drafted. Collected only while something observes the run.
+
+    logits: the drafter's raw logits (1, V') that each draft was drawn from. match_lengths: how many context tokens
+    each draft was matched by, 0 for none. runners_up: for every new position, the tokens entered into the n-gram
+    storage besides the text.
+    """
+
+    logits: Sequence[Tensor] = ()
+    match_lengths: Sequence[int] = ()
+    runners_up: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The drafts of one round.
+
+    tokens: k proposed ids. probs: the distribution q (k, V) each was drawn from; None if q is one-hot, or if the
+    drafts share the target's noise. withheld: how many more drafts were computed but not proposed. kind: which
+    drafter kind made them, if several take turns. evidence: for observers only.
+    """
+
+    tokens: list[int]
+    probs: Tensor | None = None
+    withheld: int = 0
+    kind: str = ""
+    evidence: DraftEvidence | None = None
+
+
+NO_DRAFT = Draft([])
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The target's output for a round that began at context length `start`.
+
+    logits: raw logits (k+1, V). probs: the processed distribution p (k+1, V). features: the hidden states (T, F) of
+    the rows fed since the last round, ending with the last draft's row; None if the target's session keeps none.
+    """
+
+    start: int
+    logits: Tensor
+    probs: Tensor
+    features: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to verify, and keeps its own state (a cache, a storage)."""
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        """Start a run. `context` is what new tokens are appended to; it differs from the prompt for encoder-decoder
+        targets.
+        """
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        """At most `count` drafts for what follows the context. Fewer, or none, is allowed."""
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        """Take note of the context after the round, and of the target's output in it."""
+
+
+def matching_prefix(drafted: Sequence[int], text: Sequence[int]) -> int:
+    """The number of drafts, from the front, that equal the text."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text, strict=False)))

@@ -1,0 +1,36 @@
+"""Facts that a model's config states: its name, vocabulary, context length, and where its layers are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def model_name(model: Any) -> str:
+    """A name for messages."""
+    return str(getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def vocabulary_size(model: Any) -> int:
+    """The width of the model's logits."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def context_length(model: Any) -> int | None:
+    """The maximum number of positions, or None if the model has no such bound (relative positions, recurrence)."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return int(length) if isinstance(length, int) and length > 0 else None
+
+
+def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
+    """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is the last one, after the
+    final norm.
+    """
+    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+
+
+def is_spread(model: Any) -> bool:
+    """Whether accelerate keeps the model's layers on several devices."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1

@@ -1,0 +1,133 @@
+"""The invariant engine: linear layers and attention whose rows have the same bits at every verify width.
+
+A verify pass then gives exactly the logits of single decode steps, so greedy texts of all strategies are equal bit for
+bit. On a CPU in float32 it is faster than the plain layers as well.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from utils.decode.kv_cache import new_cache
+from utils.decode.model_info import is_spread
+from utils.engine import attention, selftest
+from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
+from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
+
+DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
+UNKNOWN_WINDOW = "its attention does not report its sliding window"
+
+
+class InvariantEngine:
+    """Row-invariant layers in the models of a pair.
+
+    models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
+    tested, such as a draft head, whose drafts are verified in any case. int8_weights: round linear weights to int8,
+    which cannot be undone.
+    """
+
+    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], *, int8_weights: bool) -> None:
+        self._models, self._helpers, self._int8 = list(models), list(helpers), int8_weights
+        self._plain_attention = [model.config._attn_implementation for model in self._models]
+        self._installed = False
+        self.weights = "int8" if int8_weights else weight_format(self._models[0])
+
+    def unsupported(self) -> str:
+        """Return why the models cannot be computed this way."""
+        return next(filter(None, map(_unsupported, self._models)), "")
+
+    def not_faster(self) -> str:
+        """Return why the plain layers are likely to be faster."""
+        return next(filter(None, map(_not_faster, self._models)), "")
+
+    def install(self, thread_counts: Sequence[int]) -> str:
+        """Replace linear layers and attention, then run the self-test. Returns why it failed."""
+        reference = [] if self._int8 else [selftest.prefill_logits(model) for model in self._models]
+        try:
+            self._installed = True
+            swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts))
+            for model in self._models:
+                model.set_attn_implementation(attention.NAME)
+            return self._test_everything(reference, thread_counts)
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            return str(error).partition("\n")[0] or type(error).__name__
+
+    def self_test(self, thread_count: int) -> str:
+        """Test whole models, without the widths that `install` has tested."""
+        tests = (selftest.width_dependence(model, [thread_count], every_width=False) for model in self._models)
+        return next(filter(None, tests), "")
+
+    def remove(self) -> None:
+        """Put nn.Linear layers and the original attention back."""
+        if self._installed:
+            restore_linears([*self._models, *self._helpers])
+            for model, name in zip(self._models, self._plain_attention, strict=True):
+                model.set_attn_implementation(name)
+            self._installed = False
+
+    def _test_everything(self, reference: list[Tensor], thread_counts: Sequence[int]) -> str:
+        """Compare with the logits of the plain layers, if there are any, and run the self-test at every width."""
+        for index, model in enumerate(self._models):
+            attention.seen_sliding_windows.clear()
+            logits = selftest.prefill_logits(model)
+            if reference and selftest.differ_beyond_rounding(logits, reference[index]):
+                return DIFFERENT_LOGITS
+            if any(new_cache(model.config).is_sliding) and not attention.seen_sliding_windows - {None}:
+                return UNKNOWN_WINDOW
+            # The layers of a drafter that was cut out of the target have been tested with the target.
+            every_width = index == 0 or not self._shares_weights_with_target(model)
+            if reason := selftest.width_dependence(model, thread_counts, every_width=every_width):
+                return reason
+        return ""
+
+    def _shares_weights_with_target(self, model: PreTrainedModel) -> bool:
+        return model.get_input_embeddings().weight is self._models[0].get_input_embeddings().weight
+
+    def _kernel_builder(self, thread_counts: Sequence[int]) -> KernelBuilder:
+        target = self._models[0]
+        if target.device.type != "cpu" or target.dtype != torch.float32:
+            return BlockedKernel
+        pack = packed_kernel_builder(thread_counts)
+        if not self._int8:
+            return pack
+        heads = {id(model.get_output_embeddings().weight) for model in self._models}
+
+        def build(weight: Tensor, bias: Tensor | None) -> Kernel | None:
+            # The output head decides the tokens, so it keeps its precision.
+            return pack(weight, bias) if id(weight) in heads else Int8Kernel(weight, bias)
+
+        return build
+
+
+def weight_format(model: PreTrainedModel) -> str:
+    """Return the number format of a model's weights as loaded: "float32", "bfloat16", ... or "quantized"."""
+    dtype = next(model.parameters()).dtype
+    return "quantized" if getattr(model, "is_quantized", False) else str(dtype).removeprefix("torch.")
+
+
+def _unsupported(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "tp_size", None):
+        return "its layers are split among several processes"
+    if is_spread(model):
+        return "its layers are spread over several devices"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
+        return "some of its layers are neither full nor sliding attention"
+    if model.config._attn_implementation not in ("sdpa", attention.NAME):
+        return f"it uses {model.config._attn_implementation} attention"
+    return ""
+
+
+def _not_faster(model: PreTrainedModel) -> str:
+    if model.device.type != "cpu":
+        return "the invariant engine is faster on CPUs only"
+    if model.dtype != torch.float32:
+        return "the invariant engine is faster in float32 only"
+    has_linears = any(type(part) in (nn.Linear, EngineLinear) for part in model.modules())
+    quantized = getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None)
+    return "quantized layers keep their own kernels" if quantized or not has_linears else ""

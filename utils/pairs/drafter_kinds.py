@@ -1,0 +1,206 @@
+"""The table of drafter kinds: what can draft for a loaded pair, under which name, and how each drafter is built.
+
+Everything else follows from a row: /drafter_kind and its completion, records, costs, /whatif, and what survives /load.
+A drafter is built from DrafterInputs alone; it never sees settings.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, SuffixAutomaton
+from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, HeadSession, ModelDrafter
+from sampling.adaptive_gamma import ThroughputEstimate
+from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
+from utils.decode.session import Session
+from utils.errors import UserError, check_choice
+from utils.models.draft_head import TargetHead
+from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
+from utils.pairs.pair import Pair
+from utils.pairs.request import HEAD, LOADED, MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """A row of the table.
+
+    name: as typed; a name that ends in ":K" takes a number. build: makes the drafter. has_probs: whether its drafts
+    have a distribution q. uses_loaded: whether it needs the pair's drafter. loaded_as: what that must be, if anything.
+    cuts_target: whether it is made from the target's weights. keeps_texts: whether it drafts from earlier prompts.
+    parts: the kinds whose costs it consists of, if several.
+    """
+
+    name: str
+    build: Callable[[DrafterInputs], BuiltDrafter]
+    has_probs: bool = False
+    uses_loaded: bool = False
+    loaded_as: str = ""
+    cuts_target: bool = False
+    keeps_texts: bool = False
+    parts: tuple[str, ...] = ()
+
+    @property
+    def takes_number(self) -> bool:
+        return self.name.endswith(":K")
+
+    @property
+    def prefix(self) -> str:
+        """The name without the number it takes."""
+        return self.name.removesuffix("K")
+
+    def matches(self, word: str) -> bool:
+        """Whether a typed word names this kind."""
+        if not self.takes_number:
+            return word == self.name
+        return re.fullmatch(re.escape(self.prefix) + r"[1-9]\d{0,3}", word, re.ASCII) is not None
+
+    def check_pair(self, pair: Pair) -> None:
+        """Raise UserError if the pair's drafter is of a different kind."""
+        if self.loaded_as and pair.drafter is not None and self.loaded_as != pair.drafter_kind:
+            raise UserError(
+                f"The loaded drafter is {pair.drafter_kind}, not {self.loaded_as}: start with a different --drafter."
+            )
+
+    def survives_load(self, pair: Pair) -> bool:
+        """Whether the setting still makes sense after this pair was loaded."""
+        return self.loaded_as == pair.drafter_kind if self.loaded_as else not self.cuts_target
+
+
+def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
+    """The pair's drafter, whatever it is."""
+    pair, adaptive = inputs.pair, inputs.adaptive(inputs.pair.drafter_kind, throughput)
+    if isinstance(pair.drafter, TargetHead):
+        target = inputs.open_session("target", features=pair.feature_layers)
+        head = HeadDrafter(
+            HeadSession(pair.drafter),
+            inputs.decoding,
+            target.vocab_size,
+            shares_noise=inputs.shares_noise,
+            adaptive=adaptive,
+            observed=inputs.observed,
+            prefilled=target.take_features(),
+        )
+        return BuiltDrafter(head, target)
+    target = inputs.open_session("target")
+    if pair.drafter_tokenizer is not None:
+        retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
+        new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
+        drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
+        return BuiltDrafter(drafter, target, Replay.NEVER)
+    return _model(inputs, inputs.open_session("drafter"), target, adaptive)
+
+
+def _cut(inputs: DrafterInputs) -> BuiltDrafter:
+    """The target's own first layers, cut once and kept."""
+    if inputs.kind == inputs.pair.drafter_kind:
+        return _loaded(inputs)
+    cuts = inputs.caches.cut_models
+    if inputs.kind not in cuts:
+        cuts[inputs.kind] = first_layers(inputs.pair.target, int(inputs.kind.partition(":")[2]))
+    session = ModelSession(cuts[inputs.kind], use_cache=inputs.use_cache)
+    return _model(inputs, session, inputs.open_session("target"), inputs.adaptive(inputs.kind))
+
+
+def _model(
+    inputs: DrafterInputs, session: Session, target: ModelSession, adaptive: AdaptiveGamma | None
+) -> BuiltDrafter:
+    drafter = ModelDrafter(
+        session,
+        inputs.decoding,
+        target.vocab_size,
+        shares_noise=inputs.shares_noise,
+        adaptive=adaptive,
+        observed=inputs.observed,
+    )
+    return BuiltDrafter(drafter, target, Replay.BY_TOKEN)
+
+
+def _lookup(inputs: DrafterInputs) -> BuiltDrafter:
+    """Prompt lookup: this prompt and its answer only."""
+    drafter = MatchDrafter(LongestMatch(), adaptive=inputs.adaptive("lookup"), observed=inputs.observed)
+    return BuiltDrafter(drafter, inputs.open_session("target"))
+
+
+def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
+    return BuiltDrafter(_suffix_drafter(inputs), inputs.open_session("target"))
+
+
+def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> MatchDrafter:
+    texts = inputs.caches.texts
+    if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
+        texts[inputs.kind] = SuffixAutomaton()
+    adaptive = inputs.adaptive("suffix", throughput)
+    return MatchDrafter(texts[inputs.kind], adaptive=adaptive, observed=inputs.observed)
+
+
+def _chain(inputs: DrafterInputs) -> BuiltDrafter:
+    throughput = ThroughputEstimate()
+    second = _loaded(inputs, throughput)
+    kinds = ("suffix", inputs.pair.drafter_kind or "")
+    drafter = ChainDrafter(_suffix_drafter(inputs, throughput), second.drafter, kinds=kinds)
+    replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND
+    return BuiltDrafter(drafter, second.target, replay)
+
+
+def _storage(inputs: DrafterInputs) -> BuiltDrafter:
+    target = inputs.open_session("target")
+    drafter = NGramDrafter(
+        inputs.storage,
+        inputs.decoding.noise,
+        filler_top_k=inputs.filler_top_k,
+        vocab_size=target.vocab_size,
+        adaptive=inputs.adaptive("ngram"),
+        observed=inputs.observed,
+    )
+    return BuiltDrafter(drafter, target)
+
+
+NGRAM = DrafterKind("ngram", _storage, keeps_texts=True)  # of n-gram assisted decoding, a strategy of its own
+DRAFTER_KINDS = (
+    DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
+    DrafterKind(MODEL, _loaded, has_probs=True, uses_loaded=True, loaded_as=MODEL),
+    DrafterKind(HEAD, _loaded, has_probs=True, uses_loaded=True, loaded_as=HEAD),
+    DrafterKind("layers:K", _cut, has_probs=True, cuts_target=True),
+    DrafterKind("lookup", _lookup),
+    DrafterKind("suffix", _suffix, keeps_texts=True),
+    DrafterKind("chain", _chain, has_probs=True, uses_loaded=True, keeps_texts=True, parts=("suffix", LOADED)),
+)
+
+
+def drafter_kind(word: str) -> DrafterKind:
+    """The kind that a word of /drafter_kind names. Raises UserError for an unknown one."""
+    for kind in DRAFTER_KINDS:
+        if kind.matches(word):
+            return kind
+        if kind.takes_number and word.startswith(kind.prefix):
+            raise UserError(
+                f"'{word}' is not a drafter: write {kind.name} with a whole number, for example {kind.prefix}4."
+            )
+    names = tuple(kind.name for kind in DRAFTER_KINDS)
+    return DRAFTER_KINDS[names.index(check_choice(word, names, "drafter"))]
+
+
+def drafter_label(word: str, pair: Pair) -> str | None:
+    """What a word of /drafter_kind stands for with this pair: the name in records and in the table of costs."""
+    return pair.drafter_kind if word == LOADED else word
+
+
+def surviving_kinds(words: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
+    """Those words of /drafter_kind that still make sense after this pair was loaded, or the default."""
+    return tuple(word for word in words if drafter_kind(word).survives_load(pair)) or (LOADED,)
+
+
+def drafter_alone(inputs: DrafterInputs) -> Session:
+    """A session in which the loaded drafter decodes alone.
+
+    Raises UserError if its output cannot be compared with the target's.
+    """
+    pair = inputs.pair
+    if isinstance(pair.drafter, TargetHead):
+        return FreeHead(pair.drafter, pair.target, use_cache=inputs.use_cache)
+    if pair.drafter_tokenizer is not None:
+        raise UserError("The drafter cannot run alone: its tokenizer differs from the target's.")
+    return inputs.open_session("drafter", rewinds=False)

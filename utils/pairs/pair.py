@@ -1,0 +1,49 @@
+"""A loaded pair: a target, its drafter and what is known about both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.engine import Engine
+from utils.models.draft_head import TargetHead
+from utils.pairs.compatibility import Compatibility
+from utils.pairs.request import PairRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two models, ready to decode. Everything about the drafter is None without one.
+
+    drafter_kind: "model", "layers:K" or "head". device, drafter_device: where the weights are. quantize,
+    drafter_quantize: see utils.bounds.QUANTIZATIONS. memory, drafter_memory: bytes of the weights; the drafter's
+    without those that it shares with the target. notes: messages for the user. request: what was requested, defaults
+    not filled in. drafter_tokenizer: the drafter's if it differs from the target's, so that drafts must be translated.
+    """
+
+    target: PreTrainedModel
+    drafter: PreTrainedModel | TargetHead | None
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    target_name: str
+    drafter_name: str | None
+    drafter_kind: str | None
+    device: str
+    drafter_device: str | None
+    dtype: str
+    quantize: str
+    drafter_quantize: str | None
+    drafter_dtype: str | None
+    memory: int
+    drafter_memory: int | None
+    engine: Engine
+    notes: tuple[str, ...]
+    request: PairRequest
+    compatibility: Compatibility
+    drafter_tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target layers whose hidden states the drafter reads. Empty unless it is a head."""
+        return self.drafter.head.shape.layers if isinstance(self.drafter, TargetHead) else ()

@@ -1,0 +1,64 @@
+"""Defaults of a request, and checks before anything is loaded: options that exclude each other, and torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from utils.distributed import is_tensor_parallel
+from utils.errors import UserError
+from utils.pairs.request import HEAD, LAYERS, PairRequest
+
+
+def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
+    """The request with existing devices and the default quantizations filled in."""
+
+    def default(device: str) -> str:
+        return request.cuda_quantize if device.startswith("cuda") and not is_tensor_parallel() else "none"
+
+    return replace(
+        request,
+        device=device,
+        drafter_device=drafter_device,
+        quantize=request.quantize or default(device),
+        drafter_quantize=request.drafter_quantize or default(drafter_device),
+    )
+
+
+def check_request(request: PairRequest) -> None:
+    """Raise UserError for options that exclude each other. The defaults must be filled in."""
+    if request.target.startswith(LAYERS):
+        raise UserError(f"'{request.target}' is not a target: layers:K can only be a --drafter.")
+    if request.drafter is None or request.drafter.startswith(LAYERS):
+        shares = "A layers:K drafter shares the weights of the target"
+        if request.drafter_quantize != "none":
+            raise UserError(f"{shares}: leave --drafter-quantize out and use --quantize.")
+        if request.drafter_device != request.device:
+            raise UserError(f"{shares}: leave --drafter-device out.")
+    layer_count(request.drafter)
+    if is_tensor_parallel():
+        _check_tensor_parallel(request)
+
+
+def layer_count(drafter: str | None) -> int | None:
+    """The K of a `layers:K` drafter, None for other drafters. Raises UserError if K is not a whole number."""
+    if drafter is None or not drafter.startswith(LAYERS):
+        return None
+    count = drafter.removeprefix(LAYERS)
+    # int() would also accept signs, blanks, underscores and digits of other scripts.
+    if not (count.isascii() and count.isdigit()):
+        raise UserError(f"'{drafter}' is not a drafter: write layers:K with a whole number, for example layers:4.")
+    return int(count)
+
+
+def _check_tensor_parallel(request: PairRequest) -> None:
+    if request.quantize != "none":
+        raise UserError(f"torchrun does not support {request.quantize} weights of the target: leave --quantize out.")
+    accelerator = torch._C._get_accelerator().type  # where transformers will load the shards
+    if not request.device.startswith(accelerator):
+        raise UserError(
+            f"torchrun shards the target over {accelerator} devices, not over {request.device}: leave --device out."
+        )
+    if request.drafter == HEAD:
+        raise UserError("A head needs all weights of the target, which torchrun shards: use a different --drafter.")

@@ -1,0 +1,68 @@
+"""Runs a report to its end or to Ctrl-C, shows its findings and keeps its record.
+
+What a report measures is decided by the command that made it (`utils.commands.experiments`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from utils.comparison.records import report_record
+from utils.comparison.reports import Finding, Progress, Report
+from utils.comparison.session_state import ShownResult
+from utils.pairs.pair import Pair
+from utils.repl.runner import ResultLog, Verdict
+from utils.screen.renderer import Renderer
+from utils.screen.run_view import show_report
+
+NOTHING_FINISHED = "Interrupted before anything was finished."
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRunner:
+    """pair: the loaded models, which the record names."""
+
+    pair: Pair
+    renderer: Renderer
+    log: ResultLog
+
+    def run(self, report: Report) -> Verdict:
+        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
+        findings: list[Finding] = []
+        finished = False
+        try:
+            for event in report.events:
+                self._receive(event, findings)
+            finished = True
+        except KeyboardInterrupt:
+            findings += _remaining_findings(report.events)
+            self.renderer.note(
+                "Interrupted. Finished so far:" if findings else "Interrupted before anything was finished."
+            )
+        finally:
+            if findings:
+                self._conclude(report, findings, finished=finished)
+        return Verdict.DONE if finished else Verdict.INTERRUPTED
+
+    def _receive(self, event: Progress | Finding, findings: list[Finding]) -> None:
+        if isinstance(event, Finding):
+            findings.append(event)
+        else:
+            self.renderer.note(event.text)
+
+    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
+        report = report.concluded(findings)
+        record = report_record(report, findings, self.pair, finished=finished)
+        self.log.add(ShownResult([record], report, findings))
+        show_report(self.renderer, report, findings)
+
+
+def _remaining_findings(events: Iterator[Progress | Finding]) -> Iterator[Finding]:
+    """The findings that a report still yields after Ctrl-C, which came within or between its events."""
+    try:
+        event: Progress | Finding = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        while True:
+            if isinstance(event, Finding):
+                yield event
+            event = next(events)
+    except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
+        return

@@ -1,0 +1,81 @@
+"""The settings of a session: they fit the loaded pair, take effect when they change, and can be reverted.
+
+How a value is parsed and bounded is left to `utils.config`.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from utils.comparison.harness import Harness
+from utils.comparison.warm_up import with_costs
+from utils.config.settings import Settings, reset_unsupported, setting_fields
+from utils.config.value_types import Limits
+from utils.errors import UserError
+from utils.prompts.chat_template import has_chat_template
+from utils.prompts.conversation import format_turns
+
+NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent without one)"
+CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
+NOTHING_TO_UNDO = "There is no change of settings to revert."
+
+
+class SessionSettings:
+    """The settings in use with one loaded pair, and their earlier values for /undo."""
+
+    def __init__(self, harness: Harness, limits: Limits, requested: Settings, note: Callable[[str], None]) -> None:
+        """Reset what this pair does not allow, and start the engine. Raises UserError if the engine cannot be used."""
+        self._harness, self._note = harness, note
+        self._earlier: list[Settings] = []
+        shortened = replace(requested, length=min(requested.length, limits.context))
+        settings = self._with_usable_chat(reset_unsupported(shortened, limits))
+        harness.start_engine(settings)
+        self.current = self._with_costs(settings)
+        if requested.chat and not self.current.chat:
+            note(NO_TEMPLATE)
+        harness.state.storage = harness.new_storage(self.current)
+
+    def change(self, requested: Settings, reply: str) -> str:
+        """Use these settings. Returns the reply, or why chat stays off. Nothing is changed if it raises UserError."""
+        allowed = self._with_usable_chat(requested)
+        before = self.current
+        self._apply(allowed)
+        if self.current != before:
+            self._earlier.append(before)
+        return reply if allowed == requested else NO_TEMPLATE
+
+    def undo(self) -> str:
+        """Revert the last change. Returns the values that this changes. Raises UserError if there was no change."""
+        if not self._earlier:
+            raise UserError(NOTHING_TO_UNDO)
+        before = self.current
+        self._apply(self._earlier.pop())
+        values = [(name, entry.show(before), entry.show(self.current)) for name, entry in setting_fields().items()]
+        return "; ".join(f"{name}: {new}" for name, old, new in values if old != new) or "no setting differs"
+
+    def _apply(self, settings: Settings) -> None:
+        harness, before = self._harness, self.current
+        if settings.drafter_kind != before.drafter_kind:
+            settings = with_costs(harness, settings)  # raises for an unusable kind, so it comes before any change
+        if settings.ngram_storage != before.ngram_storage:
+            harness.state.storage = harness.new_storage(settings)
+        harness.state.storage.limit = settings.ngram_limit
+        if (settings.engine, settings.threads) != (before.engine, before.threads):
+            harness.start_engine(settings)
+            self._note(f"engine: {harness.pair.engine.state.sentence()}")
+            settings = replace(settings, costs=None)
+        self.current = self._with_costs(settings) if settings.costs is None else settings
+        conversations = harness.state.conversations
+        if not settings.turns and conversations:
+            self._note(CONVERSATION_ENDED.format(format_turns(len(conversations))))
+            conversations.forget()
+
+    def _with_costs(self, settings: Settings) -> Settings:
+        """Measure the missing costs of drafting. They stay unknown for a drafter that cannot be used."""
+        with suppress(UserError):  # raised again when the drafter is run
+            return with_costs(self._harness, settings)
+        return settings
+
+    def _with_usable_chat(self, settings: Settings) -> Settings:
+        usable = not settings.chat or has_chat_template(self._harness.pair.tokenizer)
+        return settings if usable else replace(settings, chat=False)

@@ -1,0 +1,29 @@
+"""What a session is built from besides its models."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from utils.commands import Registry
+from utils.comparison.records import RecordFile
+from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.pairs.known_pairs import PAIRS, PairSpec
+from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest
+from utils.screen.renderer import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTools:
+    """records: the file of --json. interactive: whether prompts are typed on the screen that shows the answers.
+
+    load: loads other models; its second argument receives progress messages. pairs: those that can be loaded by name.
+    strategies: the table of strategies.
+    """
+
+    registry: Registry
+    renderer: Renderer
+    records: RecordFile | None = None
+    interactive: bool = True
+    load: Callable[[PairRequest, Callable[[str], None]], Pair] | None = None
+    pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
+    strategies: Sequence[Strategy] = STRATEGIES

@@ -1,3 +1,0 @@
-"""The program's version."""
-
-VERSION = "0.1.0"
