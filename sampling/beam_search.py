@@ -48,7 +48,7 @@ class BeamWidth:
             RealRange(name, 0, MAX_PENALTY).check(value)
 
     def score(self, beam: Beam) -> float:
-        penalty = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
+        penalty: float = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
         return beam.log_prob / penalty
 
 

@@ -1,7 +1,7 @@
 """Environment and fixtures of all tests.
 
-The environment is set before torch is imported: a passive wait policy, because spinning threads slow down a busy machine,
-no model hub, and one thread in each of several test processes.
+The environment is set before torch is imported: a passive wait policy, because spinning threads slow down a busy
+machine, no model hub, and one thread in each of several test processes.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Exact enumeration: run a verification rule on laws of fractions, through every outcome of every draw, and add up the probabilities.
+"""Exact enumeration: run a verification rule through every outcome of every draw and add up the probabilities.
 
-The rules are the program's own functions; `Exact` stands for their tensors and `Branching` for their noise. Nothing is sampled and nothing
-is rounded, so that "the law is p" means equality of fractions.
+The rules are the program's own functions. `Exact` replaces their tensors by fractions, and `Branching` replaces their
+noise. Nothing is sampled and nothing is rounded, so distributions are compared as equal fractions.
 """
 
 from collections import defaultdict
@@ -14,13 +14,13 @@ from utils.decode.drafts import Draft
 from utils.decode.noise import Domain
 
 Row = tuple[Fraction, ...]
-Law = Callable[[tuple[int, ...]], Row]  # from the tokens so far to the law of the next one
+Distribution = Callable[[tuple[int, ...]], Row]  # from the tokens so far to the distribution of the next one
 Text = tuple[int, ...]
-Judge = Callable[..., tuple[int, int]]
+Verify = Callable[..., tuple[int, int]]
 
 
 class Exact:
-    """A vector or a matrix of fractions with the few tensor operations that the rules use."""
+    """A vector or a matrix of fractions with the tensor operations that the rules use."""
 
     device = None
 
@@ -62,7 +62,7 @@ class Exact:
 
 
 class Uniform:
-    """A number drawn from (0, 1) of which only comparisons are known; each comparison is a fork in the road."""
+    """A number drawn from (0, 1) that can only be compared. Each comparison is a branch."""
 
     def __init__(self, noise: "Branching", scale: Fraction = Fraction(1)) -> None:
         self.noise, self.scale = noise, scale
@@ -79,25 +79,25 @@ class Uniform:
 
 
 class Branching:
-    """Noise that takes one road after the other; `probability` is that of the road taken."""
+    """Noise that follows one path through the tree of outcomes. `probability` is that of the path."""
 
-    def __init__(self, road: list[int]) -> None:
-        self._road, self._taken = road, 0
+    def __init__(self, path: list[int]) -> None:
+        self._path, self._taken = path, 0
         self._keys: set[tuple[int, ...]] = set()
         self.widths: list[int] = []
         self.probability = Fraction(1)
 
     def choose(self, weights: Sequence[Fraction]) -> int:
-        """One of the outcomes that can happen."""
+        """The index of one of the outcomes with a positive weight."""
         possible = [index for index, weight in enumerate(weights) if weight > 0]
-        place = self._road[self._taken] if self._taken < len(self._road) else 0
+        branch = self._path[self._taken] if self._taken < len(self._path) else 0
         self._taken += 1
         self.widths.append(len(possible))
-        self.probability *= weights[possible[place]] / sum(weights)
-        return possible[place]
+        self.probability *= weights[possible[branch]] / sum(weights)
+        return possible[branch]
 
     def _use(self, *key: int) -> None:
-        """Numbers are independent only if no two draws look up the same ones."""
+        """Draws are independent only if no two of them look up the same noise."""
         assert key not in self._keys, f"noise {key} is used twice"
         self._keys.add(key)
 
@@ -113,88 +113,93 @@ class Branching:
         self._use(Domain.TARGET, position)
         return self.choose(weights.values)
 
-    def samples(self, law: Exact, start: int) -> Iterator[int]:
-        for index, row in enumerate(law.values):
+    def samples(self, probs: Exact, start: int) -> Iterator[int]:
+        for index, row in enumerate(probs.values):
             self._use(Domain.TARGET, start + index)
             yield self.choose(row)
 
 
-def every_road(walk: Callable[[Branching], Text]) -> Iterator[tuple[Text, Fraction]]:
-    """The result and probability of every road through `walk`."""
-    road: list[int] = []
+def every_path(walk: Callable[[Branching], Text]) -> Iterator[tuple[Text, Fraction]]:
+    """The result and probability of every path through `walk`."""
+    path: list[int] = []
     while True:
-        noise = Branching(road)
+        noise = Branching(path)
         yield walk(noise), noise.probability
-        taken = (road + [0] * len(noise.widths))[: len(noise.widths)]
+        taken = (path + [0] * len(noise.widths))[: len(noise.widths)]
         while taken and taken[-1] + 1 == noise.widths[len(taken) - 1]:
             taken.pop()
         if not taken:
             return
-        road = [*taken[:-1], taken[-1] + 1]
+        path = [*taken[:-1], taken[-1] + 1]
 
 
 def never(text: Text) -> bool:
-    """A drafter that drafts as many as it is asked for."""
+    """For a drafter that drafts as many tokens as requested."""
     return False
 
 
 def one_round(
-    p: Law, q: Law, gamma: int, judge: Judge, noise: Branching, stops: Callable[[Text], bool] = never
+    p: Distribution,
+    q: Distribution,
+    gamma: int,
+    verify: Verify,
+    noise: Branching,
+    stops: Callable[[Text], bool] = never,
 ) -> Text:
-    """Draft by q until it stops behind what it has drafted, judge by p: the tokens of one round."""
+    """The tokens of one round: draft from q until `stops` holds for the drafts so far, then verify with p."""
     tokens: list[int] = []
     while len(tokens) < gamma and not stops(tuple(tokens)):
         tokens.append(noise.pick(Exact(q(tuple(tokens))), Domain.DRAFT, len(tokens), 0))
     before = [tuple(tokens[:index]) for index in range(len(tokens) + 1)]
     draft = Draft(tokens, Exact([q(prefix) for prefix in before[:-1]]))  # type: ignore[arg-type]
-    accepted, token = judge(Exact([p(prefix) for prefix in before]), draft, noise, start=0)
+    accepted, token = verify(Exact([p(prefix) for prefix in before]), draft, noise, start=0)
     return (*tokens[:accepted], token)
 
 
-def one_hot_round(p: Law, drafted: Text, judge: Judge, noise: Branching) -> Text:
+def one_hot_round(p: Distribution, drafted: Text, verify: Verify, noise: Branching) -> Text:
     """The tokens of one round with a fixed draft."""
-    law = Exact([p(drafted[:index]) for index in range(len(drafted) + 1)])
-    accepted, token = judge(law, Draft(list(drafted)), noise, start=0)
+    probs = Exact([p(drafted[:index]) for index in range(len(drafted) + 1)])
+    accepted, token = verify(probs, Draft(list(drafted)), noise, start=0)
     return (*drafted[:accepted], token)
 
 
-def law_of_round(walk: Callable[[Branching], Text]) -> dict[Text, Fraction]:
+def outcome_probs(walk: Callable[[Branching], Text]) -> dict[Text, Fraction]:
     """The probability of every outcome of a round."""
-    law: dict[Text, Fraction] = defaultdict(Fraction)
-    for text, probability in every_road(walk):
-        law[text] += probability
-    return dict(law)
+    probs: dict[Text, Fraction] = defaultdict(Fraction)
+    for text, probability in every_path(walk):
+        probs[text] += probability
+    return dict(probs)
 
 
-def joint(law: Law, length: int, prefix: Text = ()) -> dict[Text, Fraction]:
-    """The probability of every text of `length` tokens that begins with `prefix`, given the prefix."""
+def joint(p: Distribution, length: int, prefix: Text = ()) -> dict[Text, Fraction]:
+    """The probability, given `prefix`, of every text of `length` tokens that begins with it."""
     texts = {prefix: Fraction(1)}
     for _ in range(length - len(prefix)):
         texts = {
             (*text, token): mass * weight
             for text, mass in texts.items()
-            for token, weight in enumerate(law(text))
+            for token, weight in enumerate(p(text))
             if weight
         }
     return texts
 
 
-def completed(rounds: dict[Text, Fraction], p: Law, length: int) -> dict[Text, Fraction]:
-    """The law of the first `length` tokens where plain decoding goes on after the round."""
-    law: dict[Text, Fraction] = defaultdict(Fraction)
+def completed(rounds: dict[Text, Fraction], p: Distribution, length: int) -> dict[Text, Fraction]:
+    """The distribution of the first `length` tokens if autoregressive decoding continues after the round."""
+    probs: dict[Text, Fraction] = defaultdict(Fraction)
     for text, probability in rounds.items():
         for whole, mass in joint(p, length, text).items():
-            law[whole] += probability * mass
-    return dict(law)
+            probs[whole] += probability * mass
+    return dict(probs)
 
 
-def accepted_on_average(rounds: dict[Text, Fraction]) -> Fraction:
-    """Expected number of drafts that stand in a round."""
+def mean_accepted(rounds: dict[Text, Fraction]) -> Fraction:
+    """Expected number of accepted drafts in a round."""
     return sum(((len(text) - 1) * probability for text, probability in rounds.items()), Fraction(0))
 
 
 def grid(size: int, steps: int) -> list[Row]:
-    """Every law over `size` tokens in multiples of 1 / steps."""
+    """Every distribution over `size` tokens in multiples of 1 / steps."""
     if size == 1:
         return [(Fraction(1),)]
     cuts = [[]]

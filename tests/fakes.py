@@ -21,6 +21,7 @@ from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.engine import Engine
 from utils.pairs.compatibility import compare_models
+from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.pairs.weights import stored_bytes
 from utils.repl.repl_session import ReplSession
@@ -59,12 +60,18 @@ def screen(width: int = 400, colour: bool = False) -> Screen:
     return Screen(out, messages, Renderer(*consoles, colour=colour))
 
 
-def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", **overrides: Any) -> SimpleNamespace:
-    """A pair as utils.pairs.load_pair.Pair describes it."""
+class TinyPair(SimpleNamespace):
+    """A Pair whose attributes tests can replace."""
+
+    feature_layers = Pair.feature_layers
+
+
+def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", **overrides: Any) -> TinyPair:
+    """Two tiny models with random weights."""
     build = {"llama": tiny_llama, "t5": tiny_t5}[kind]
     tokenizer = tiny_tokenizer(VOCABULARY, chat=chat)
     models = [build(seed=seed, vocab_size=VOCABULARY, **overrides) for seed in range(2 if drafter else 1)]
-    return SimpleNamespace(
+    return TinyPair(
         target=models[0],
         drafter=models[1] if drafter else None,
         engine=Engine(models),

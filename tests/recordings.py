@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of
 
+from utils.comparison.harness import Harness
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.metrics.results import Generation
@@ -38,26 +38,25 @@ def edited(file: Path, change: Callable[[Row], None]) -> Path:
     return file
 
 
-def before_each_run(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, hook: Callable[[Strategy, Settings], None]
-) -> None:
-    """Call `hook` before each run that `module` starts, warm-up runs included."""
-    run_alone = module.run_alone
+def before_each_run(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Strategy, Settings], None]) -> None:
+    """Call `hook` before each run that a command starts on its own storage, warm-up runs included."""
+    run_alone = Harness.run_alone
 
-    def hooked(bench: Any, prompt: list[int], strategy: Strategy, settings: Settings, **options: Any) -> Generation:
+    def hooked(
+        harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings, **options: Any
+    ) -> Generation:
         hook(strategy, settings)
-        run: Generation = run_alone(bench, prompt, strategy, settings, **options)
-        return run
+        return run_alone(harness, prompt, strategy, settings, **options)
 
-    monkeypatch.setattr(module, "run_alone", hooked)
+    monkeypatch.setattr(Harness, "run_alone", hooked)
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, module: ModuleType, runs: int) -> None:
-    """Press Ctrl-C after this many runs of `module`, warm-up runs included."""
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
+    """Press Ctrl-C after this many runs of a command, warm-up runs included."""
     started = count()
 
     def hook(strategy: Strategy, settings: Settings) -> None:
         if next(started) >= runs:
             raise KeyboardInterrupt
 
-    before_each_run(monkeypatch, module, hook)
+    before_each_run(monkeypatch, hook)

@@ -1,4 +1,6 @@
-"""The embedded pair, as `make run` loads it: greedy texts of all strategies are one text, and that of transformers' own generate."""
+"""The embedded pair, as `make run` loads it: all strategies give the same greedy text, and so does transformers' own
+generate.
+"""
 
 from pathlib import Path
 from random import Random
@@ -9,10 +11,9 @@ from fakes import Screen, records_of
 from logit_paths import assert_bits_of_single_steps, stepwise_logits
 from toys import decoding
 
-import infer
 from sampling import autoregressive_steps
 from utils.commands import default_registry
-from utils.comparison.job import Job
+from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
@@ -44,29 +45,26 @@ def pair() -> Pair:
     return load_pair(PairRequest("embedded", "head"), lambda message: None)
 
 
-def open_session_on(pair: Pair, view: Screen, file: Path) -> ReplSession:
-    return ReplSession(
-        pair, SessionTools(STRATEGIES, default_registry(), view.renderer, infer.STORAGE, RecordFile(file)), Settings()
-    )
+def session_of(pair: Pair, view: Screen, file: Path) -> ReplSession:
+    return ReplSession(pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings())
 
 
-def test_the_heads_first_guesses_are_right_more_often_than_not(pair: Pair) -> None:
-    """Of 60 greedy tokens per prompt; the card says how often on many more."""
+def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> None:
+    """Of 60 greedy tokens per prompt. The model card has the share on many more."""
     first = [0, 0]
     settings = Settings(gamma=1, length=60)
-    speculative = next(row for row in STRATEGIES if row.kinds)
+    harness = Harness.of(pair, settings)
+    speculative = next(row for row in STRATEGIES if row.chooses_kind)
     for prompt in PROMPTS:
-        job = Job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), pair, settings, None)
+        job = harness.job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), settings)
         accepted, tried = collect(speculative.steps(job)).accepted_by_position[0]
         first = [first[0] + accepted, first[1] + tried]
     assert first[1] > 100 and first[0] / first[1] > 0.5, first
 
 
-def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(
-    pair: Pair, view: Screen, tmp_path: Path
-) -> None:
+def test_the_greedy_text_of_every_strategy_is_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    session = open_session_on(pair, view, file)
+    session = session_of(pair, view, file)
     for line in ("/length 24", "/drafter_kind loaded layers:10 chain"):
         session.handle(line)
     for prompt in PROMPTS:
@@ -83,9 +81,11 @@ def test_greedy_texts_of_all_strategies_are_one_text_and_that_of_generate(
             assert row["same_as_target"] is True
 
 
-def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view: Screen, tmp_path: Path) -> None:
+def test_all_texts_are_the_same_without_chat_template_and_without_cache(
+    pair: Pair, view: Screen, tmp_path: Path
+) -> None:
     file = tmp_path / "runs.jsonl"
-    session = open_session_on(pair, view, file)
+    session = session_of(pair, view, file)
     for line in (
         "/chat off",
         "/length 12",
@@ -97,9 +97,9 @@ def test_without_chat_and_without_cache_the_texts_are_still_one(pair: Pair, view
     assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
 
 
-def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen, tmp_path: Path) -> None:
+def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    session = open_session_on(pair, view, file)
+    session = session_of(pair, view, file)
     lines = ["/verify coupled", "/length 20", "/gamma 3"]
     for prompt, processor in zip(
         PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False
@@ -112,8 +112,8 @@ def test_sampled_text_is_the_targets_own_under_coupled(pair: Pair, view: Screen,
     assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
 
 
-def test_windows_have_the_very_bits_of_single_steps_whoever_computes(pair: Pair) -> None:
-    """The engine on the real weights: target and drafter, random widths and rewinds, and no cache at all."""
+def test_verify_passes_have_the_bits_of_decode_steps(pair: Pair) -> None:
+    """The engine on the real weights of target and drafter: random widths and rewinds, and no cache."""
     state = pair.engine.use("auto", 0)
     assert (state.kind, state.verified) == ("invariant", True), state
     context = [token for prompt in PROMPTS for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
@@ -123,7 +123,7 @@ def test_windows_have_the_very_bits_of_single_steps_whoever_computes(pair: Pair)
         assert torch.equal(uncached, stepwise_logits(model, context)[-5:])
 
 
-def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:
+def test_end_token_and_context_length_are_those_of_the_model(pair: Pair) -> None:
     assert pair.end_ids == {pair.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert context_length(pair.target) == 8192
     ids = prompt_ids(pair.tokenizer, "Say yes.", chat=True, system="Answer with one word.")
@@ -132,11 +132,11 @@ def test_its_end_token_and_context_are_those_of_the_model(pair: Pair) -> None:
     assert len(made) < 60 and made[-1] in pair.end_ids
 
 
-def test_sampling_stays_inside_the_nucleus(pair: Pair) -> None:
-    """Every sampled token lies in the nucleus that a whole uncached forward gives."""
+def test_sampled_tokens_lie_in_the_nucleus(pair: Pair) -> None:
+    """The nucleus is that of one forward pass without a cache."""
     ids = prompt_ids(pair.tokenizer, PROMPTS[0], chat=True, system=None)
     processor = NucleusProcessor(1.0, 0.7)
     made = tokens_of(autoregressive_steps(ids, ModelSession(pair.target), decoding(20, processor=processor, seed=9)))
     with torch.no_grad():
-        law = processor(pair.target(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1])
-    assert all(float(row[token]) > 0 for row, token in zip(law, made, strict=True))
+        probs = processor(pair.target(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1])
+    assert all(float(row[token]) > 0 for row, token in zip(probs, made, strict=True))

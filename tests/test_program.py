@@ -1,4 +1,4 @@
-"""The program as a process: flags, piped lines, exit codes, streams, records; on tiny models in a folder."""
+"""The program as a process, on tiny models in a folder: flags, piped lines, exit status, streams and records."""
 
 import os
 import signal
@@ -15,6 +15,16 @@ from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 import infer
 from utils.errors import UserError
 from utils.prompts.prompt_files import read_prompts
+
+HELP_WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = ["infer.py", "--help"]
+try:
+    runpy.run_path("infer.py", run_name="__main__")
+except SystemExit:
+    pass
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +47,11 @@ def program(*arguments: object, stdin: str = "", **environment: str) -> subproce
     )
 
 
-def test_help_and_version_answer_without_the_heavy_imports() -> None:
+def test_help_and_version_need_no_heavy_imports() -> None:
     for flag in ("--help", "--version"):
         result = program(flag)
         assert result.returncode == 0 and result.stdout and not result.stderr
-    probe = "import sys; sys.argv = ['infer.py', '--help']\ntry: runpy = __import__('runpy'); runpy.run_path('infer.py', run_name='__main__')\n"
-    probe += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", HELP_WITHOUT_TORCH], cwd=ROOT, capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_wrong_flags_are_usage_errors(flags: list[str]) -> None:
     assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
 
 
-def test_lines_of_dash_c_run_in_order_and_results_and_messages_are_apart(folder: Path, tmp_path: Path) -> None:
+def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     result = program(
         "--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello"
@@ -76,7 +84,7 @@ def test_lines_of_dash_c_run_in_order_and_results_and_messages_are_apart(folder:
     assert [(row["strategy"], row["settings"]["gamma"]) for row in records_of(file)] == [
         (name, gamma) for gamma in ("auto", 2) for name in ("speculative", "ngram", "target")
     ]
-    assert records_of(file)[0]["drafter_kind"] == "layers:1" and "first 1 layers" in result.stderr
+    assert records_of(file)[0]["drafter_kind"] == "layers:1"
     assert all(row["same_as_target"] for row in records_of(file))
 
 
@@ -90,7 +98,7 @@ def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path) -> N
 
 def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path) -> None:
     result = program("--target", folder, "-c", "/gamma abc", "-c", "/length 3", "-c", "Hello")
-    assert result.returncode == 1 and "Target only" in result.stdout and "'abc' is not a whole number" in result.stderr
+    assert result.returncode == 1 and "Target only" in result.stdout and "abc" in result.stderr
     assert program("--target", folder, stdin="/nonsense\n/quit\nnever run").returncode == 1
 
 
@@ -99,29 +107,17 @@ def test_quit_ends_the_lines(folder: Path) -> None:
     assert result.returncode == 0 and result.stdout == ""
 
 
-def test_prompt_files_hold_plain_and_json_lines_and_never_commands(folder: Path, tmp_path: Path) -> None:
+def test_prompt_files_contain_plain_and_json_lines_but_no_commands(folder: Path, tmp_path: Path) -> None:
     prompts, file = tmp_path / "prompts", tmp_path / "runs.jsonl"
     prompts.write_text('/quit\n\na\\nb\n{"prompt": "c\\nd", "id": 3}\n{"prompt": "e\\\\nf"}', encoding="utf-8")
-    result = program(
-        "--target",
-        folder,
-        "--prompts",
-        prompts,
-        "--json",
-        file,
-        "-c",
-        "/length 2",
-        "-c",
-        "/speculative off",
-        "-c",
-        "/ngram off",
-    )
+    flags = ("-c", "/length 2", "-c", "/speculative off", "-c", "/ngram off")
+    result = program("--target", folder, "--prompts", prompts, "--json", file, *flags)
     assert result.returncode == 0, result.stderr
     assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
 
 
 @pytest.mark.parametrize("text", ['{"text": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
-def test_bad_prompt_files_are_one_sentence(text: str | None, folder: Path, tmp_path: Path) -> None:
+def test_a_bad_prompt_file_is_reported(text: str | None, folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts"
     if text is not None:
         prompts.write_text(text)
@@ -129,7 +125,7 @@ def test_bad_prompt_files_are_one_sentence(text: str | None, folder: Path, tmp_p
     assert result.returncode == 1 and "Traceback" not in result.stderr and str(prompts) in result.stderr
 
 
-def test_prompt_files_may_begin_with_a_byte_order_mark_and_hold_any_character(tmp_path: Path) -> None:
+def test_prompt_files_may_have_a_byte_order_mark_and_any_characters(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text('\ufeff{"prompt": "a\u2028b"}\r\nc\u0085d\r\n', encoding="utf-8", newline="")
     assert [prompt.text for prompt in read_prompts(prompts)] == ["a\u2028b", "c\u0085d"]
@@ -138,7 +134,7 @@ def test_prompt_files_may_begin_with_a_byte_order_mark_and_hold_any_character(tm
         list(read_prompts(prompts))
 
 
-def test_a_terminal_that_lacks_characters_gets_replacements(folder: Path) -> None:
+def test_characters_that_the_terminal_lacks_are_replaced(folder: Path) -> None:
     result = program("--target", folder, "-c", "/length 5", "-c", "h\u00e9llo", PYTHONIOENCODING="ascii:strict")
     assert result.returncode == 0 and "Traceback" not in result.stderr and "Target only" in result.stdout
     assert result.stdout.isascii() and "> h?llo" in result.stdout
@@ -158,7 +154,7 @@ def test_a_terminal_that_lacks_characters_gets_replacements(folder: Path) -> Non
         ["--target", "{folder}", "--prompts", "{here}/none"],
     ],
 )
-def test_what_cannot_be_loaded_or_written_is_one_sentence_and_status_one(
+def test_what_cannot_be_loaded_or_written_is_reported_with_status_one(
     flags: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = infer.main([flag.format(here=tmp_path, folder=folder) for flag in flags] + ["-c", "Hello"])
@@ -168,7 +164,7 @@ def test_what_cannot_be_loaded_or_written_is_one_sentence_and_status_one(
     assert last.endswith(".") and "Traceback" not in messages and "Hello" not in messages
 
 
-def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: Path) -> None:
+def test_an_encoder_decoder_target_runs_without_a_drafter(tmp_path: Path) -> None:
     save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer(300, chat=False))
     file = tmp_path / "runs.jsonl"
     result = program("--target", tmp_path / "t5", "--json", file, "-c", "/length 5", "-c", "Hello")
@@ -179,35 +175,12 @@ def test_an_encoder_decoder_target_runs_without_a_drafter_and_says_so(tmp_path: 
     )
 
 
-def test_an_interrupt_keeps_what_was_made_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_partial_results_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
+    lines = ("/length 240", "/cache off", "/speculative off", "/ngram off", "/beams 16", "Hello", "Hello", "Hello")
+    flags = [word for line in lines for word in ("-c", line)]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "infer.py"),
-            "--target",
-            str(folder),
-            "--json",
-            str(file),
-            "-c",
-            "/length 240",
-            "-c",
-            "/cache off",
-        ]
-        + [
-            "-c",
-            "/speculative off",
-            "-c",
-            "/ngram off",
-            "-c",
-            "/beams 16",
-            "-c",
-            "Hello",
-            "-c",
-            "Hello",
-            "-c",
-            "Hello",
-        ],
+        [sys.executable, str(ROOT / "infer.py"), "--target", str(folder), "--json", str(file), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,7 @@
 """Tiny random models and an in-memory tokenizer, so that no test needs a hub.
 
-The weights are drawn wider than the defaults: logits of a default-sized random model are nearly uniform, and a greedy test on them would
-turn on rounding. No end token is set in any generation config: a test that wants one says so.
+The weights have a larger spread than by default: with default weights the logits of a random model are nearly uniform,
+and greedy tests would depend on rounding. No generation config has an end token; a test that needs one sets it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from utils.models.draft_head import Head, TargetHead, shape_for
 
 CHATML = (
     "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are a tiny model<|im_end|>\n' }}{% endif %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a tiny model<|im_end|>\n' }}"
+    "{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -54,7 +56,7 @@ DECODER: dict[str, Any] = {
 
 
 def build(model_class: type[PreTrainedModel], config: Any, seed: int) -> Any:
-    """A random model in eval mode and float32; the caller's random state is left as it was."""
+    """A random model in eval mode and float32. The caller's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
@@ -62,10 +64,10 @@ def build(model_class: type[PreTrainedModel], config: Any, seed: int) -> Any:
 
 
 def unstick(model: Any, embedding: torch.Tensor, *, seed: int, crosses: list[torch.nn.Linear]) -> Any:
-    """Keep a random encoder-decoder from repeating one token for ever.
+    """Keep a random encoder-decoder model from repeating one token for ever.
 
-    Its constant cross-attention and tied head make nearly every token its own successor: the head becomes a shuffled copy of the
-    embedding (so it is not saved with the model), and the encoder speaks more softly.
+    Its constant cross-attention and tied head make nearly every token its own successor. Therefore the head becomes a
+    shuffled copy of the embedding (which is not saved with the model), and the cross-attention is scaled down.
     """
     order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(seed))
     model.lm_head.weight = torch.nn.Parameter(embedding.detach()[order])
@@ -80,7 +82,7 @@ def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 def tiny_sliding(seed: int = 0, **overrides: Any) -> MistralForCausalLM:
-    """A decoder-only model whose layers see eight tokens back."""
+    """A decoder-only model whose layers attend to the last eight tokens."""
     return build(MistralForCausalLM, MistralConfig(**DECODER | {"sliding_window": 8} | overrides), seed)
 
 
@@ -104,7 +106,7 @@ def tiny_t5(seed: int = 0, **overrides: Any) -> T5ForConditionalGeneration:
 
 
 def tiny_bart(seed: int = 0, **overrides: Any) -> BartForConditionalGeneration:
-    """An encoder-decoder model with learned positions, so with a hard limit on the length."""
+    """An encoder-decoder model with learned positions, so that its context length is limited."""
     fields: dict[str, Any] = {
         "vocab_size": 64,
         "d_model": 32,
@@ -129,7 +131,7 @@ def tiny_bart(seed: int = 0, **overrides: Any) -> BartForConditionalGeneration:
 
 
 def tiny_marian(seed: int = 3, **overrides: Any) -> MarianMTModel:
-    """A translation model: positions by sines, an answer that begins with the padding, which is forbidden everywhere else."""
+    """A translation model: sinusoidal positions, and output that begins with the padding token, forbidden elsewhere."""
     fields = tiny_bart().config.to_dict() | {
         "pad_token_id": 63,
         "decoder_start_token_id": 63,
@@ -143,7 +145,7 @@ def tiny_marian(seed: int = 3, **overrides: Any) -> MarianMTModel:
 
 
 def tiny_mamba(seed: int = 0, **overrides: Any) -> MambaForCausalLM:
-    """A recurrent model: its state cannot be rewound."""
+    """A recurrent model, whose state cannot be rewound."""
     fields: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -158,9 +160,9 @@ def tiny_mamba(seed: int = 0, **overrides: Any) -> MambaForCausalLM:
 
 
 def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: a token a byte, then the special tokens, then filler words up to `vocab_size` ids.
+    """Byte-level BPE without merges: one token per byte, special tokens, and filler tokens up to `vocab_size` ids.
 
-    shift: another one makes another tokenizer, whose bytes have other ids.
+    shift: tokenizers with different shifts have different ids for the same bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(
@@ -183,7 +185,7 @@ def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> 
 
 
 def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> Path:
-    """Write a checkpoint folder; without a tokenizer, only the model's files."""
+    """Write a checkpoint folder. Without a tokenizer only the model's files are written."""
     model.save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
@@ -191,7 +193,7 @@ def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
-    """Logits (V,) of the token behind `made`, by one whole forward without cache or session: what oracles are built of."""
+    """Logits (V,) of the token after `made`, by one forward pass without cache or session. For reference texts."""
     with torch.no_grad():
         if model.config.is_encoder_decoder:
             start = model.generation_config.decoder_start_token_id or 0
@@ -202,7 +204,7 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
 
 
 def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> TargetHead:
-    """A random head on a target; it drafts every second id unless told which."""
+    """A random draft head on a target. vocabulary: the ids that it drafts, by default every second one."""
     size = target.config.vocab_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Toy models whose law is known exactly, and the statistics that compare samples with it.
+"""Toy models whose distribution is known exactly, and the statistics that compare samples with it.
 
-A ToyModel's law of the next token depends on the last token alone, so the joint law of a few tokens is a product of table rows. It is
-called like any causal model, without a cache.
+A ToyModel's next token depends on the last token alone, so the joint distribution of a few tokens is a product of table
+rows. It is called like any causal model, without a cache.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
 from utils.logits_processor import LogitsProcessor, MultinomialProcessor
 
-PATH = [0, 7, 3, 9, 4, 8, 2, 6, 1, 5]  # a text for `chain`
+PATH = [0, 7, 3, 9, 4, 8, 2, 6, 1, 5]  # tokens for `chain`
 
 
 class ToyConfig(SimpleNamespace):
-    """The few attributes that sessions read."""
+    """The config attributes that sessions read."""
 
     def get_text_config(self, decoder: bool = False) -> "ToyConfig":
         return self
@@ -47,18 +47,18 @@ class ToyModel(nn.Module):
 
 
 def toy(seed: int, size: int = 4, spread: float = 1.5) -> ToyModel:
-    """A random law over `size` tokens."""
+    """A random distribution over `size` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return ToyModel(torch.randn(size, size, generator=generator) * spread)
 
 
 def opposed(model: ToyModel) -> ToyModel:
-    """A drafter that likes best what the target likes least: forced rejections."""
+    """A drafter that ranks all tokens in the reverse order of the target, so that most drafts are rejected."""
     return ToyModel(-model.table)
 
 
 def chain(tokens: Iterable[int], size: int) -> ToyModel:
-    """A model that surely says `tokens` one after the other (each id at most once before the last)."""
+    """A model that generates `tokens` with certainty. Each id may occur only once before the last."""
     table = torch.zeros(size, size)
     path = list(tokens)
     for before, after in pairwise(path):
@@ -76,37 +76,37 @@ def decoding(
     return Decoding(processor or MultinomialProcessor(1.0), max_new, frozenset(ends), Noise(seed))
 
 
-def joint_law(model: ToyModel, processor: LogitsProcessor, start: int, length: int) -> dict[tuple[int, ...], float]:
-    """The exact probability of every sequence of `length` tokens behind the token `start`."""
+def joint_probs(model: ToyModel, processor: LogitsProcessor, start: int, length: int) -> dict[tuple[int, ...], float]:
+    """The exact probability of every sequence of `length` tokens after the token `start`."""
     rows = processor(model.table)
-    law = {}
+    probs = {}
     for tokens in product(range(model.table.shape[-1]), repeat=length):
         probability, last = 1.0, start
         for token in tokens:
             probability *= float(rows[last, token])
             last = token
-        law[tokens] = probability
-    return law
+        probs[tokens] = probability
+    return probs
 
 
 def chi_square(
-    sample: Callable[[int], tuple[int, ...]], law: dict[tuple[int, ...], float], trials: int
+    sample: Callable[[int], tuple[int, ...]], probs: dict[tuple[int, ...], float], trials: int
 ) -> tuple[float, float]:
-    """(statistic, threshold) of `trials` samples, one per seed, against a law.
+    """(statistic, threshold) of `trials` samples, one per seed, against a distribution.
 
-    Cells expected under 5 are merged. The threshold df + 10 sqrt(2 df) is passed by chance with probability under 1e-8 for df >= 15,
-    and under 1e-5 for df >= 3.
+    Cells with an expected count below 5 are merged. Correct samples exceed the threshold df + 10 sqrt(2 df) with
+    probability below 1e-8 for df >= 15, and below 1e-5 for df >= 3.
     """
-    statistic, threshold, freedom = statistic_of(Counter(sample(seed) for seed in range(trials)), law)
-    assert freedom >= 3, "too few cells to say anything"
+    statistic, threshold, freedom = statistic_of(Counter(sample(seed) for seed in range(trials)), probs)
+    assert freedom >= 3, "too few cells for a test"
     return statistic, threshold
 
 
-def statistic_of(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> tuple[float, float, int]:
-    """(statistic, threshold, degrees of freedom) of counts against a law."""
-    assert all(law.get(tokens, 0.0) > 0 for tokens in counts), "a sequence of probability 0 was produced"
+def statistic_of(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> tuple[float, float, int]:
+    """(statistic, threshold, degrees of freedom) of counts against a distribution."""
+    assert all(probs.get(tokens, 0.0) > 0 for tokens in counts), "a sequence of probability 0 was generated"
     trials = sum(counts.values())
-    cells = [(counts[tokens], trials * probability) for tokens, probability in law.items() if probability > 0]
+    cells = [(counts[tokens], trials * probability) for tokens, probability in probs.items() if probability > 0]
     large = [cell for cell in cells if cell[1] >= 5]
     small = [cell for cell in cells if cell[1] < 5]
     if small:

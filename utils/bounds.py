@@ -24,9 +24,10 @@ class WholeRange:
     def check(self, value: SupportsIndex, name: str = "") -> int:
         """The value as an int. Raises UserError if it is not a whole number or out of range; `name` says what it is."""
         shown = f"{name} {value}".strip()
-        if not isinstance(value, SupportsIndex):
-            raise UserError(f"{shown} is out of range: a whole number, {self}.")
-        number = index(value)
+        try:
+            number = index(value)
+        except TypeError as error:
+            raise UserError(f"{shown} is out of range: a whole number, {self}.") from error
         nearest = max(number, self.low) if self.high is None else min(max(number, self.low), self.high)
         if number != nearest:
             raise UserError(f"{shown} is out of range: {self}; the nearest is {nearest}.")
@@ -43,10 +44,7 @@ class WholeRange:
 
 @dataclass(frozen=True, slots=True)
 class RealRange:
-    """Real numbers from `low` (or above it, if it is excluded) to `high`.
-
-    `name` says in messages what the number is.
-    """
+    """Real numbers from `low`, included or not, to `high`. name: what the number is, for messages."""
 
     name: str
     low: float

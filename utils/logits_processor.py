@@ -177,9 +177,7 @@ class TopKProcessor:
 
 @dataclass(frozen=True, slots=True)
 class NucleusProcessor:
-    """Temperature, then the nucleus: the fewest most likely tokens with a total of at least top_p (Holtzman et al.
-    2020).
-    """
+    """Temperature, then the fewest most likely tokens with a total of at least top_p (Holtzman et al. 2020)."""
 
     temperature: float
     top_p: float

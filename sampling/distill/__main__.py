@@ -44,7 +44,7 @@ def error_message(error: Exception) -> str:
     if is_out_of_memory(error):
         return "Out of memory. Fewer --rows or a smaller --batch need less; --resume keeps what is already generated."
     if isinstance(error, OSError):
-        return f"Reading or writing failed: {error.strerror or error}. Free disk space or choose another --out."
+        return f"Reading or writing failed: {error.strerror or error}. Free disk space or choose a different --out."
     if isinstance(error, SafetensorError | json.JSONDecodeError):
         return f"A file in the work folder is damaged ({error}). Delete the work folder and start again."
     return ""

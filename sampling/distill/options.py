@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
 
 from sampling.distill.progress import write_json
-from utils.bounds import MAX_SEED
-from utils.config.arguments import device_flag, seed_flag
+from utils.bounds import MAX_SEED, RealRange, WholeRange
+from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
 KINDS = ("head", "lm")
@@ -29,7 +27,9 @@ COUNT_FLAGS = {
     "depth": "number of layers of an lm",
 }
 
-Number = TypeVar("Number", int, float)
+count_flag = flag_type(WholeRange(1).parse)
+rate_flag = flag_type(RealRange("learning rate", 0, 1, excludes_low=True).parse)
+hours_flag = flag_type(RealRange("number of hours", 0, 9999, excludes_low=True).parse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _checked(options: Options) -> Options:
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:
-        raise UserError(f"{options.out} contains unfinished work: add --resume to continue, or choose another folder.")
+        raise UserError(f"{options.out} contains unfinished work: add --resume to continue, or choose a different folder.")
     return options
 
 
@@ -137,7 +137,13 @@ def _parser() -> argparse.ArgumentParser:
         default="head",
         help="head: one decoder layer on the target's hidden states; lm: a small language model (default: head)",
     )
-    add("--hours", type=_hours, default=0.0, metavar="H", help="time limit, of which less than half is for generation")
+    add(
+        "--hours",
+        type=hours_flag,
+        default=0.0,
+        metavar="H",
+        help="time limit, of which less than half is for generation",
+    )
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
@@ -147,29 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=seed_flag, default=0, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
     for name, meaning in COUNT_FLAGS.items():
         default = getattr(defaults, name)
-        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    add("--rate", type=_rate, default=defaults.rate, metavar="R", help=f"learning rate (default: {defaults.rate})")
+        add(f"--{name}", type=count_flag, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    add("--rate", type=rate_flag, default=defaults.rate, metavar="R", help=f"learning rate (default: {defaults.rate})")
     return parser
-
-
-def _number(text: str, convert: Callable[[str], Number], is_allowed: Callable[[Number], bool], allowed: str) -> Number:
-    """The number in `text`. Raises ArgumentTypeError if it is not a number or not allowed."""
-    try:
-        value = convert(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number; choose {allowed}") from None
-    if not is_allowed(value):
-        raise argparse.ArgumentTypeError(f"{text} is out of range; choose {allowed}")
-    return value
-
-
-def _count(text: str) -> int:
-    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
-
-
-def _rate(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value <= 1, "a number above 0, at most 1")
-
-
-def _hours(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value < 10_000, "more than 0 and less than 10,000 hours")

@@ -56,7 +56,7 @@ def output_weight(model: Any) -> Tensor:
         raise UserError(f"{name} is an encoder-decoder model: drafters can be trained for decoder-only models only.")
     if getattr(model, "_is_stateful", False):
         raise UserError(f"{name} is a recurrent model: drafters can be trained for models with attention only.")
-    weight = getattr(layer, "weight", None)
+    weight: Tensor | None = getattr(layer, "weight", None)
     if weight is None or getattr(layer, "bias", None) is not None or weight.dim() != 2:
         raise UserError(f"The output layer of {name} is not a bias-free matrix: no drafter can be trained for it.")
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size

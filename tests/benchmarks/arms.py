@@ -1,6 +1,6 @@
-"""The arms of the comparison: our strategies, and transformers' own `generate` in the same process on the same weights.
+"""The arms of the benchmark: our strategies, and transformers' own `generate` in the same process on the same weights.
 
-Every arm makes greedy text from prompt ids and says when its first tokens were there, so that prefill and decoding can be told apart.
+Every arm decodes greedily and records when its first tokens arrived, so that prefill and decoding can be separated.
 """
 
 import time
@@ -11,41 +11,42 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-import infer
-from utils.bounds import LOADED
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
-from utils.comparison.warm_up import TIMED_TOKENS as MEASURED
-from utils.comparison.warm_up import draft_seconds
+from utils.comparison.harness import Harness
+from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.config.value_types import StorageSpec
 from utils.engine import threads
 from utils.engine.forward_timing import ForwardProbe
-from utils.metrics.costs import Costs
 from utils.metrics.results import collect
 from utils.models.load_errors import quiet
-from utils.pairs.drafter_kinds import kind_of
+from utils.pairs.pair import Pair
+from utils.pairs.request import LOADED
 
-DRAFT = 10  # most n-gram drafts per round, ours and prompt lookup's
+NGRAM_DRAFTS = 10  # maximum n-gram drafts per round, ours and those of prompt lookup
 STORAGE = StorageSpec("basic", 4)
-SHORTEST = 4  # decoded tokens that a rate can be told from
+MIN_RATE_TOKENS = 4  # fewer decoded tokens give no rate
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What an arm made. seconds: all of it; first_seconds: until the first `first` tokens were there."""
+    """The result of an arm.
+
+    seconds: of the whole run. first, first_seconds: number of the first tokens, and time until they arrived.
+    drafts: number of drafts of each round.
+    """
 
     tokens: list[int]
     seconds: float
     first: int
     first_seconds: float
-    drafts: tuple[int, ...] = ()  # of each round
+    drafts: tuple[int, ...] = ()
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second behind the first ones; None where that is too little to measure."""
-        made = len(self.tokens) - self.first
-        return made / (self.seconds - self.first_seconds) if made >= SHORTEST else None
+        """Tokens per second after the first ones; None if they are too few."""
+        decoded = len(self.tokens) - self.first
+        return decoded / (self.seconds - self.first_seconds) if decoded >= MIN_RATE_TOKENS else None
 
     @property
     def rate(self) -> float:
@@ -55,60 +56,51 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A name, the threads to run with, and what makes a Run of prompt ids and a length."""
+    """A name, the number of threads, and a function from prompt ids and a length to a Run."""
 
     name: str
     threads: int
-    make: Callable[[list[int], int], Run]
+    generate: Callable[[list[int], int], Run]
 
     def run(self, ids: list[int], length: int) -> Run:
         torch.set_num_threads(self.threads)
-        return self.make(ids, length)
+        return self.generate(ids, length)
 
 
-def our_arms(pair: Any, gammas: Sequence[int] = (), kinds: Sequence[str] = ()) -> list[Arm]:
+def our_arms(pair: Pair, gammas: Sequence[int] = (), kinds: Sequence[str] = ()) -> list[Arm]:
     """Target-only, n-gram assisted and speculative decoding, as the program runs them.
 
-    gammas: further arms, speculative with a fixed number of drafts. kinds: further arms, of other kinds of drafters.
+    gammas, kinds: further speculative arms, with a fixed number of drafts or with a different drafter kind.
     """
-    rows = {row.name: row for row in STRATEGIES}
-    costs = costs_of(pair, kinds)
-    storage = {"ngram_storage": STORAGE, "top_k_filler": 1}  # as prompt lookup: what was said, nothing else
-    arms = [_our_arm(pair, rows["target"], "ours target", Settings(costs=costs))]
-    arms.append(_our_arm(pair, rows["ngram"], "ours ngram", Settings(costs=costs, **storage)))
-    arms.append(_our_arm(pair, rows["speculative"], "ours speculative", Settings(costs=costs)))
-    arms += [_our_arm(pair, rows["speculative"], f"ours gamma {gamma}", Settings(gamma=gamma)) for gamma in gammas]
-    arms += [
-        _our_arm(pair, rows["speculative"], f"ours {kind}", Settings(costs=costs, drafter_kind=(kind,)))
-        for kind in kinds
+    settings = Settings(drafter_kind=(LOADED, *kinds))
+    costs = with_costs(Harness.of(pair, settings), settings).costs
+    strategies = {strategy.name: strategy for strategy in STRATEGIES}
+    # top_k_filler=1 stores the text only, which is what prompt lookup drafts from.
+    ngram = Settings(costs=costs, ngram_storage=STORAGE, top_k_filler=1)
+    speculative = {"ours speculative": Settings(costs=costs)}
+    speculative |= {f"ours gamma {gamma}": Settings(gamma=gamma) for gamma in gammas}
+    speculative |= {f"ours {kind}": Settings(costs=costs, drafter_kind=(kind,)) for kind in kinds}
+    return [
+        _our_arm("ours target", pair, strategies["target"], Settings(costs=costs)),
+        _our_arm("ours ngram", pair, strategies["ngram"], ngram),
+        *(_our_arm(name, pair, strategies["speculative"], chosen) for name, chosen in speculative.items()),
     ]
-    return arms
 
 
-def costs_of(pair: Any, kinds: Sequence[str] = ()) -> Costs:
-    """The table that the program measures when it starts."""
-    steps = {}
-    for word in (LOADED, *kinds):
-        kind, settings = kind_of(word, infer.DRAFTERS), Settings(gamma=MEASURED, length=MEASURED)
-        seconds = draft_seconds(Job([0, 0, 0, 0], pair, settings, None, drafter=word), kind)
-        steps[pair.drafter_kind if word == LOADED else word] = seconds / pair.engine.step_seconds
-    return Costs.of(pair.engine.costs, steps)
+def _our_arm(name: str, pair: Pair, strategy: Strategy, settings: Settings) -> Arm:
+    variant = strategy.variants(settings.drafter_kind, pair)[0]
+    harness = Harness.of(pair, settings)
+
+    def generate(ids: list[int], length: int) -> Run:
+        result = collect(variant.steps(harness.job(ids, replace(settings, length=length))))
+        drafts = tuple(len(step.drafted) for step in result.steps)
+        return Run(result.tokens, result.seconds, len(result.steps[0].tokens), result.first_seconds or 0.0, drafts)
+
+    return Arm(name, pair.engine.state.threads, generate)
 
 
-def _our_arm(pair: Any, row: Any, name: str, settings: Settings) -> Arm:
-    strategy = row.variants(settings.drafter_kind, pair)[0]
-
-    def make(ids: list[int], length: int) -> Run:
-        now = replace(settings, length=length)
-        made = collect(strategy.steps(Job(ids, pair, now, infer.make_storage(now, pair.target.config.vocab_size))))
-        drafts = tuple(len(step.drafted) for step in made.steps)
-        return Run(made.tokens, made.seconds, len(made.steps[0].tokens), made.first_seconds or 0.0, drafts)
-
-    return Arm(name, pair.engine.state.threads, make)
-
-
-class _Clock(StoppingCriteria):
-    """Never stops anything: notes when the first tokens were there, and how many."""
+class _FirstTokens(StoppingCriteria):
+    """Never stops generation; records the time of the first tokens and the length of the text then."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
@@ -118,26 +110,24 @@ class _Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def peer_arms(pair: Any) -> list[Arm]:
-    """transformers' plain decoding, prompt lookup and assisted decoding, with as many threads as help them here."""
-    pace = ForwardProbe(pair.target)
-    count = threads.fastest_count(lambda: pace.forward(1), threads.candidate_counts())
-    return [
+def peer_arms(pair: Pair) -> list[Arm]:
+    """transformers' plain decoding, prompt lookup and assisted decoding, with the fastest number of threads."""
+    probe = ForwardProbe(pair.target)
+    count = threads.fastest_count(lambda: probe.forward(1), threads.candidate_counts())
+    arms = [
         _peer_arm("generate", pair, count),
-        _peer_arm("generate, prompt lookup", pair, count, prompt_lookup_num_tokens=DRAFT),
-        *(
-            [_peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter)]
-            if hasattr(pair.drafter, "generate")
-            else []
-        ),
+        _peer_arm("generate, prompt lookup", pair, count, prompt_lookup_num_tokens=NGRAM_DRAFTS),
     ]
+    if hasattr(pair.drafter, "generate"):
+        arms.append(_peer_arm("generate, assistant", pair, count, assistant_model=pair.drafter))
+    return arms
 
 
 def _peer_arm(name: str, pair: Any, count: int, **arguments: Any) -> Arm:
-    def make(ids: list[int], length: int) -> Run:
-        prompt, clock = torch.tensor([ids]), _Clock()
+    def generate(ids: list[int], length: int) -> Run:
+        prompt, clock = torch.tensor([ids]), _FirstTokens()
         with quiet():
-            began = time.perf_counter()
+            started = time.perf_counter()
             text = pair.target.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -148,8 +138,8 @@ def _peer_arm(name: str, pair: Any, count: int, **arguments: Any) -> Arm:
                 stopping_criteria=StoppingCriteriaList([clock]),
                 **arguments,
             )[0].tolist()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started
         assert clock.first is not None
-        return Run(text[len(ids) :], seconds, clock.first[1] - len(ids), clock.first[0] - began)
+        return Run(text[len(ids) :], seconds, clock.first[1] - len(ids), clock.first[0] - started)
 
-    return Arm(name, count, make)
+    return Arm(name, count, generate)

@@ -1,18 +1,18 @@
-"""`make bench`: our decoders beside transformers' own, on one machine, in one process, the arms in turns.
+"""`make bench`: our decoders against transformers' own, on one machine, in one process, with interleaved runs.
 
-Ends with a table; writes every run and figure as JSON, and a picture. What it compares is in arms.py, the single figures in probes.py.
+The result is a table, a JSON file with all figures, and a picture. arms.py has the arms, probes.py single figures.
 """
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
 import argparse
 import json
 import platform
 import sys
 from pathlib import Path
-from statistics import geometric_mean, mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -20,7 +20,8 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import llama
 import probes
-from arms import DRAFT, STORAGE, Arm, Run, our_arms, peer_arms
+import report
+from arms import NGRAM_DRAFTS, STORAGE, Arm, Run, our_arms, peer_arms
 from picture import draw
 
 from utils.comparison.records import versions
@@ -30,236 +31,130 @@ from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import prompt_ids
 from utils.screen.renderer import Renderer, make_renderer
 
-OURS = ("ours target", "ours ngram", "ours speculative")
-FEW = 5  # prompts; tasks with fewer are pooled
-PAIRS = (
-    ("plain", "ours target", "generate"),
-    ("n-gram", "ours ngram", "generate, prompt lookup"),
-    ("drafter", "ours speculative", "generate, assistant"),
-    ("n-gram / own plain", "ours ngram", "ours target"),
-    ("drafter / own plain", "ours speculative", "ours target"),
-    ("plain / llama.cpp", "ours target", "llama.cpp"),
-    ("n-gram / llama.cpp", "ours ngram", "llama.cpp, prompt lookup"),
-)
-
-
-Rows = list[tuple[str, list[int]]]  # (task, prompt ids)
+PROBED_PROMPTS, PROBED_TOKENS = 3, 48  # for the share of time inside forward passes
 
 
 def main() -> None:
-    """Run everything that was asked for."""
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'"
-    )
-    parser.add_argument("--tokens", type=int, default=40, help="most new tokens (default: 40)")
-    parser.add_argument("--repeats", type=int, default=2, help="of every arm on every prompt (default: 2)")
-    parser.add_argument("--drafter", default="head", help="of both sides where it is a model (default: head)")
-    parser.add_argument(
-        "--gammas", type=int, nargs="*", default=[], metavar="N", help="fixed numbers of drafts to run too"
-    )
-    parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="other kinds of drafters to run too")
-    parser.add_argument(
-        "--engine-weights", choices=("float32", "int8"), default="float32", help="ours (default: float32)"
-    )
-    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, where llama-cpp-python is installed")
-    parser.add_argument(
-        "--skip", action="append", default=[], metavar="ARM", help="leave an arm out, for example 'generate, assistant'"
-    )
-    parser.add_argument("--only-texts", action="store_true", help="leave the single figures out")
-    parser.add_argument(
-        "--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)"
-    )
-    given = parser.parse_args()
+    """Run the benchmark that the flags describe."""
+    flags = _flags()
     screen = make_renderer(interactive=False)
-    ours = load_pair(
-        PairRequest("embedded", given.drafter, device="cpu", engine_weights=given.engine_weights), screen.note
-    )
-    theirs = load_pair(PairRequest("embedded", given.drafter, device="cpu"), screen.note)
+    request = PairRequest("embedded", flags.drafter, device="cpu", engine_weights=flags.engine_weights)
+    ours = load_pair(request, screen.note)
+    theirs = load_pair(PairRequest("embedded", flags.drafter, device="cpu"), screen.note)
     ours.engine.use("auto", 0)
-    every = [*our_arms(ours, given.gammas, given.kinds), *peer_arms(theirs), *llama.arms(given.gguf, ours)]
-    arms = [arm for arm in every if arm.name not in given.skip or arm.name == "ours target"]
-    prompts = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    setting = _setting(ours, arms, given)
+    every = [*our_arms(ours, flags.gammas, flags.kinds), *peer_arms(theirs), *llama.arms(flags.gguf, ours)]
+    arms = [arm for arm in every if arm.name not in flags.skip or arm.name == "ours target"]
+    lines = flags.prompts.read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line) for line in lines if line.strip()]
+    setting = _setting(ours, arms, flags)
     screen.result(f"{setting['engine']}; {setting['machine']}")
     screen.result("threads: " + ", ".join(f"{name} {count}" for name, count in setting["threads"].items()))
-    texts = [_measured(screen, ours, arms, prompt, given) for prompt in prompts]
-    found: dict[str, Any] = {"setting": setting, "texts": texts, "ratios": ratios(texts)}
-    if not given.only_texts:
-        found["figures"] = _figures(
-            screen, ours, theirs, arms, [(row["task"], prompt_of(ours, row)) for row in prompts], given.tokens
-        )
-    _show(screen, found)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draw(found, given.out / "bench.png")
-    screen.result(f"written to {given.out / 'bench.json'} and {given.out / 'bench.png'}")
+    texts = [_measure(screen, ours, arms, prompt, flags) for prompt in prompts]
+    result: dict[str, Any] = {"setting": setting, "texts": texts, "ratios": report.ratios(texts)}
+    if not flags.only_texts:
+        rows = [(prompt["task"], _ids(ours, prompt)) for prompt in prompts]
+        screen.note("measuring acceptance, verify widths, contexts, storage and start-up ...")
+        result["figures"] = _figures(ours, theirs, arms, rows, flags.tokens)
+    report.show(screen, result)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    (flags.out / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    draw(result, flags.out / "bench.png")
+    screen.result(f"written to {flags.out / 'bench.json'} and {flags.out / 'bench.png'}")
 
 
-def _setting(ours: Pair, arms: list[Arm], given: argparse.Namespace) -> dict[str, Any]:
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--prompts", type=Path, default=HERE / "prompts.jsonl", help="JSON lines with 'prompt' and 'task'")
+    add("--tokens", type=int, default=40, help="maximum number of new tokens (default: 40)")
+    add("--repeats", type=int, default=2, help="runs of every arm on every prompt (default: 2)")
+    add("--drafter", default="head", help="drafter of both sides; theirs uses it if it is a model (default: head)")
+    add("--gammas", type=int, nargs="*", default=[], metavar="N", help="also run these fixed numbers of drafts")
+    add("--kinds", nargs="*", default=[], metavar="KIND", help="also run these drafter kinds")
+    add("--engine-weights", choices=("float32", "int8"), default="float32", help="of our arms (default: float32)")
+    add("--gguf", type=Path, help="the same model for llama.cpp, if llama-cpp-python is installed")
+    add("--skip", action="append", default=[], metavar="ARM", help="leave out an arm, e.g. 'generate, assistant'")
+    add("--only-texts", action="store_true", help="leave out the single figures")
+    add("--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)")
+    return parser.parse_args()
+
+
+def _setting(ours: Pair, arms: list[Arm], flags: argparse.Namespace) -> dict[str, Any]:
     return {
         "engine": ours.engine.state.sentence(),
         "threads": {arm.name: arm.threads for arm in arms},
         "wait_policy": os.environ["OMP_WAIT_POLICY"],
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "versions": versions(),
-        "new_tokens": given.tokens,
-        "repeats": given.repeats,
-        "drafter": given.drafter,
-        "ngram_drafts": DRAFT,
+        "new_tokens": flags.tokens,
+        "repeats": flags.repeats,
+        "drafter": flags.drafter,
+        "ngram_drafts": NGRAM_DRAFTS,
         "ngram_storage": str(STORAGE),
         "gamma": "auto",
     }
 
 
-def prompt_of(pair: Pair, row: dict[str, Any]) -> list[int]:
-    """The prompt ids of a row, in the chat template."""
-    return prompt_ids(pair.tokenizer, row["prompt"], chat=True, system=None)
+def _ids(pair: Pair, prompt: dict[str, Any]) -> list[int]:
+    """The token ids of a prompt in the chat template."""
+    return prompt_ids(pair.tokenizer, prompt["prompt"], chat=True, system=None)
 
 
-def _measured(
-    screen: Renderer, pair: Pair, arms: list[Arm], row: dict[str, Any], given: argparse.Namespace
+def _measure(
+    screen: Renderer, pair: Pair, arms: list[Arm], prompt: dict[str, Any], flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Every arm on a prompt, in turns, after a warm-up; medians over the repeats, with the lowest and the highest."""
-    ids = prompt_of(pair, row)
+    """Every arm on one prompt, in turns, after a warm-up."""
+    ids = _ids(pair, prompt)
     runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
     for arm in arms:
         arm.run(ids[-8:], 4)
-    for repeat in range(given.repeats):
-        for place in range(len(arms)):  # another one begins each time
-            arm = arms[(place + repeat) % len(arms)]
-            runs[arm.name].append(arm.run(ids, given.tokens))
-    cells = {name: _cell(made) for name, made in runs.items()}
-    base = runs["ours target"][0].tokens
-    for name, made in runs.items():
-        cells[name]["same_text"] = all(run.tokens == base for run in made)
+    for repeat in range(flags.repeats):
+        for index in range(len(arms)):  # a different arm begins each time
+            arm = arms[(index + repeat) % len(arms)]
+            runs[arm.name].append(arm.run(ids, flags.tokens))
+    reference = runs["ours target"][0].tokens
+    cells = {name: _cell(repeats, reference) for name, repeats in runs.items()}
     rates = ", ".join(f"{name} {cell['decode']:.1f}" if cell["decode"] else f"{name} -" for name, cell in cells.items())
-    screen.result(f"{row.get('task', '')} ({len(ids)} + {len(base)} tokens): {rates} tokens/s")
+    task = prompt.get("task", "")
+    screen.result(f"{task} ({len(ids)} + {len(reference)} tokens): {rates} tokens/s")
     return {
-        "id": row.get("id"),
-        "task": row.get("task", ""),
+        "id": prompt.get("id"),
+        "task": task,
         "prompt_tokens": len(ids),
-        "new_tokens": len(base),
+        "new_tokens": len(reference),
         "arms": cells,
     }
 
 
-def _cell(runs: list[Run]) -> dict[str, Any]:
+def _cell(runs: list[Run], reference: list[int]) -> dict[str, Any]:
+    """Medians over the repeats of an arm, with the lowest and the highest decoding speed."""
     decode = [rate for run in runs if (rate := run.decode_rate)]
-    low, high = (min(decode), max(decode)) if decode else (None, None)
     drafts = [count for run in runs for count in run.drafts]
     return {
         "decode": median(decode) if decode else None,
-        "lowest": low,
-        "highest": high,
+        "lowest": min(decode, default=None),
+        "highest": max(decode, default=None),
         "whole": median(run.rate for run in runs),
         "drafts_per_round": mean(drafts) if drafts else None,
+        "same_text": all(run.tokens == reference for run in runs),
     }
 
 
-def ratios(texts: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By pair of arms and task: geometric means over the prompts, decoding only and whole runs, and the spread between prompts."""
-    extra = [name for name in (texts[0]["arms"] if texts else ()) if name.startswith("ours") and name not in OURS]
-    tasks = [text["task"] for text in texts]
-    named = [task if tasks.count(task) >= FEW else "others" for task in tasks]
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for label, mine, peer in (
-        *PAIRS,
-        *((f"{name.removeprefix('ours ')} / own plain", name, "ours target") for name in extra),
-    ):
-        for task in [*dict.fromkeys(named), "all"]:
-            chosen = [text["arms"] for text, name in zip(texts, named, strict=True) if task in (name, "all")]
-            both = [(cells[mine], cells[peer]) for cells in chosen if mine in cells and peer in cells]
-            usable = [(ours, theirs) for ours, theirs in both if ours["decode"] and theirs["decode"]]
-            if usable:
-                decode = [ours["decode"] / theirs["decode"] for ours, theirs in usable]
-                whole = [ours["whole"] / theirs["whole"] for ours, theirs in usable]
-                spread = quantiles(decode, n=4)[::2] if len(decode) > 1 else [decode[0], decode[0]]
-                figures = {
-                    "decode": geometric_mean(decode),
-                    "whole": geometric_mean(whole),
-                    "quartiles": spread,
-                    "prompts": len(usable),
-                }
-                found.setdefault(label, {})[task] = figures
-    return found
-
-
-def _figures(screen: Renderer, ours: Pair, theirs: Pair, arms: list[Arm], rows: Rows, length: int) -> dict[str, Any]:
-    prompts = [ids for _, ids in rows[:3]]
-    counts = {arm.name: arm.threads for arm in arms}
-    models = {
-        "ours": (ours.target, counts["ours target"]),
-        "plain": (theirs.target, counts.get("generate", counts["ours target"])),
-    }
-    screen.note("acceptance, windows, contexts, storage, start-up ...")
+def _figures(ours: Pair, theirs: Pair, arms: list[Arm], rows: probes.Rows, length: int) -> dict[str, Any]:
+    threads = {arm.name: arm.threads for arm in arms}
+    our_threads = threads["ours target"]
+    models = {"ours": (ours.target, our_threads), "plain": (theirs.target, threads.get("generate", our_threads))}
+    our = [arm for arm in arms if arm.name in report.OURS]
+    timed = [ours.target, getattr(ours.drafter, "head", ours.drafter)]
+    prompts = [ids for _, ids in rows[:PROBED_PROMPTS]]
     return {
         "acceptance": probes.acceptance(ours, rows, length),
-        "window_ms": probes.windows(models),
-        "inside_forwards": probes.inside_forwards(
-            [arm for arm in arms if arm.name in OURS],
-            [ours.target, getattr(ours.drafter, "head", ours.drafter)],
-            prompts,
-            48,
-        ),
-        "context_ms": probes.by_context(ours.target, counts["ours target"]),
+        "window_ms": probes.verify_ms(models),
+        "inside_forwards": probes.inside_forwards(our, timed, prompts, PROBED_TOKENS),
+        "context_ms": probes.by_context(ours.target, our_threads),
         "storage": probes.storage(),
         "program": {engine: probes.program("--engine", engine) for engine in ("auto", "plain")},
     }
-
-
-def _show(screen: Renderer, found: dict[str, Any]) -> None:
-    rows = []
-    for label, by_task in found["ratios"].items():
-        for task, cell in by_task.items():
-            low, high = cell["quartiles"]
-            rows.append(
-                (
-                    label,
-                    task,
-                    str(cell["prompts"]),
-                    f"{cell['decode']:.2f}",
-                    f"{low:.2f}-{high:.2f}",
-                    f"{cell['whole']:.2f}",
-                )
-            )
-    screen.table(("ours / peer", "task", "prompts", "decode", "quartiles", "whole run"), rows)
-    if "figures" not in found:
-        return
-    figures = found["figures"]
-    widths = figures["window_ms"]
-    cells = [(name, *(f"{by[width]:.0f} ({by[width] / by[1]:.2f})" for width in by)) for name, by in widths.items()]
-    screen.table(("window, ms (of one)", *(str(width) for width in next(iter(widths.values())))), cells)
-    screen.table(
-        ("context, tokens", *map(str, figures["context_ms"])),
-        [("ms per token", *(f"{ms:.0f}" for ms in figures["context_ms"].values()))],
-    )
-    places = [f"place {place + 1}" for place in range(probes.PLACES)]
-    for name, by_task in figures["acceptance"].items():
-        cells = [(task, *map(_share, counts)) for task, counts in by_task.items()]
-        screen.table((f"acceptance, {name}", *places), cells)
-    held, inside = figures["storage"], figures["inside_forwards"]
-    filled = f"a million tokens in {held['seconds']:.1f} s (last fifth / first {held['last_over_first']:.2f})"
-    screen.rows(
-        [
-            ("inside forwards", ", ".join(f"{name} {share:.3f}" for name, share in inside.items())),
-            (
-                "n-gram storage",
-                f"{filled}, {held['lookup_us']:.1f} us a lookup, {held['bytes_per_gram']:.0f} bytes an n-gram",
-            ),
-            *((f"program, --engine {engine}", _program(cell)) for engine, cell in figures["program"].items()),
-        ]
-    )
-
-
-def _share(count: list[int]) -> str:
-    good, tried = count
-    return f"{good}/{tried} = {good / tried:.3f}" if tried else "-"
-
-
-def _program(cell: dict[str, float]) -> str:
-    memory = f", {cell['resident_mb']:.0f} MB resident, {cell['peak_mb']:.0f} MB at most" if "peak_mb" in cell else ""
-    return f"{cell['seconds']:.1f} s from its start to its first answer{memory}"
 
 
 if __name__ == "__main__":

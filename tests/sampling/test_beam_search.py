@@ -1,4 +1,4 @@
-"""Beam search against a plain reference: whole uncached forwards, lists, the same scoring formula."""
+"""Beam search against a reference with lists and uncached forward passes, and the same scoring formula."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def reference(
 
 @pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize(("beams", "top_k", "alpha"), [(1, 1, 1.2), (3, 2, 0.0), (4, 3, 1.2), (6, 5, 2.0)])
-def test_beams_equal_the_plain_reference(kind: str, beams: int, top_k: int, alpha: float) -> None:
+def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: float) -> None:
     prompt = [5, 9, 2, 11]
     for seed in range(3):
         model = BUILDERS[kind](seed=seed)
@@ -54,7 +54,7 @@ def test_beams_equal_the_plain_reference(kind: str, beams: int, top_k: int, alph
             assert made == expected
 
 
-def test_one_beam_is_greedy_and_more_find_a_text_at_least_as_likely() -> None:
+def test_one_beam_is_greedy_and_more_beams_are_at_least_as_likely() -> None:
     prompt = [5, 9, 2, 11]
     for seed in range(5):
         model = tiny_llama(seed=seed)

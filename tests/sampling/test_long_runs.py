@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from fakes import screen
-from test_embedded_pair import PROMPTS, open_session_on
+from test_embedded_pair import PROMPTS, session_of
 from test_sampled_distribution import SAMPLERS, START, speculate
-from toys import chi_square, joint_law, opposed, toy
+from toys import chi_square, joint_probs, opposed, toy
 
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
@@ -27,7 +27,7 @@ MORE = [
 def test_long_greedy_texts_are_one_text_at_a_wide_window(tmp_path: Path) -> None:
     """12 prompts x 64 tokens at a wide window, with a drafter that is often right."""
     file = tmp_path / "runs.jsonl"
-    session = open_session_on(load_pair(PairRequest("embedded", "layers:28"), lambda message: None), screen(), file)
+    session = session_of(load_pair(PairRequest("embedded", "layers:28"), lambda message: None), screen(), file)
     for line in ("/length 64", "/gamma 8", *PROMPTS, *MORE):
         session.handle(line)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -41,8 +41,8 @@ def test_long_greedy_texts_are_one_text_at_a_wide_window(tmp_path: Path) -> None
 def test_sampling_laws_with_many_more_draws(processor, gamma: int) -> None:
     """20,000 runs of three tokens; a correct decoder fails one of these with probability under 1e-5."""
     target = toy(11, 5)
-    law = joint_law(target, processor, START, 3)
+    probs = joint_probs(target, processor, START, 3)
     statistic, threshold = chi_square(
-        lambda seed: speculate(target, opposed(target), seed, processor=processor, gamma=gamma), law, 20_000
+        lambda seed: speculate(target, opposed(target), seed, processor=processor, gamma=gamma), probs, 20_000
     )
     assert statistic < threshold

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from toys import ToyModel, chi_square, joint_law, opposed, session, statistic_of, toy
+from toys import ToyModel, chi_square, joint_probs, opposed, session, statistic_of, toy
 
 from sampling import RULES, Draft, ModelDrafter, Rule, Verified, speculative_steps
 from utils.decode.decoding import Decoding
@@ -44,11 +44,11 @@ def sample(rule: str, gamma: int, length: int, trials: int) -> Counter[tuple[int
 
 def follows(counts: Counter[tuple[int, ...]], length: int) -> bool:
     """Whether the first `length` tokens follow their joint law."""
-    law = joint_law(TARGET, MultinomialProcessor(1.0), START, length)
+    probs = joint_probs(TARGET, MultinomialProcessor(1.0), START, length)
     shortened: Counter[tuple[int, ...]] = Counter()
     for tokens, count in counts.items():
         shortened[tokens[:length]] += count
-    statistic, threshold, freedom = statistic_of(shortened, law)
+    statistic, threshold, freedom = statistic_of(shortened, probs)
     assert freedom >= 15
     return statistic < threshold
 
@@ -61,8 +61,8 @@ def follows_given_prefixes(counts: Counter[tuple[int, ...]], length: int) -> boo
     statistic, freedom = 0.0, 0
     for prefix, seen in prefixes.items():
         if sum(seen.values()) >= 1000:
-            law = {(token,): float(P[(START, *prefix)[-1], token]) for token in range(SIZE)}
-            part, _, cells = statistic_of(seen, law)
+            probs = {(token,): float(P[(START, *prefix)[-1], token]) for token in range(SIZE)}
+            part, _, cells = statistic_of(seen, probs)
             statistic, freedom = statistic + part, freedom + cells
     assert freedom >= 15
     return statistic < freedom + 10 * (2 * freedom) ** 0.5
@@ -127,7 +127,7 @@ def statistic(rule: str, kind: type[ModelDrafter], noise: type[Noise]) -> tuple[
             )
         )
 
-    return chi_square(three, joint_law(EVEN, MultinomialProcessor(1.0), 0, 3), 12_000)
+    return chi_square(three, joint_probs(EVEN, MultinomialProcessor(1.0), 0, 3), 12_000)
 
 
 @pytest.mark.parametrize("kind", [ModelDrafter, Moody])

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tiny import tiny_llama
-from toys import ToyModel, chi_square, decoding, joint_law, opposed, session, toy
+from toys import ToyModel, chi_square, decoding, joint_probs, opposed, session, toy
 
 from ngram_assisted import NGramDrafter, NGramStorage
 from sampling import (
@@ -68,7 +68,7 @@ def test_plain_decoding_follows_the_law(processor: LogitsProcessor) -> None:
             tokens_of(autoregressive_steps([START], session(target), decoding(LENGTH, processor=processor, seed=seed)))
         )
 
-    statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, START, LENGTH), TRIALS)
     assert statistic < threshold
 
 
@@ -80,7 +80,7 @@ def test_speculative_decoding_follows_the_targets_law_with_an_opposed_drafter(
 ) -> None:
     target = toy(1, 5)
     sample = partial(speculate, target, opposed(target), processor=processor, gamma=gamma)
-    statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, START, LENGTH), TRIALS)
     assert statistic < threshold
 
 
@@ -88,7 +88,7 @@ def test_speculative_decoding_follows_the_targets_law_with_an_opposed_drafter(
 def test_ngram_assisted_decoding_follows_the_targets_law(processor: LogitsProcessor) -> None:
     target = toy(2, 4)
     sample = partial(assist, target, processor=processor)
-    statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, START, LENGTH), TRIALS)
     assert statistic < threshold
 
 
@@ -114,7 +114,7 @@ def test_cached_runs_with_a_drafter_of_another_vocabulary_follow_the_law(size: i
     with torch.no_grad():
         first = processor(target(torch.tensor([prompt])).logits[0, -1:])[0]
         second = processor(target(torch.tensor([[*prompt, token] for token in range(8)])).logits[:, -1])
-    law = {(a, b): float(first[a] * second[a, b]) for a in range(8) for b in range(8)}
+    probs = {(a, b): float(first[a] * second[a, b]) for a in range(8) for b in range(8)}
 
     def sample(seed: int) -> tuple[int, ...]:
         made, _ = speculative_generate(
@@ -122,39 +122,39 @@ def test_cached_runs_with_a_drafter_of_another_vocabulary_follow_the_law(size: i
         )
         return tuple(made[:2])
 
-    statistic, threshold = chi_square(sample, law, 800)
+    statistic, threshold = chi_square(sample, probs, 800)
     assert statistic < threshold
 
 
-def double_draw(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+def double_draw(probs: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """The original's NASD: sample, compare, and on a mismatch sample again."""
     for index, wanted in enumerate(draft.tokens):
-        if noise.sample(law[index], start + index) != wanted:
-            return index, noise.pick(law[index], Domain.RESIDUAL, start + index, start)
-    return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
+        if noise.sample(probs[index], start + index) != wanted:
+            return index, noise.pick(probs[index], Domain.RESIDUAL, start + index, start)
+    return len(draft.tokens), noise.sample(probs[-1], start + len(draft.tokens))
 
 
-def shared_noise(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+def shared_noise(probs: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """p/q with the uniform that also drew the draft."""
     for index, token in enumerate(draft.tokens):
         assert draft.probs is not None
-        if noise.uniform(Domain.DRAFT, start + index, start) * draft.probs[index, token] >= law[index, token]:
-            residual = (law[index] - draft.probs[index]).clamp(min=0)
+        if noise.uniform(Domain.DRAFT, start + index, start) * draft.probs[index, token] >= probs[index, token]:
+            residual = (probs[index] - draft.probs[index]).clamp(min=0)
             return index, noise.pick(residual, Domain.RESIDUAL, start + index, start)
-    return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
+    return len(draft.tokens), noise.sample(probs[-1], start + len(draft.tokens))
 
 
-def bonus_from_q(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+def bonus_from_q(probs: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """The bonus token drawn from the drafter's law of the last draft."""
-    accepted, token = RULES["rejection"](law, draft, noise, start=start)
+    accepted, token = RULES["rejection"](probs, draft, noise, start=start)
     if accepted == len(draft.tokens) and draft.probs is not None and draft.tokens:
         return accepted, noise.pick(draft.probs[-1], Domain.RESIDUAL, start + accepted, start)
     return accepted, token
 
 
-def never_reject(law: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+def never_reject(probs: torch.Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """Every draft stands."""
-    return len(draft.tokens), noise.sample(law[-1], start + len(draft.tokens))
+    return len(draft.tokens), noise.sample(probs[-1], start + len(draft.tokens))
 
 
 MUTANTS = {"corrected_from_p": choose_rule("rejection", adjust=False)} | {
@@ -166,7 +166,7 @@ MUTANTS = {"corrected_from_p": choose_rule("rejection", adjust=False)} | {
 def test_mutants_of_the_rejection_rule_are_noticed(mutant) -> None:
     target, processor = toy(1, 5), MultinomialProcessor(1.0)
     sample = partial(speculate, target, opposed(target), processor=processor, gamma=2, rule=mutant)
-    statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, START, LENGTH), TRIALS)
     assert statistic > threshold
 
 
@@ -174,7 +174,7 @@ def test_drawing_twice_in_ngram_assisted_decoding_is_noticed() -> None:
     target, processor = toy(2, 4), MultinomialProcessor(1.0)
     statistic, threshold = chi_square(
         partial(assist, target, processor=processor, rule=double_draw),
-        joint_law(target, processor, START, LENGTH),
+        joint_probs(target, processor, START, LENGTH),
         TRIALS,
     )
     assert statistic > threshold
@@ -198,7 +198,7 @@ def test_raw_q_against_processed_p_is_noticed() -> None:
             tokens_of(speculative_steps([START], RawDrafter(session(drafter), plan, 5), session(target), plan, gamma=2))
         )
 
-    statistic, threshold = chi_square(sample, joint_law(target, processor, START, LENGTH), TRIALS)
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, START, LENGTH), TRIALS)
     assert statistic > threshold
 
 
@@ -234,11 +234,11 @@ def test_acceptance_equals_one_minus_the_distance_of_the_laws() -> None:
         torch.softmax(torch.tensor([[2.0, 0.0, 1.0, -1.0]]).double(), -1),
         torch.softmax(torch.tensor([0.0, 1.5, 1.0, 0.5]).double(), -1),
     )
-    law, trials, accepted = torch.cat([p, p]), 20_000, 0
+    probs, trials, accepted = torch.cat([p, p]), 20_000, 0
     for seed in range(trials):
         noise = Noise(seed)
         draft = Draft([noise.pick(q, Domain.DRAFT, 0, 0)], q[None])
-        accepted += RULES["rejection"](law, draft, noise, start=0)[0]
+        accepted += RULES["rejection"](probs, draft, noise, start=0)[0]
     alpha = float(torch.minimum(p[0], q).sum())
     assert abs(accepted / trials - alpha) < 5 * (alpha * (1 - alpha) / trials) ** 0.5
 
@@ -250,7 +250,7 @@ def test_the_drafter_is_told_every_round() -> None:
     class Witness(NGramDrafter):
         def commit(self, context: list[int], verified: Verified) -> None:
             seen.append((verified.start, len(context)))
-            assert verified.logits.shape == verified.law.shape
+            assert verified.logits.shape == verified.probs.shape
             super().commit(context, verified)
 
     target, plan = toy(3, 6), decoding(12)

@@ -120,7 +120,7 @@ def test_no_temperature_overflows_and_zero_is_greedy(build, temperature: float) 
 
 @pytest.mark.parametrize("shape", ["flat", "peaked", "stepped"])
 def test_the_selected_prefix_does_not_change_the_nucleus(shape: str) -> None:
-    """The shortcut (select only the most likely entries) against a full sort, where it suffices and where it does not."""
+    """The selection of the most likely entries against a full sort, where it suffices and where it does not."""
     generator = torch.Generator().manual_seed(1)
     logits = {
         "flat": torch.zeros(3, 9000),

@@ -20,7 +20,7 @@ def _explain(argument: str, context: CommandContext) -> Outcome:
         return [ShowRows([(figure.name, figure.meaning) for figure in FIGURES])]
     figure = FIGURES[FIGURE_NAMES.index(_figure_name(argument.lower()))]
     last = context.harness.state.last
-    values = [(compared[0].name, figure.fraction(*compared)) for compared in last.compared] if last else []
+    values = [(compared.strategy.name, figure.fraction(*compared)) for compared in last.compared] if last else []
     return [ShowRows([(figure.name, figure.meaning), *((name, value) for name, value in values if value)])]
 
 
@@ -35,8 +35,8 @@ def _columns(argument: str, context: CommandContext) -> Outcome:
     if not last.compared:
         raise UserError("no strategy answered the last prompt: send it again.")
     groups: dict[tuple[int, ...], list[ComparedRun]] = {}
-    for compared in sorted(last.compared, key=lambda compared: not compared[0].is_baseline):  # the target comes first
-        groups.setdefault(tuple(compared[1].tokens), []).append(compared)
+    for compared in sorted(last.compared, key=lambda compared: not compared.strategy.is_baseline):  # the target first
+        groups.setdefault(tuple(compared.run.tokens), []).append(compared)
     return [ShowTexts([_column(last, group) for group in groups.values()])]
 
 

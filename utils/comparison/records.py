@@ -1,6 +1,6 @@
 """JSON records: one line per generation or report, schema 1, for scripts that read what the screen shows.
 
-Absent figures are null, never NaN. The file is only ever appended to.
+Missing figures are null, never NaN. The file is only ever appended to.
 """
 
 import json
@@ -29,7 +29,7 @@ SCHEMA = 1
 
 
 def generation_records(last: LastPrompt, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
-    """A record for each run of a prompt; `divergences` by the strategy's name."""
+    """One record for each run of a prompt. divergences: by the strategy's name."""
     return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
 
 
@@ -62,8 +62,9 @@ def _generation(last: LastPrompt, compared: ComparedRun, divergence: Divergence 
 
 
 def divergence_figures(divergence: Divergence) -> dict[str, Any]:
-    """A divergence as plain values; token ids, 0-based position. What is not finite (a masked token's logit) is null."""
-    return _finite(asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value})
+    """A divergence as plain values, with a 0-based position. Values that are not finite (masked logits) are null."""
+    figures = asdict(divergence) | {"gap": divergence.gap, "cause": divergence.cause.value}
+    return {name: _finite(value) for name, value in figures.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -75,7 +76,7 @@ def _finite(value: Any) -> Any:
 
 
 def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, finished: bool) -> dict[str, Any]:
-    """What a command that runs models found, complete or not, and its conclusion."""
+    """The record of a report, finished or not, with its conclusion."""
     return {
         "schema": SCHEMA,
         "record": report.name,
@@ -88,7 +89,7 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
-    """What a run was made with: seed, settings, models, engine, versions."""
+    """Everything that a run depends on: seed, settings, models, engine, versions."""
     state = {"models": _models(pair), "engine": pair.engine.state.figures(), "versions": versions()}
     return {"seed": settings.seed, "settings": as_json(settings), **state}
 
@@ -125,26 +126,26 @@ def _models(pair: Any) -> dict[str, str | int | None]:
 
 
 def versions() -> dict[str, str]:
-    """The program's and its main libraries' versions."""
+    """The versions of the program and its main libraries."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
     return {"program": __version__, "python": platform.python_version(), **libraries}
 
 
 class RecordFile:
-    """An append-only file of records, which several processes may share. Raises UserError at once where it cannot be written."""
+    """An append-only file of records, which several processes may share. Raises UserError at once if it is not writable."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.append([])
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Add one line per record, all of them in one piece: no other process's come in between."""
+        """Append one line per record in a single write, so that lines of other processes do not interleave."""
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
             with self._path.open("ab", buffering=0) as file:
                 data, end = lines.encode("utf-8", errors="backslashreplace"), file.seek(0, os.SEEK_END)
                 if file.write(data) != len(data):
-                    file.truncate(end)  # half a line would spoil the next one
+                    file.truncate(end)  # half a line would damage the next one
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
             raise UserError(

@@ -22,9 +22,7 @@ ENTRIES = ("pair", "pairs", "settings", *FLAGS)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """pair: name of the pair to start with. flags: values of flags. settings: values as typed, by command. pairs: all
-    known pairs.
-    """
+    """pair: the pair to start with. flags: their values. settings: values as typed. pairs: all known pairs."""
 
     pair: str | None = None
     flags: dict[str, str] = field(default_factory=dict)

@@ -47,9 +47,7 @@ class DrafterKinds:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The costs of verifying and drafting on one line, or measure, which is None: they are measured before the next
-    run.
-    """
+    """The costs of verifying and drafting on one line. `measure` is None: they are measured before the next run."""
 
     usage: str = "measure|TABLE"
     words: tuple[str, ...] = ("measure",)

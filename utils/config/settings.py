@@ -113,8 +113,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of Settings. needs: a toggle without which it has no effect. fact: the label of its present effect in
-    /show.
+    """One field of Settings.
+
+    needs: a toggle without which it has no effect. fact: the label in /show of the value that is in effect.
     """
 
     name: str

@@ -5,10 +5,10 @@ and drafters are arguments of the decoders; commands and settings are unknown he
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import index
-from typing import Self, SupportsIndex
+from typing import Self
 
 from torch import Tensor
 
@@ -77,9 +77,9 @@ def token_ids(inputs: Iterable[int]) -> list[int]:
 def _end_ids(ids: int | Iterable[int | None] | None) -> frozenset[int]:
     if ids is None:
         return frozenset()
-    if isinstance(ids, SupportsIndex):
-        return frozenset({index(ids)})
+    with suppress(TypeError):  # tensors of several ids have __index__, too
+        return frozenset({index(ids)})  # type: ignore[arg-type]
     try:
-        return frozenset(index(token) for token in ids if token is not None)
+        return frozenset(index(token) for token in ids if token is not None)  # type: ignore[union-attr]
     except TypeError as error:
         raise UserError(f"eos_tokens_id {ids!r} is not a token id or a list of token ids.") from error

@@ -74,7 +74,7 @@ def _shorten(config: Any, *, count: int, depth: int) -> None:
 def _stack_path(model: PreTrainedModel) -> str:
     """The dotted name of the list of decoder blocks. Raises UserError unless there is exactly one."""
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    lists = [
+    lists: list[str] = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     # Lists inside a block (experts, for example) are nested deeper than the list of blocks.

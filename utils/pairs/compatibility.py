@@ -24,9 +24,7 @@ WRONG = "wrong"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One compared property, its value for both models, and a remark. warns: whether it is reported when a pair is
-    loaded.
-    """
+    """One compared property, its value for both models, and a remark. warns: whether loading reports it."""
 
     what: str
     value: str

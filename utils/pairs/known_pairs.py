@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class PairSpec:
     """A target and a drafter as they are written on the command line.
 
-    cuda_quantize: quantization of both on a CUDA device, unless a flag sets another.
+    cuda_quantize: quantization of both on a CUDA device, unless a flag sets it.
     """
 
     target: str
@@ -22,13 +22,11 @@ class PairSpec:
 
 
 PAIRS: dict[str, PairSpec] = {
-    "embedded": PairSpec(
-        "embedded", "head", "SmolLM2-135M-Instruct with a head trained for it; needs no hub and no GPU"
-    ),
+    "embedded": PairSpec("embedded", "head", "SmolLM2-135M-Instruct with a head trained for it, no hub, no GPU"),
     "llama-3.2": PairSpec(
         "meta-llama/Llama-3.2-3B-Instruct",
         "meta-llama/Llama-3.2-1B-Instruct",
-        "a common pair in the literature; gated, about 9 GB",
+        "a common pair in the literature, gated, about 9 GB",
         "int8",
     ),
     "smollm2": PairSpec(

@@ -49,9 +49,7 @@ class LoadedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Where a drafter comes from: the folder of a head, the source of a model, or, without either, layers of the
-    target.
-    """
+    """Where a drafter comes from: a head's folder, a model's source or, without both, layers of the target."""
 
     placement: Placement
     quantize: str

@@ -104,9 +104,8 @@ def _device_of(model: PreTrainedModel | TargetHead, device: str) -> str:
     """The device, or all devices on which accelerate keeps layers."""
     if not is_spread(model):
         return device
-    devices = (
-        f"cuda:{entry}" if isinstance(entry, int) else str(entry) for entry in dict(model.hf_device_map).values()
-    )
+    layers: dict[str, int | str] = model.hf_device_map  # type: ignore[assignment]  # set by accelerate
+    devices = (f"cuda:{entry}" if isinstance(entry, int) else str(entry) for entry in layers.values())
     return " + ".join(dict.fromkeys(devices))
 
 

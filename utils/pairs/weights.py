@@ -18,9 +18,7 @@ BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
 def stored_bytes(model: nn.Module, *, besides: nn.Module | None = None) -> int:
-    """Bytes of all parameters and buffers, scales included; shared memory counts once, and that of `besides` not at
-    all.
-    """
+    """Bytes of all parameters, buffers and scales, except those of `besides`. Shared memory counts once."""
     excluded = set() if besides is None else set(_sizes(besides))
     return sum(size for address, size in _sizes(model).items() if address not in excluded)
 

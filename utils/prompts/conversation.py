@@ -34,7 +34,7 @@ class Conversations:
         return max(map(len, self.by_name.values()), default=0)
 
     def history(self, name: str, baseline: str) -> Turns:
-        """The turns that a strategy continues: its own, or the baseline's if these continue its own (it joined later)."""
+        """The turns that a strategy continues: its own, or the baseline's if these extend its own."""
         own, theirs = self.by_name.get(name, ()), self.by_name.get(baseline, ())
         return theirs if theirs[: len(own)] == own else own
 

@@ -31,6 +31,7 @@ from utils.screen.run_view import RunView, show_comparison
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
+NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 
 
@@ -150,7 +151,7 @@ class PromptRunner:
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
         except Exception as error:
-            self.renderer.note("The reason why the texts differ could not be computed:")
+            self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
         finally:
             self.log.add(ShownResult(generation_records(last, causes), causes=causes))

@@ -23,6 +23,7 @@ LEGEND = (
     "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
     "before the processor, q = 1 for drafts without probabilities"
 )
+NEAR_MISS, UNLIKELY, NOT_SAMPLED = "near miss", "unlikely", "most likely, but a different token was sampled"
 
 
 def legend(*, ascii_only: bool) -> str:
@@ -73,9 +74,9 @@ def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
         figures += [f"q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
     if trace.acceptance is not None and 0 < trace.acceptance < 1:
         figures.append(f"acceptance probability {trace.acceptance:.2g}")
-    verdict = "near miss" if trace.is_near_miss else "unlikely"
+    verdict = NEAR_MISS if trace.is_near_miss else UNLIKELY
     if trace.rank == 1:
-        verdict = "most likely, but a different token was sampled"
+        verdict = NOT_SAMPLED
     target = f"target {token_piece(tokenizer, trace.target_token)} (p {trace.target_p:.2g})"
     draft = token_piece(tokenizer, trace.token)
     return f"{draft}: {target}; the draft is choice {trace.rank}, {', '.join(figures)}: {verdict}"

@@ -30,6 +30,12 @@ from utils.text import token_piece, visible
 
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
+CAUSES = {
+    Cause.SAMPLING: "sampling: expected under /verify {rule}; with /verify coupled the texts are the same",
+    Cause.ROUNDING: "rounding tie: a different verify width moves logits by up to {drift:.2g} here",
+    Cause.UNEXPLAINED: "unexplained: please report it with the output of /divergence",
+}
+
 
 class Renderer:
     """Writes results to `out` and messages to `messages`. colour: whether results may contain escape sequences."""
@@ -122,12 +128,7 @@ class Renderer:
         """One line that explains why a text differs from the target's."""
         candidates = (divergence.ours, divergence.theirs, *divergence.highest)
         ours, theirs, *highest = (candidate_piece(tokenizer, candidate) for candidate in candidates)
-        drift = f"{divergence.rounding or 0:.2g}"
-        cause = {
-            Cause.SAMPLING: f"sampling: expected under /verify {rule}; with /verify coupled the texts are the same",
-            Cause.ROUNDING: f"rounding tie: a different verify width moves logits by up to {drift} here",
-            Cause.UNEXPLAINED: "unexplained: please report it with the output of /divergence",
-        }[divergence.cause]
+        cause = CAUSES[divergence.cause].format(rule=rule, drift=divergence.rounding or 0)
         self.result(
             f"{strategy.name} differs at token {divergence.position + 1}: {ours}, target-only {theirs} "
             f"(the target's top two: {', '.join(highest)}, {divergence.gap:.2g} apart in raw logits) · {cause}"

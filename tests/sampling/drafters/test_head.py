@@ -1,7 +1,9 @@
-"""A head drafts exactly what it was trained to guess, from features that the target computed anyway, and never changes the text."""
+"""A draft head computes the same as in training, from hidden states that the target has computed anyway, and never
+changes the text.
+"""
 
+from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from test_same_text import PROCESSORS
 from tiny import tiny_head, tiny_llama, tiny_sliding
 from toys import decoding
 
+from ngram_assisted import NGramStorage
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
 from sampling.distill.generate import Page
 from sampling.distill.students import HeadStudent
-from utils.comparison.job import Job
+from utils.comparison.job import Job, SharedPrefills
 from utils.config.settings import Settings
 from utils.decode.model_info import hidden_features
 from utils.decode.model_session import ModelSession
@@ -21,30 +24,30 @@ from utils.engine import Engine
 from utils.engine.module_swap import EngineLinear
 from utils.errors import UserError
 from utils.metrics.results import acceptance_of, tokens_of
-from utils.pairs.drafter_kinds import free_drafter, loaded_drafter
+from utils.pairs.drafter_kinds import drafter_alone, drafter_kind
 
 PROMPT = [3, 1, 4, 1, 5]
 SIZE = 8  # a vocabulary so small that random drafts are often right
 
 
 def features_of(target, tokens):
-    """(1, T, F) by one whole forward."""
+    """(1, T, F) from one forward pass."""
     with torch.no_grad():
         return hidden_features(target(input_ids=torch.tensor([tokens]), output_hidden_states=True), (1, -1))
 
 
-def texts(target, model, rule, how, *, gamma=4, cache=True):
-    """The plain text, the text with a head, and the rounds it took."""
-    plain = tokens_of(autoregressive_steps(PROMPT, ModelSession(target, rewinds=False), how))
+def texts(target, model, rule, plan, *, gamma=4, cache=True):
+    """The autoregressive text, the text with a head, and its rounds."""
+    expected = tokens_of(autoregressive_steps(PROMPT, ModelSession(target, rewinds=False), plan))
     session = ModelSession(target, use_cache=cache, features=model.head.shape.layers)
-    drafter = HeadDrafter(HeadSession(model), how, session.vocab_size, shares_noise=RULES[rule].shares_noise)
-    steps = list(speculative_steps(PROMPT, drafter, session, how, gamma=gamma, rule=RULES[rule]))
-    return plain, tokens_of(steps), steps
+    drafter = HeadDrafter(HeadSession(model), plan, session.vocab_size, shares_noise=RULES[rule].shares_noise)
+    steps = list(speculative_steps(PROMPT, drafter, session, plan, gamma=gamma, rule=RULES[rule]))
+    return expected, tokens_of(steps), steps
 
 
 @pytest.mark.parametrize("known", [3, 6])
 def test_drafting_computes_what_training_computed(known):
-    """Entry by entry and step by step, behind `known` true features: the unrolled head with its masks, and the session with its cache."""
+    """After `known` features of the target: the head unrolled with its masks, against the session with its cache."""
     target = tiny_llama()
     model = tiny_head(target)
     tokens = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
@@ -56,7 +59,7 @@ def test_drafting_computes_what_training_computed(known):
     model.head.config._attn_implementation = "row_invariant"
     session = HeadSession(model)
     session.begin(tokens[: known + 1])
-    session.see(features[0], 0, known)
+    session.add_features(features[0], 0, known)
     for step in range(3):
         logits = session.feed(tokens[: known + 1 + step], keep=1)
         assert torch.allclose(logits[:, model.vocabulary], unrolled[step][:, known - 1], atol=1e-4)
@@ -67,26 +70,26 @@ def test_drafting_computes_what_training_computed(known):
 @pytest.mark.parametrize(
     ("build", "rule", "cache"), [*product([tiny_llama, tiny_sliding], ["coupled", "rejection", "block"], [True, False])]
 )
-def test_the_text_is_plain_decodings_own(build, rule, cache):
+def test_the_text_is_the_autoregressive_text(build, rule, cache):
     target = build(vocab_size=SIZE)
     model = tiny_head(target, vocabulary=range(SIZE - 1))
     accepted = 0
     for index, processor in enumerate(PROCESSORS if rule == "coupled" else PROCESSORS[:1]):
-        plain, text, steps = texts(target, model, rule, decoding(40, processor=processor, seed=index), cache=cache)
-        assert text == plain
+        expected, text, steps = texts(target, model, rule, decoding(40, processor=processor, seed=index), cache=cache)
+        assert text == expected
         accepted += sum(step.accepted for step in steps)
     assert accepted
 
 
-def test_the_first_round_declines_and_the_others_draft():
+def test_only_the_first_round_has_no_drafts():
     target = tiny_llama(vocab_size=SIZE)
     _, _, steps = texts(target, tiny_head(target), "rejection", decoding(30, processor=PROCESSORS[0]))
-    made = [len(tokens_of(steps[:index])) for index in range(len(steps))]
-    assert [len(step.drafted) for step in steps] == [0, *(min(4, 30 - before - 1) for before in made[1:])]
+    lengths = [len(tokens_of(steps[:index])) for index in range(len(steps))]  # before each round
+    assert [len(step.drafted) for step in steps] == [0, *(min(4, 30 - length - 1) for length in lengths[1:])]
 
 
 def test_nothing_is_computed_twice():
-    """The target reads every position once and every rejected draft once; so does the head."""
+    """The target computes every position and every rejected draft once, and so does the head."""
     target = tiny_llama(vocab_size=SIZE)
     model = tiny_head(target)
     rows = []
@@ -95,38 +98,36 @@ def test_nothing_is_computed_twice():
     )
     own = []
     model.head.register_forward_hook(lambda module, args, output: own.append(output.shape[1]))
-    how = decoding(30, processor=PROCESSORS[0])
+    plan = decoding(30, processor=PROCESSORS[0])
     session = ModelSession(target, features=model.head.shape.layers)
-    steps = list(speculative_steps(PROMPT, HeadDrafter(HeadSession(model), how, SIZE), session, how, gamma=4))
+    steps = list(speculative_steps(PROMPT, HeadDrafter(HeadSession(model), plan, SIZE), session, plan, gamma=4))
     hook.remove()
     assert rows == [len(PROMPT), *(len(step.drafted) + 1 for step in steps[1:])]
-    guessed = sum(max(0, len(step.drafted) - 1) for step in steps)
+    drafted = sum(max(0, len(step.drafted) - 1) for step in steps)
     read = len(PROMPT) + len(tokens_of(steps[: max(index for index, step in enumerate(steps) if step.drafted)])) - 1
-    assert sum(own) == guessed + read
+    assert sum(own) == drafted + read
 
 
-def test_a_head_may_be_read_from_a_shared_prefill():
-    """Many draws of one prompt fork sessions that have read it: the prompt's features come along, so the first round drafts too."""
+def test_a_shared_prefill_carries_the_features_of_the_prompt():
+    """Runs that fork a session which has read the prompt also get its features, so they draft in the first round."""
     pair = head_pair()
     settings = Settings(gamma=3, length=30, verify="coupled", chat=False)
-    alone = run(Job(PROMPT, pair, settings, None))
-    shared: dict = {}
-    runs = [run(Job(PROMPT, pair, settings, None, read=shared)) for _ in range(3)]
+    job = Job(PROMPT, pair, settings, NGramStorage(3, 64))
+    alone, prefills = run(job), SharedPrefills()
+    runs = [run(replace(job, prefills=prefills)) for _ in range(3)]
     assert runs[0] == runs[1] == runs[2] and tokens_of(runs[0]) == tokens_of(alone)
     assert not alone[0].drafted and all(steps[0].drafted for steps in runs)
     session = HeadSession(pair.drafter)
     session.begin(PROMPT)
-    session.see(features_of(pair.target, PROMPT)[0], 0, len(PROMPT) - 1)
+    session.add_features(features_of(pair.target, PROMPT)[0], 0, len(PROMPT) - 1)
     assert runs[0][0].drafted[0] == int(session.feed(PROMPT, keep=1).argmax())
 
 
 def run(job):
-    drafter, target = loaded_drafter(job, RULES[job.settings.verify])
-    return tuple(
-        speculative_steps(
-            job.prompt, drafter, target, job.decoding, gamma=job.settings.gamma, rule=RULES[job.settings.verify]
-        )
-    )
+    rule = RULES[job.settings.verify]
+    built = drafter_kind("loaded").build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    gamma = job.settings.gamma
+    return tuple(speculative_steps(job.prompt, built.drafter, built.target, job.decoding, gamma=gamma, rule=rule))
 
 
 def head_pair(**overrides):
@@ -135,70 +136,69 @@ def head_pair(**overrides):
     return pair
 
 
-def test_a_head_alone_goes_on_from_the_features_of_the_prompt():
+def test_a_head_alone_continues_from_the_features_of_the_prompt():
     pair = head_pair()
-    job = Job(PROMPT, pair, Settings(length=12, chat=False), None)
-    text = tokens_of(autoregressive_steps(PROMPT, free_drafter(job), job.decoding))
+    job = Job(PROMPT, pair, Settings(length=12, chat=False), NGramStorage(3, 64))
+    session = drafter_alone(job.drafter_inputs(shares_noise=False))
+    text = tokens_of(autoregressive_steps(PROMPT, session, job.decoding))
     model = pair.drafter
     session = HeadSession(model)
     session.begin(PROMPT)
-    session.see(features_of(pair.target, PROMPT)[0], 0, len(PROMPT) - 1)
+    session.add_features(features_of(pair.target, PROMPT)[0], 0, len(PROMPT) - 1)
     expected = list(PROMPT)
     for _ in range(12):
         expected.append(int(session.feed(expected, keep=1).argmax()))
     assert len(text) == 12 and expected[len(PROMPT) :] == text
-    with pytest.raises(UserError, match="two tokens"):
+    with pytest.raises(UserError):
         FreeHead(model, pair.target).begin([1])
 
 
-def test_a_session_that_keeps_no_features_is_an_error_not_a_guess():
+def test_a_target_session_without_features_is_refused():
     target = tiny_llama(vocab_size=SIZE)
-    how = decoding(9, processor=PROCESSORS[0])
-    drafter = HeadDrafter(HeadSession(tiny_head(target)), how, SIZE)
+    plan = decoding(9, processor=PROCESSORS[0])
+    drafter = HeadDrafter(HeadSession(tiny_head(target)), plan, SIZE)
     with pytest.raises(UserError, match=r"features=head\.shape\.layers"):
-        list(speculative_steps(PROMPT, drafter, ModelSession(target), how, gamma=2))
+        list(speculative_steps(PROMPT, drafter, ModelSession(target), plan, gamma=2))
 
 
-def test_a_context_that_ends_stops_the_drafts():
+def test_the_text_ends_with_the_context():
     target = tiny_llama(vocab_size=SIZE, max_position_embeddings=24)
     model = tiny_head(target)
-    plain, text, _ = texts(target, model, "coupled", decoding(60, processor=PROCESSORS[0]))
-    assert text == plain and len(text) == 24 - len(PROMPT)
+    expected, text, _ = texts(target, model, "coupled", decoding(60, processor=PROCESSORS[0]))
+    assert text == expected and len(text) == 24 - len(PROMPT)
 
 
-def test_a_good_head_is_accepted():
-    """A head that happens to know: its guess at the next law is the target's, so every draft stands."""
+def test_all_drafts_of_a_perfect_head_are_accepted():
+    """The head's logits are replaced by the target's own."""
     target = tiny_llama(vocab_size=SIZE)
-    oracle = SimpleNamespace(calls=0)
     model = tiny_head(target)
 
-    def knows(context, keep):
-        oracle.calls += 1
-        with torch.no_grad():
-            return target(input_ids=torch.tensor([context])).logits[0, -1:]
+    class Oracle(HeadSession):
+        def feed(self, context, keep):
+            with torch.no_grad():
+                return target(input_ids=torch.tensor([context])).logits[0, -1:]
 
-    session = HeadSession(model)
-    session.feed = knows
-    how = decoding(30, processor=PROCESSORS[2])
+    session = Oracle(model)
+    plan = decoding(30, processor=PROCESSORS[2])
     target_session = ModelSession(target, features=model.head.shape.layers)
-    steps = list(speculative_steps(PROMPT, HeadDrafter(session, how, SIZE), target_session, how, gamma=4))
-    assert acceptance_of(steps) == 1.0 and oracle.calls
+    steps = list(speculative_steps(PROMPT, HeadDrafter(session, plan, SIZE), target_session, plan, gamma=4))
+    assert acceptance_of(steps) == 1.0
 
 
-def test_an_engine_computes_the_head_too_and_gives_it_back():
+def test_an_engine_computes_the_head_and_restores_it():
     target = tiny_llama(vocab_size=SIZE)
     model = tiny_head(target)
     before = {name: part.clone() for name, part in model.state_dict().items()}
-    how = decoding(30, processor=PROCESSORS[1], seed=4)
-    plain = texts(target, model, "coupled", how)
+    plan = decoding(30, processor=PROCESSORS[1], seed=4)
+    before_engine = texts(target, model, "coupled", plan)
     engine = Engine([target], helpers=[model])
     assert engine.use("invariant", 1).verified
     assert any(isinstance(part, EngineLinear) for part in model.head.modules()) and isinstance(model.rows, EngineLinear)
-    packed = texts(target, model, "coupled", how)
-    assert packed[0] == packed[1] == plain[0] and [step.drafted for step in packed[2]] == [
-        step.drafted for step in plain[2]
+    packed = texts(target, model, "coupled", plan)
+    assert packed[0] == packed[1] == before_engine[0] and [step.drafted for step in packed[2]] == [
+        step.drafted for step in before_engine[2]
     ]
     engine.use("plain", 1)
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert texts(target, model, "coupled", how)[2] == plain[2]
+    assert texts(target, model, "coupled", plan)[2] == before_engine[2]

@@ -161,7 +161,7 @@ def test_an_interrupted_report_keeps_its_findings(view: Screen, tmp_path: Path) 
         ("/audit many", "/audit: 'many' is not a whole number; allowed: 1 to 10000."),
         ("/lossless", "/lossless: a prompt is needed: send one first."),
         ("/lossless 1e6", "/lossless: '1e6' is not a whole number; allowed: 1 to 1000000."),
-        ("/divergence now", "/divergence takes no argument; 'now' is one too many."),
+        ("/divergence now", "/divergence takes no argument, but got 'now'."),
     ],
 )
 def test_bad_input_is_one_sentence(line: str, said: str, view: Screen) -> None:

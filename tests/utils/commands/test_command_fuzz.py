@@ -121,8 +121,8 @@ def test_a_thousand_command_lines(seed: int) -> None:
     for _ in range(1000):
         typed = line(chance, names)
         verdict = session.handle("/length 1") and session.handle(typed)
-        said = "".join(view.take())
-        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
+        messages = "".join(view.take())
+        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in messages, (typed, messages)
         for entry in setting_fields().values():
             value = entry.show(session.settings)
             assert entry.change(session.settings, value, session.limits) == session.settings, (typed, entry.name, value)
@@ -137,9 +137,9 @@ def test_a_thousand_prompts() -> None:
     for _ in range(1000):
         typed = text(chance)
         verdict = session.send(typed)
-        out, said = view.take()
-        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in said, (typed, said)
-        assert "\x1b" not in out + said and "\x00" not in out + said
+        out, messages = view.take()
+        assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in messages, (typed, messages)
+        assert "\x1b" not in out + messages and "\x00" not in out + messages
 
 
 def test_a_prompt_of_a_million_characters_is_refused_or_read() -> None:

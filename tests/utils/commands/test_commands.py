@@ -12,7 +12,6 @@ from utils.commands import CommandContext, default_registry
 from utils.commands.outcomes import ChangeSettings
 from utils.commands.settings import NO_EFFECT
 from utils.comparison.harness import Harness
-from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits, ProcessorType, StorageSpec
 from utils.errors import UserError

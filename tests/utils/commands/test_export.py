@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
+from recordings import interrupt_after
 
-from utils.commands.experiments import race
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.screen.plots import chart_figure, text_plot
@@ -104,14 +104,7 @@ def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: P
 def test_an_interrupted_report_is_exported_as_such(
     session: ReplSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = race.run_alone, iter(range(100))
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        if next(count) == 7:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(race, "run_alone", run)
+    interrupt_after(monkeypatch, 7)
     assert session.handle("/race 5") is Verdict.INTERRUPTED
     assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert json.loads((tmp_path / "race.json").read_text())["finished"] is False

@@ -1,7 +1,7 @@
 """/lossless: correct strategies pass, and a strategy with a different distribution is detected."""
 
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +10,9 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
-import infer
 from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG
-from utils.comparison.job import Job
+from utils.comparison.harness import empty_storage
+from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
@@ -80,20 +80,30 @@ def test_an_impossible_draw_is_detected_at_once(view: Screen, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 @pytest.mark.parametrize("cache", [True, False])
-def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(kind: str, cache: bool) -> None:
+def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(
+    kind: str, cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shared prefill of /lossless against whole runs, by strategy and by seed."""
     pair = tiny_pair(kind=kind, chat=False)
     settings = replace(Settings(), processor=MultinomialProcessor(1.0), cache=cache, length=5)
-    read: dict[Any, ModelSession] = {}
+    reads: list[ModelSession] = []
+    read = ModelSession.read
+
+    def counted(session: ModelSession, prompt: list[int]) -> None:
+        reads.append(session)
+        read(session, prompt)
+
+    monkeypatch.setattr(ModelSession, "read", counted)
+    prefills = SharedPrefills()
     for strategy in STRATEGIES[:4]:
         for seed in range(12):
             runs = []
-            for shared in (read, None):
-                storage = infer.make_storage(settings, 300)
-                job = Job(PROMPT, pair, replace(settings, seed=seed), storage, read=shared)
+            for shared in (prefills, None):
+                storage = empty_storage(settings, 300)
+                job = Job(PROMPT, pair, replace(settings, seed=seed), storage, prefills=shared)
                 runs.append([step.tokens for step in islice(strategy.steps(job), 2)])
             assert runs[0] == runs[1]
-    assert len(read) == 4
+    assert len(reads) == 4, "each kind of session reads the prompt once"
 
 
 def test_every_draw_has_its_own_seed(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +146,14 @@ def test_a_drafter_that_cannot_read_the_prompt_does_not_prevent_the_test(view: S
 def test_a_job_without_a_rewindable_cache_says_so() -> None:
     pair = SimpleNamespace(target=tiny_mamba(seed=0))
     with pytest.raises(UserError, match="recurrent state"):
-        Job([1], pair, Settings(), None, read={}).session("target")
+        Job([1], pair, Settings(), empty_storage(Settings(), 300), prefills=SharedPrefills()).session("target")
 
 
 def test_a_run_with_a_shared_prefill_continues_the_noise() -> None:
     """Rounds after a shared prefill are those of the whole run."""
     pair = tiny_pair(chat=False)
     settings = replace(Settings(), processor=MultinomialProcessor(1.0), verify="coupled")
-    jobs = [Job(PROMPT, pair, settings, None, read=read) for read in ({}, None)]
-    texts = [tokens_of(STRATEGIES[0].steps(job)) for job in jobs]
-    assert all(one == other for one, other in pairwise(texts))
+    storage = empty_storage(settings, 300)
+    jobs = [Job(PROMPT, pair, settings, storage, prefills=prefills) for prefills in (SharedPrefills(), None)]
+    shared, fresh = (tokens_of(STRATEGIES[0].steps(job)) for job in jobs)
+    assert shared == fresh

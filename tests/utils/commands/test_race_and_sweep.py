@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, records_of, tiny_pair
 from recordings import before_each_run, interrupt_after
+from transformers import PreTrainedModel
 
-from utils.commands.experiments import repeated_runs, sweep
+from utils.commands.experiments import sweep
 from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime, verdict
-from utils.comparison import model_drafters as drafters
 from utils.comparison.reports import Finding
 from utils.comparison.warm_up import draft_seconds
 from utils.config.value_types import StorageSpec
@@ -20,6 +20,7 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
 from utils.logits_processor import LogitsProcessor, MultinomialProcessor, TopKNucleusProcessor
 from utils.metrics.results import Generation
+from utils.pairs import drafter_kinds
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -70,7 +71,7 @@ def test_a_verdict_needs_repeats_that_agree(speedups: list[float], expected: str
 
 def test_strategies_take_turns_at_going_first(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    before_each_run(monkeypatch, repeated_runs, lambda strategy, settings: order.append(strategy.name))
+    before_each_run(monkeypatch, lambda strategy, settings: order.append(strategy.name))
     session = session_with_prompt(view, tmp_path / "records.jsonl")
     assert session.handle("/race 5") is Verdict.DONE
     assert order[:3] == NAMES, "the warm-up"
@@ -83,7 +84,12 @@ def test_strategies_take_turns_at_going_first(view: Screen, tmp_path: Path, monk
 
 def test_layers_are_cut_from_the_target_before_any_run_is_timed(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[int] = []
-    monkeypatch.setattr(drafters, "first_layers", lambda model, depth: cuts.append(depth) or first_layers(model, depth))
+
+    def counted(model: PreTrainedModel, depth: int) -> PreTrainedModel:
+        cuts.append(depth)
+        return first_layers(model, depth)
+
+    monkeypatch.setattr(drafter_kinds, "first_layers", counted)
     session = open_session(view, draft_seconds=draft_seconds)
     for line in ("/length 4", "/drafter_kind layers:1", "Hello", "/race 3", "/sweep gamma 1 2", "/whatif", "Hello"):
         assert session.handle(line) is Verdict.DONE
@@ -91,7 +97,7 @@ def test_layers_are_cut_from_the_target_before_any_run_is_timed(view: Screen, mo
 
 
 def test_ctrl_c_keeps_the_finished_repeats(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_after(monkeypatch, repeated_runs, 11)  # three warm-up runs, two repeats, and two runs of the third
+    interrupt_after(monkeypatch, 11)  # three warm-up runs, two repeats, and two runs of the third
     session = session_with_prompt(view, tmp_path / "records.jsonl")
     assert session.handle("/race 9") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "records.jsonl")[-1]
@@ -119,9 +125,7 @@ def test_a_sweep_runs_all_values_in_turns_and_keeps_the_setting(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[tuple[Any, str]] = []
-    before_each_run(
-        monkeypatch, repeated_runs, lambda strategy, settings: order.append((settings.gamma, strategy.name))
-    )
+    before_each_run(monkeypatch, lambda strategy, settings: order.append((settings.gamma, strategy.name)))
     session = open_session(view, records=tmp_path / "records.jsonl")
     for line in ("/length 8", "Hello", "/sweep gamma 0 2 auto x2"):
         assert session.handle(line) is Verdict.DONE, view.take()
@@ -166,7 +170,7 @@ def test_a_temperature_changes_nothing_else_of_the_processor(
     processor: str, expected: LogitsProcessor, view: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[LogitsProcessor] = []
-    before_each_run(monkeypatch, repeated_runs, lambda strategy, settings: used.append(settings.processor))
+    before_each_run(monkeypatch, lambda strategy, settings: used.append(settings.processor))
     session = open_session(view)
     for line in ("/length 2", f"/processor {processor}", "Hello", "/sweep temperature 1.5 x1"):
         assert session.handle(line) is Verdict.DONE
@@ -175,7 +179,7 @@ def test_a_temperature_changes_nothing_else_of_the_processor(
 
 def test_an_order_changes_nothing_else_of_the_storage(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[StorageSpec] = []
-    before_each_run(monkeypatch, repeated_runs, lambda strategy, settings: used.append(settings.ngram_storage))
+    before_each_run(monkeypatch, lambda strategy, settings: used.append(settings.ngram_storage))
     session = open_session(view)
     for line in ("/length 2", "/set_ngramstorage onelevel 3", "Hello", "/sweep order 5 x1"):
         assert session.handle(line) is Verdict.DONE
@@ -199,7 +203,7 @@ def test_the_fastest_value_and_those_within_noise_of_it() -> None:
 
 
 def test_ctrl_c_keeps_the_finished_values(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_after(monkeypatch, repeated_runs, 11)  # six warm-up runs, three of the first value, two of the second
+    interrupt_after(monkeypatch, 11)  # six warm-up runs, three of the first value, two of the second
     session = session_with_prompt(view, tmp_path / "records.jsonl")
     assert session.handle("/sweep gamma 1 2") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "records.jsonl")[-1]

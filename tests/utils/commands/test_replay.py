@@ -10,10 +10,10 @@ import pytest
 from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 from recordings import Row, edited, interrupt_after, recorded
 
-import infer
 from utils.commands.experiments import replay
 from utils.commands.experiments.replay import speed_verdict
-from utils.comparison.strategies import Job
+from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
 from utils.repl.runner import Verdict
 
@@ -209,7 +209,7 @@ def test_an_empty_history_is_the_first_turn(view: Screen, tmp_path: Path) -> Non
 
 def interrupted_after(count: int) -> Callable[[Job], Iterator[Step]]:
     def steps(job: Job) -> Iterator[Step]:
-        for number, step in enumerate(infer.STRATEGIES[0].steps(job)):
+        for number, step in enumerate(STRATEGIES[0].steps(job)):
             if number == count and job.settings.length > 4:  # except in warm-up runs
                 raise KeyboardInterrupt
             yield step
@@ -271,7 +271,7 @@ def test_invalid_files_are_refused(view: Screen, tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_the_finished_rows(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = recorded(view, tmp_path, *SAMPLING)
-    interrupt_after(monkeypatch, replay, 4)  # two runs of each record, the first of them to warm up
+    interrupt_after(monkeypatch, 4)  # two runs of each record, the first of them to warm up
     session = open_session(view, records=tmp_path / "again.jsonl")
     assert session.handle(f"/replay {file}") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "again.jsonl")[-1]

@@ -104,7 +104,7 @@ def test_strategies_take_turns_at_going_first_and_the_remaining_time_is_shown(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    before_each_run(monkeypatch, suite, lambda strategy, settings: order.append(strategy.name))
+    before_each_run(monkeypatch, lambda strategy, settings: order.append(strategy.name))
     rows = [{"prompt": text, "task": task} for text, task in TEXTS.items()]
     suited(view, tmp_path, prompts_file(tmp_path, ["too long " * 99, *rows]), "/length 4")
     first, second, third = NAMES
@@ -146,7 +146,7 @@ def test_what_cannot_run_is_left_out_and_the_rest_continues(view: Screen, tmp_pa
 def test_ctrl_c_keeps_the_finished_prompts(
     view: Screen, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt_after(monkeypatch, suite, 5)  # within the second prompt
+    interrupt_after(monkeypatch, 5)  # within the second prompt
     session = open_session(view, records=tmp_path / "records.jsonl")
     session.handle("/length 4")
     assert session.handle(f"/suite {prompts}") is Verdict.INTERRUPTED

@@ -39,7 +39,7 @@ def test_the_costs_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "lap", "costs", "draft_cost", "words"),
+    ("rounds", "timing", "costs", "draft_cost", "words"),
     [
         ([(0, 0), (0, 0), (1, 1)], RoundTiming(1, 2, 3), COSTS, 0.1, ["declined", "67%"]),
         ([(2, 2)] * 4, RoundTiming(1, 1, 4), COSTS, 0.01, ["overhead", "50%"]),
@@ -60,7 +60,7 @@ def test_the_main_limit(
 
 def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_path: Path) -> None:
     session = open_session(
-        view, records=tmp_path / "records.jsonl", draft_seconds=lambda job: 0.5 if drafter_kind(job.drafter).uses_loaded else 0.0
+        view, records=tmp_path / "records.jsonl", draft_seconds=lambda job: 0.5 * drafter_kind(job.drafter).uses_loaded
     )
     for line in (
         "/length 24",

@@ -93,7 +93,9 @@ def test_the_default_file_is_read_if_it_exists(file: Path) -> None:
         ("[settings]\ngamma = [1]", "settings.gamma must be a text"),
     ],
 )
-def test_invalid_entries_are_refused_in_one_sentence(file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
+def test_invalid_entries_are_refused_in_one_sentence(
+    file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match=str(file)) as caught:
         read_config(file)

@@ -42,47 +42,47 @@ def test_no_uniform_is_zero_or_one() -> None:
 
 
 def test_the_targets_noise_does_not_know_where_a_round_began_and_turns_differ() -> None:
-    law = torch.full((4, 50), 0.02, dtype=torch.float64)
+    probs = torch.full((4, 50), 0.02, dtype=torch.float64)
     noise = Noise(3)
     assert (
-        list(noise.samples(law, 5))[1:]
-        == list(noise.samples(law, 6))[:3]
-        == [noise.sample(law[0], position) for position in (6, 7, 8)]
+        list(noise.samples(probs, 5))[1:]
+        == list(noise.samples(probs, 6))[:3]
+        == [noise.sample(probs[0], position) for position in (6, 7, 8)]
     )
-    assert [noise.sample(law[0], position) for position in range(9)] != [
-        Noise(3, 1).sample(law[0], position) for position in range(9)
+    assert [noise.sample(probs[0], position) for position in range(9)] != [
+        Noise(3, 1).sample(probs[0], position) for position in range(9)
     ]
 
 
 def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
     """Adding a token of no weight, or scaling the law, changes no draw: noise is indexed by token id, not by rank."""
-    law = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
+    probs = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
     for seed in range(200):
-        drawn = Noise(seed).sample(law, 4)
-        assert drawn == Noise(seed).sample(torch.cat([law, torch.zeros(5, dtype=torch.float64)]) * 0.3, 4) != 1
+        drawn = Noise(seed).sample(probs, 4)
+        assert drawn == Noise(seed).sample(torch.cat([probs, torch.zeros(5, dtype=torch.float64)]) * 0.3, 4) != 1
 
 
 def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
     """The shortcut for laws of small support against the whole race: padding with zeros switches between them."""
     for seed in range(100):
-        law = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(seed)).double(), 0)
-        padded = torch.cat([law, torch.zeros(500, dtype=torch.float64)])
-        assert Noise(seed).sample(law, seed) == Noise(seed).sample(padded, seed)
+        probs = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(seed)).double(), 0)
+        padded = torch.cat([probs, torch.zeros(500, dtype=torch.float64)])
+        assert Noise(seed).sample(probs, seed) == Noise(seed).sample(padded, seed)
 
 
 def test_draws_follow_their_weights() -> None:
     """10,000 draws each; every frequency within 5 sigma (false alarm under 1e-5)."""
-    law = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
-    for draw in (lambda seed: Noise(seed).sample(law, 2), lambda seed: Noise(seed).pick(law, Domain.DRAFT, 2, 0)):
+    probs = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
+    for draw in (lambda seed: Noise(seed).sample(probs, 2), lambda seed: Noise(seed).pick(probs, Domain.DRAFT, 2, 0)):
         counts = np.bincount([draw(seed) for seed in range(10_000)], minlength=4)
-        for count, probability in zip(counts, law.tolist(), strict=True):
+        for count, probability in zip(counts, probs.tolist(), strict=True):
             assert abs(count - 10_000 * probability) <= 5 * (10_000 * probability * (1 - probability)) ** 0.5
 
 
 @pytest.mark.parametrize("token", [0, 3])
 def test_a_one_hot_law_needs_no_noise(token: int) -> None:
-    law = torch.zeros(4).scatter_(0, torch.tensor(token), 1.0)
-    assert Noise(0).sample(law, 0) == Noise(0).pick(law, Domain.DRAFT, 0, 0) == token
+    probs = torch.zeros(4).scatter_(0, torch.tensor(token), 1.0)
+    assert Noise(0).sample(probs, 0) == Noise(0).pick(probs, Domain.DRAFT, 0, 0) == token
 
 
 def test_fixing_seeds_puts_every_source_into_the_same_state() -> None:

@@ -22,24 +22,24 @@ def test_tails_of_the_chi_square_law(statistic: float, freedom: int, tail: float
 
 
 def test_small_cells_are_merged() -> None:
-    law = torch.tensor([0.5, 0.3, 0.1, 0.04, 0.03, 0.03, 0.0])
-    result = fit({0: 50, 1: 30, 2: 10, 3: 4, 4: 3, 5: 3}, law)
+    probs = torch.tensor([0.5, 0.3, 0.1, 0.04, 0.03, 0.03, 0.0])
+    result = fit({0: 50, 1: 30, 2: 10, 3: 4, 4: 3, 5: 3}, probs)
     assert (result.draws, result.matches, result.cells, result.freedom) == (100, 100, 4, 3)
     assert result.statistic == pytest.approx(0, abs=1e-6) and result.p_value == pytest.approx(1)
-    result = fit({0: 20, 1: 12, 2: 8}, law[[0, 1, 2]] / 0.9)
+    result = fit({0: 20, 1: 12, 2: 8}, probs[[0, 1, 2]] / 0.9)
     assert result.cells == 2 and result.freedom == 1  # 4.4 is too few, and goes with the smallest other cell
-    assert fit({6: 1, 0: 99}, law).p_value == 0.0 and fit({6: 1, 0: 99}, law).matches == 99
+    assert fit({6: 1, 0: 99}, probs).p_value == 0.0 and fit({6: 1, 0: 99}, probs).matches == 99
     assert fit({0: 9}, torch.tensor([1.0, 0.0])).p_value is None
-    assert fit({0: 2}, law).cells == 1
+    assert fit({0: 2}, probs).cells == 1
 
 
 def test_p_values_of_right_draws_are_spread_evenly() -> None:
     """1,000 tests of 200 draws: the share below a tenth within 5 sigma of a tenth, so that a verdict means what it says."""
-    law = torch.softmax(torch.randn(12, generator=torch.Generator().manual_seed(0)).double(), 0)
+    probs = torch.softmax(torch.randn(12, generator=torch.Generator().manual_seed(0)).double(), 0)
     draws = torch.multinomial(
-        law.expand(1000, -1), 200, replacement=True, generator=torch.Generator().manual_seed(1)
+        probs.expand(1000, -1), 200, replacement=True, generator=torch.Generator().manual_seed(1)
     ).tolist()
-    low = sum(fit(Counter(row), law).p_value < 0.1 for row in draws)
+    low = sum(fit(Counter(row), probs).p_value < 0.1 for row in draws)
     assert abs(low - 100) < 5 * (1000 * 0.1 * 0.9) ** 0.5
 
 

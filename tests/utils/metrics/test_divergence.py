@@ -27,7 +27,8 @@ from utils.logits_processor import (
 )
 from utils.metrics.divergence import Candidate, Cause, Divergence, DivergenceCase, explain
 from utils.metrics.results import tokens_of
-from utils.repl.runner import Verdict
+from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
+from utils.screen.renderer import CAUSES
 
 
 class Wobbly(ToyModel):
@@ -177,7 +178,7 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
         repl.handle(line)
     line = view.take()[0].splitlines()[-1]
     assert line.startswith("speculative differs at token ")
-    assert line.endswith("· sampling: expected under /verify rejection; /verify coupled makes it the same text")
+    assert line.endswith(CAUSES[Cause.SAMPLING].format(rule="rejection"))
     rows = records_of(file)
     assert [row["divergence"] and row["divergence"]["cause"] for row in rows] == ["sampling", None, None]
     assert rows[0]["divergence"]["position"] == rows[0]["first_difference"]
@@ -216,8 +217,8 @@ def test_what_is_unexplained_is_shown_with_all_that_a_replay_needs(
 ) -> None:
     """A rule with a bug: it emits the token after the one it should."""
 
-    def off_by_one(law: torch.Tensor, draft: object, noise: Noise, *, start: int) -> tuple[int, int]:
-        return 0, (noise.sample(law[0], start) + 1) % law.shape[-1]
+    def off_by_one(probs: torch.Tensor, draft: object, noise: Noise, *, start: int) -> tuple[int, int]:
+        return 0, (noise.sample(probs[0], start) + 1) % probs.shape[-1]
 
     monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
     monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
@@ -258,14 +259,14 @@ def test_an_explanation_that_fails_spoils_no_run(view: Screen, tmp_path: Path, m
     def broken(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("utils.comparison.harness.explain", broken)
+    monkeypatch.setattr("utils.comparison.last_prompt.explain", broken)
     file = tmp_path / "runs.jsonl"
     repl = open_session(view, records=file)
     repl.handle("/processor multinomial 1.2")
     assert repl.handle("Hello") is Verdict.DONE
     assert [row["divergence"] for row in records_of(file)] == [None] * 3
     messages = view.take()[1]
-    assert "Why the texts differ could not be found out:" in messages and "Out of memory" in messages
+    assert NOT_EXPLAINED in messages and OUT_OF_MEMORY in messages
 
 
 def test_under_greedy_the_candidates_have_the_models_own_probabilities() -> None:
@@ -278,7 +279,7 @@ def test_what_an_audit_measured_is_what_divergences_are_held_against(
     view: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed: list[float] = []
-    monkeypatch.setattr("utils.comparison.harness.explain", lambda case, rounding: handed.append(rounding))
+    monkeypatch.setattr("utils.comparison.last_prompt.explain", lambda case, rounding: handed.append(rounding))
     monkeypatch.setattr(view.renderer, "divergence", lambda *arguments, **options: None)
     repl = open_session(view)
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):

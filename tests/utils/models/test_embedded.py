@@ -150,9 +150,8 @@ def test_two_processes_at_once(
 
     monkeypatch.setattr(embedded, "convert", slow)
     assert (embedded_folder(SILENT) / "theirs").exists() is not damaged
-    assert {name: data for name, data in contents(first).items() if name != "theirs"} == theirs and not other_entries(
-        cache
-    )
+    assert {name: data for name, data in contents(first).items() if name != "theirs"} == theirs
+    assert not other_entries(cache)
 
 
 def test_a_wrong_digest_is_refused(cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_ids_outside_the_vocabulary_forbid_nothing(folder: Path, fields: dict[st
 @pytest.mark.parametrize("end", ["a", 1.5, {"a": 1}, [[1]]])
 def test_invalid_end_tokens_are_reported_for_the_target(shelf: Path, folder: Path, end: Any) -> None:
     edit(folder, "generation_config.json", eos_token_id=end)
-    assert refusal(folder, shelf / "drafter").startswith("'odd'")
+    assert "'odd'" in refusal(folder, shelf / "drafter")
 
 
 def test_models_that_do_not_run_as_decoders(tmp_path: Path, folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_stored_quantization_is_recognised(
                     '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'
                 )
             ),
-            CAUSES["missing file"].sentence,
+            "'metadata'",
         ),
     ],
 )

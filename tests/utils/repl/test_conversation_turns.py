@@ -164,7 +164,7 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, *START, "/length 12", "/processor multinomial 1.2", "Hello")
     assert by_name(file, "Hello")["speculative"]["divergence"]["cause"] == "sampling"
     monkeypatch.setattr(
-        "utils.comparison.harness.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
+        "utils.comparison.last_prompt.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
     )
     view.take()
     handled(session, "And why?")
@@ -289,7 +289,9 @@ def test_without_a_conversation_of_the_target_a_new_strategy_starts_from_nothing
 
 def test_which_conversation_a_strategy_continues() -> None:
     conversations = Conversations({"target": (A, B, C), "ngram": (A,), "drafter": (A, C), "beam": (A, B, C)})
-    assert [conversations.of(name, "target") for name in ("target", "ngram", "drafter", "beam", "speculative")] == [
+    assert [
+        conversations.history(name, "target") for name in ("target", "ngram", "drafter", "beam", "speculative")
+    ] == [
         (A, B, C),
         (A, B, C),
         (A, C),

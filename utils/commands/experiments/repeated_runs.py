@@ -16,10 +16,7 @@ from utils.comparison.reports import Finding, Progress, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.settings import Settings
-from utils.decode.noise import fix_seeds
-from utils.decode.steps import FinishReason
-from utils.metrics.results import Generation, collect, compare
-from utils.prompts.conversation import Turns
+from utils.metrics.results import Generation, compare
 
 Item = TypeVar("Item")
 MIN_REPEATS = 5  # a verdict needs as many repeats that agree; five agree by chance once in 16
@@ -107,19 +104,8 @@ def _run_variant(harness: Harness, last: LastPrompt, variant: Variant, repeat: i
     return sum(run.seconds for run in runs.values())
 
 
-def run_alone(
-    harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()
-) -> Generation:
-    """Run a prompt with an n-gram storage of its own. Ctrl-C raises KeyboardInterrupt."""
-    fix_seeds(settings.seed)
-    run = collect(strategy.steps(harness.job(prompt, settings, history)))
-    if run.finish is FinishReason.INTERRUPTED:
-        raise KeyboardInterrupt
-    return run
-
-
 def run_last(harness: Harness, last: LastPrompt, strategy: Strategy, settings: Settings) -> Generation:
-    """Run the last prompt again, as `run_alone` does."""
+    """Run the last prompt again with an n-gram storage of its own. Ctrl-C raises KeyboardInterrupt."""
     return harness.run_alone(last.job.prompt, strategy, settings, history=last.job.history)
 
 
