@@ -4,6 +4,7 @@ The environment is set before torch is imported: a passive wait policy, because 
 machine, no model hub, and one thread in each of several test processes.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # ignores the config file of the user
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported modules from garbage collection, which otherwise takes most of the time of loading tiny models."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,22 +1,26 @@
-"""Exact enumeration: run a verification rule through every outcome of every draw and add up the probabilities.
+"""Exact enumeration: run a verification rule or a whole decoder through every outcome of every draw and add up the
+probabilities.
 
-The rules are the program's own functions. `Exact` replaces their tensors by fractions, and `Branching` replaces their
-noise. Nothing is sampled and nothing is rounded, so distributions are compared as equal fractions.
+The code under test is the program's own; `Branching` replaces its noise. With `Exact` in place of tensors the sums are
+equal fractions; with tensors they differ by rounding. Nothing is sampled, so there are no false alarms.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from utils.decode.drafts import Draft
 from utils.decode.noise import Domain
+from utils.decode.steps import Step
+from utils.metrics.results import tokens_of
 
 Row = tuple[Fraction, ...]
 Distribution = Callable[[tuple[int, ...]], Row]  # from the tokens so far to the distribution of the next one
 Text = tuple[int, ...]
 Verify = Callable[..., tuple[int, int]]
+Number = float | Fraction
 
 
 class Exact:
@@ -62,75 +66,110 @@ class Exact:
 
 
 class Uniform:
-    """A number drawn from (0, 1) that can only be compared. Each comparison is a branch."""
+    """A number from (0, 1), possibly scaled, that can be compared or rounded down. Each result is a branch."""
 
-    def __init__(self, noise: "Branching", scale: Fraction = Fraction(1)) -> None:
-        self.noise, self.scale = noise, scale
+    def __init__(self, noise: "Branching", key: tuple[int, ...], scale: Number = 1) -> None:
+        self._noise, self._key, self._scale = noise, key, scale
 
-    def __mul__(self, factor: Fraction) -> "Uniform":
-        return Uniform(self.noise, self.scale * factor)
+    def __mul__(self, factor: Number) -> "Uniform":
+        return Uniform(self._noise, self._key, self._scale * factor)
 
-    def __le__(self, bound: Fraction) -> bool:
-        below = min(Fraction(1), max(Fraction(0), Fraction(bound) / self.scale)) if self.scale else Fraction(1)
-        return self.noise.choose([below, 1 - below]) == 0
+    def __le__(self, bound: Number) -> bool:
+        if not self._scale:
+            return True
+        below = min(Fraction(1), max(Fraction(0), bound / self._scale))
+        return self._noise.split(self._key, [below, 1 - below]) == 0
 
-    def __ge__(self, bound: Fraction) -> bool:
+    def __ge__(self, bound: Number) -> bool:
         return not self <= bound
+
+    def __int__(self) -> int:
+        return self._noise.split(self._key, [Fraction(1)] * int(self._scale))
 
 
 class Branching:
-    """Noise that follows one path through the tree of outcomes. `probability` is that of the path."""
+    """Noise that follows one path of outcomes; `probability` is that of the path.
+
+    It refuses to use a key twice, because only different keys give independent numbers.
+    """
 
     def __init__(self, path: list[int]) -> None:
-        self._path, self._taken = path, 0
-        self._keys: set[tuple[int, ...]] = set()
+        self._path = path
+        self._used: set[tuple[int, ...]] = set()
         self.widths: list[int] = []
-        self.probability = Fraction(1)
+        self.probability: Number = Fraction(1)
 
-    def choose(self, weights: Sequence[Fraction]) -> int:
+    def choose(self, weights: Sequence[Number]) -> int:
         """The index of one of the outcomes with a positive weight."""
         possible = [index for index, weight in enumerate(weights) if weight > 0]
-        branch = self._path[self._taken] if self._taken < len(self._path) else 0
-        self._taken += 1
+        if len(possible) == 1:
+            return possible[0]
+        depth = len(self.widths)
+        branch = self._path[depth] if depth < len(self._path) else 0
         self.widths.append(len(possible))
         self.probability *= weights[possible[branch]] / sum(weights)
         return possible[branch]
 
-    def _use(self, *key: int) -> None:
-        """Draws are independent only if no two of them look up the same noise."""
-        assert key not in self._keys, f"noise {key} is used twice"
-        self._keys.add(key)
+    def split(self, key: tuple[int, ...], weights: Sequence[Number]) -> int:
+        """The outcome that the number with this key selects by inversion. Each key may be used once."""
+        assert key not in self._used, f"noise {key} is used twice"
+        self._used.add(key)
+        return self.choose(weights)
 
     def uniform(self, domain: Domain, position: int, start: int) -> Uniform:
-        self._use(domain, position, start)
-        return Uniform(self)
+        return Uniform(self, (domain, position, start))
 
-    def pick(self, weights: Exact, domain: Domain, position: int, start: int) -> int:
-        self._use(domain, position, start)
-        return self.choose(weights.values)
+    def pick(self, weights: Any, domain: Domain, position: int, start: int) -> int:
+        return self.split((domain, position, start), weights.tolist())
 
-    def sample(self, weights: Exact, position: int) -> int:
-        self._use(Domain.TARGET, position)
-        return self.choose(weights.values)
+    def sample(self, weights: Any, position: int) -> int:
+        return self.split((Domain.TARGET, position, 0), weights.tolist())
 
-    def samples(self, probs: Exact, start: int) -> Iterator[int]:
-        for index, row in enumerate(probs.values):
-            self._use(Domain.TARGET, start + index)
-            yield self.choose(row)
+    def samples(self, rows: Any, start: int) -> Iterator[int]:
+        for index, row in enumerate(rows.tolist()):
+            yield self.split((Domain.TARGET, start + index, 0), row)
 
 
-def every_path(walk: Callable[[Branching], Text]) -> Iterator[tuple[Text, Fraction]]:
-    """The result and probability of every path through `walk`."""
+class Reusing(Branching):
+    """Noise for known mistakes: a key that is used again gives the same number, of which an interval is known."""
+
+    def __init__(self, path: list[int]) -> None:
+        super().__init__(path)
+        self._known: dict[tuple[int, ...], tuple[Number, Number]] = {}
+
+    def split(self, key: tuple[int, ...], weights: Sequence[Number]) -> int:
+        low, high = self._known.get(key, (Fraction(0), Fraction(1)))
+        total = sum(weights)
+        edges = [edge / total for edge in accumulate(weights, initial=Fraction(0))]
+        cells = [(max(low, left), min(high, right)) for left, right in pairwise(edges)]
+        index = self.choose([max(Fraction(0), right - left) for left, right in cells])
+        self._known[key] = cells[index]
+        return index
+
+
+def outcome_probs(walk: Callable[[Branching], Text], noise: type[Branching] = Branching) -> dict[Text, Any]:
+    """The probability of every result of `walk`, over all paths."""
+    probs: dict[Text, Any] = defaultdict(Fraction)
     path: list[int] = []
     while True:
-        noise = Branching(path)
-        yield walk(noise), noise.probability
-        taken = (path + [0] * len(noise.widths))[: len(noise.widths)]
-        while taken and taken[-1] + 1 == noise.widths[len(taken) - 1]:
-            taken.pop()
-        if not taken:
-            return
-        path = [*taken[:-1], taken[-1] + 1]
+        branching = noise(path)
+        probs[walk(branching)] += branching.probability
+        path = (path + [0] * len(branching.widths))[: len(branching.widths)]
+        while path and path[-1] + 1 == branching.widths[len(path) - 1]:
+            path.pop()
+        if not path:
+            return dict(probs)
+        path[-1] += 1
+
+
+def text_probs(decode: Callable[[Any], Iterable[Step]], noise: type[Branching] = Branching) -> dict[Text, Any]:
+    """The probability of every text of a decoder. `decode` starts a run with the noise that it is given."""
+    return outcome_probs(lambda branching: tuple(tokens_of(decode(branching))), noise)
+
+
+def distance(first: dict[Text, Any], second: dict[Text, Any]) -> float:
+    """Total variation distance between two distributions of texts."""
+    return float(sum(abs(first.get(text, 0) - second.get(text, 0)) for text in {**first, **second}) / 2)
 
 
 def never(text: Text) -> bool:
@@ -161,14 +200,6 @@ def one_hot_round(p: Distribution, drafted: Text, verify: Verify, noise: Branchi
     probs = Exact([p(drafted[:index]) for index in range(len(drafted) + 1)])
     accepted, token = verify(probs, Draft(list(drafted)), noise, start=0)
     return (*drafted[:accepted], token)
-
-
-def outcome_probs(walk: Callable[[Branching], Text]) -> dict[Text, Fraction]:
-    """The probability of every outcome of a round."""
-    probs: dict[Text, Fraction] = defaultdict(Fraction)
-    for text, probability in every_path(walk):
-        probs[text] += probability
-    return dict(probs)
 
 
 def joint(p: Distribution, length: int, prefix: Text = ()) -> dict[Text, Fraction]:

@@ -6,8 +6,9 @@ rows. It is called like any causal model, without a cache.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import pairwise, product
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,22 +72,25 @@ def session(model: nn.Module, **options: bool) -> ModelSession:
 
 
 def decoding(
-    max_new: int, *, processor: LogitsProcessor | None = None, seed: int = 0, ends: Iterable[int] = ()
+    max_new: int,
+    *,
+    processor: LogitsProcessor | None = None,
+    seed: int = 0,
+    ends: Iterable[int] = (),
+    noise: Any = None,
 ) -> Decoding:
-    return Decoding(processor or MultinomialProcessor(1.0), max_new, frozenset(ends), Noise(seed))
+    return Decoding(processor or MultinomialProcessor(1.0), max_new, frozenset(ends), noise or Noise(seed))
 
 
 def joint_probs(model: ToyModel, processor: LogitsProcessor, start: int, length: int) -> dict[tuple[int, ...], float]:
     """The exact probability of every sequence of `length` tokens after the token `start`."""
-    rows = processor(model.table)
-    probs = {}
-    for tokens in product(range(model.table.shape[-1]), repeat=length):
-        probability, last = 1.0, start
-        for token in tokens:
-            probability *= float(rows[last, token])
-            last = token
-        probs[tokens] = probability
-    return probs
+    rows = processor(model.table).tolist()
+    texts = {(start,): 1.0}
+    for _ in range(length):
+        texts = {
+            (*text, token): mass * weight for text, mass in texts.items() for token, weight in enumerate(rows[text[-1]])
+        }
+    return {text[1:]: mass for text, mass in texts.items()}
 
 
 def chi_square(

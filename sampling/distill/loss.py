@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,6 +52,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return gradients[0], gradients[1] if len(gradients) > 1 else None, None, None
 
 
+_soft_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _SoftCrossEntropy.apply
+
+
 def distillation_loss(student: Student, page: Page, lm_head: Tensor, steps: int) -> Tensor:
     """Weighted mean over steps of the cross entropy to the target, at the tokens that the target generated.
 
@@ -65,10 +69,10 @@ def distillation_loss(student: Student, page: Page, lm_head: Tensor, steps: int)
         # The hidden state at a token predicts the next token.
         target_states = last_hidden[:, begin - 1 : begin - 1 + count][generated]
         states = predictions.states[generated]
-        losses.append(_SoftCrossEntropy.apply(states, predictions.rows, target_states, target_rows))
+        losses.append(_soft_cross_entropy(states, predictions.rows, target_states, target_rows))
     weights = [STEP_DECAY**step for step in range(steps)]
-    total: Tensor = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
-    return total
+    weighted = (weight * loss for weight, loss in zip(weights, losses, strict=True))
+    return sum(weighted, start=lm_head.new_zeros((), dtype=torch.float32)) / sum(weights)
 
 
 def autocast_for(lm_head: Tensor) -> AbstractContextManager[Any]:

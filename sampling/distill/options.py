@@ -118,7 +118,7 @@ def _checked(options: Options) -> Options:
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:
-        raise UserError(f"{options.out} contains unfinished work: add --resume to continue, or choose a different folder.")
+        raise UserError(f"{options.out} has unfinished work: add --resume to continue, or choose a different folder.")
     return options
 
 

@@ -51,7 +51,7 @@ class Distillation:
                 f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
         self._generator = PageGenerator(model, script, target_layers(model), rows=plan.rows, length=self._plan.length)
-        self._complete = bool(questions)
+        self._has_questions = bool(questions)
         if plan.start and not options.measure:
             self._check_start(Path(plan.start))
 
@@ -94,7 +94,7 @@ class Distillation:
 
     def _page(self, number: int, reporter: ProgressReporter) -> Page:
         seed = self._plan.seed * 100_000 + number
-        return self._generator.generate(seed, complete=self._complete, on_tokens=reporter.advance)
+        return self._generator.generate(seed, complete=self._has_questions, on_tokens=reporter.advance)
 
     def _held_out_page(self, corpus: Corpus) -> Page:
         if not len(corpus):

@@ -1,4 +1,4 @@
-"""Matches against a plain search through the text; and drafters made of them, which never change it."""
+"""Matches against a brute-force search, and match drafters, which never change the text."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +16,13 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=14), min_size=1, max_size=
 
 def filled(matches, texts):
     for text in texts:
-        matches.part()
+        matches.separate()
         matches.extend(text)
     return matches
 
 
 def occurrences(texts, piece):
-    """(number, end of the last one) of a piece in the texts, an end counting through all of them."""
+    """(number, end of the last one) of the occurrences of a piece. Ends count through all texts."""
     ends, before = [], 0
     for text in texts:
         before += 1
@@ -50,7 +50,7 @@ def test_the_automaton_follows_the_most_frequent_continuation_of_the_longest_suf
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.integers(1, 5))
-def test_a_lookup_reads_on_behind_the_latest_of_the_longest_matches(texts, count):
+def test_lookup_continues_after_the_latest_of_the_longest_matches(texts, count):
     last = texts[-1]
     best = (0, 0, [])
     for number, text in enumerate(texts):
@@ -68,7 +68,7 @@ def test_a_lookup_reads_on_behind_the_latest_of_the_longest_matches(texts, count
     assert filled(LongestMatch(), texts).drafts(count) == expected
 
 
-def test_many_tokens_are_entered_quickly_enough_to_forget_about():
+def test_the_automaton_takes_many_tokens():
     automaton = SuffixAutomaton()
     automaton.extend([*range(50)] * 400)
     assert [token for token, _ in automaton.drafts(3)] == [0, 1, 2]
@@ -76,17 +76,17 @@ def test_many_tokens_are_entered_quickly_enough_to_forget_about():
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=12), st.integers(0, 8), st.booleans())
-def test_the_text_is_plain_decodings_own(prompt, gamma, adapts):
+def test_the_text_is_the_autoregressive_text(prompt, gamma, adapts):
     model = MODEL
     plan = Decoding.of(None, 40, end_ids=None, seed=1)
-    plain = tokens_of(autoregressive_steps(prompt, ModelSession(model, rewinds=False), plan))
-    length = AdaptiveGamma(Costs((0.1,))) if adapts else None
+    expected = tokens_of(autoregressive_steps(prompt, ModelSession(model, rewinds=False), plan))
+    adaptive = AdaptiveGamma(Costs((0.1,))) if adapts else None
     for drafter in (
-        MatchDrafter(LongestMatch(), length=length),
-        MatchDrafter(SuffixAutomaton(), length=length),
+        MatchDrafter(LongestMatch(), adaptive=adaptive),
+        MatchDrafter(SuffixAutomaton(), adaptive=adaptive),
         ChainDrafter(MatchDrafter(LongestMatch(3)), MatchDrafter(SuffixAutomaton())),
     ):
-        assert tokens_of(speculative_steps(prompt, drafter, ModelSession(model), plan, gamma=gamma)) == plain
+        assert tokens_of(speculative_steps(prompt, drafter, ModelSession(model), plan, gamma=gamma)) == expected
 
 
 MODEL = tiny_llama(vocab_size=8)

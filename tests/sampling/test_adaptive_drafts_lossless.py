@@ -1,46 +1,52 @@
 """With adaptive gamma and with chains of drafters the text follows the target's distribution. A drafter that decides by
 the token it has drawn does not, and these tests detect it.
 
-Statistics: 3 tokens, joint distribution of the first four, 3,000 runs. A correct decoder fails a test with probability
-below 1e-5. The seeds are fixed, so results are reproducible. test_verification_exact.py enumerates one round exactly.
+Every path of whole runs is enumerated (see exact.py), so there are no false alarms. test_verification_exact.py
+enumerates one round with any stopping rule.
 """
 
 from functools import partial
 
 import pytest
 import torch
-from toys import chi_square, decoding, joint_probs, opposed, session, toy
+from exact import distance, text_probs
+from toys import decoding, joint_probs, opposed, session, toy
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
 from sampling import RULES, AdaptiveGamma, ChainDrafter, ModelDrafter, speculative_steps
 from sampling.adaptive_gamma import Bucket
 from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
+from utils.decode.noise import Noise
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.costs import Costs
-from utils.metrics.results import tokens_of
 
-TRIALS, LENGTH, START, SIZE, GAMMA = 3000, 4, 0, 3, 4
-TARGET = toy(1, SIZE)
+START, GAMMA = 0, 4
+SIZES = [(3, 3), (2, 4)]  # (vocabulary size, number of new tokens)
 COSTS = Costs((0.3, 0.35, 0.4, 0.45))
 
 
-def text(make, rule, seed):
-    plan = decoding(LENGTH, processor=MultinomialProcessor(1.0), seed=seed)
-    rounds = speculative_steps([START], make(plan), session(TARGET), plan, gamma=GAMMA, rule=RULES[rule])
-    return tuple(tokens_of(rounds))
+def run(make, rule, size, length, noise):
+    target, plan = toy(1, size), decoding(length, noise=noise)
+    drafter = make(plan, target)
+    return speculative_steps([START], drafter, session(target), plan, gamma=GAMMA, rule=RULES[rule])
 
 
-def adaptive(plan, kind=ModelDrafter, model=None):
-    return kind(session(model or toy(2, SIZE)), plan, SIZE, adaptive=AdaptiveGamma(COSTS, 0.1))
+def adaptive(plan, target, kind=ModelDrafter, model=None):
+    size = target.config.vocab_size
+    return kind(session(model or toy(2, size)), plan, size, adaptive=AdaptiveGamma(COSTS, 0.1))
 
 
-def suffix_chain(plan):
-    return ChainDrafter(MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(COSTS)), adaptive(plan))
+def adaptive_opposed(plan, target):
+    return adaptive(plan, target, model=opposed(target))
 
 
-def lookup_chain(plan):
-    return ChainDrafter(MatchDrafter(LongestMatch(1)), adaptive(plan, model=opposed(TARGET)))
+def suffix_chain(plan, target):
+    return ChainDrafter(MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(COSTS)), adaptive(plan, target))
+
+
+def lookup_chain(plan, target):
+    return ChainDrafter(MatchDrafter(LongestMatch(1)), adaptive_opposed(plan, target))
 
 
 class Peeking(ModelDrafter):
@@ -54,37 +60,32 @@ class Peeking(ModelDrafter):
         return draft
 
 
-def deviation(make, rule):
-    """The chi-square statistic divided by its threshold."""
-    statistic, threshold = chi_square(
-        partial(text, make, rule), joint_probs(TARGET, MultinomialProcessor(1.0), START, LENGTH), TRIALS
-    )
-    return statistic / threshold
+def error(make, rule, size, length):
+    """Total variation distance from the target's joint distribution of `length` tokens."""
+    expected = joint_probs(toy(1, size), MultinomialProcessor(1.0), START, length)
+    return distance(text_probs(partial(run, make, rule, size, length)), expected)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(
-    "make",
-    [adaptive, partial(adaptive, model=opposed(TARGET)), suffix_chain, lookup_chain],
-    ids=["model", "opposed", "suffix chain", "lookup chain"],
-)
-def test_text_follows_the_targets_distribution(make, rule):
-    assert deviation(make, rule) < 1
+@pytest.mark.parametrize(("size", "length"), SIZES)
+@pytest.mark.parametrize("make", [adaptive, adaptive_opposed, suffix_chain, lookup_chain])
+def test_text_follows_the_targets_distribution(make, size, length, rule):
+    assert error(make, rule, size, length) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_deciding_by_the_drawn_token_is_detected(rule):
-    assert deviation(partial(adaptive, kind=Peeking), rule) > 1
+    """The distance is 0.27."""
+    assert error(partial(adaptive, kind=Peeking), rule, 3, 3) > 0.1
 
 
-def test_the_number_of_drafts_varies():
+@pytest.mark.parametrize(("size", "length"), SIZES)
+def test_the_number_of_drafts_varies(size, length):
     """Otherwise the tests above would only cover a fixed gamma."""
     seen = set()
     for seed in range(100):
-        plan = decoding(LENGTH, processor=MultinomialProcessor(1.0), seed=seed)
-        rounds = speculative_steps([START], adaptive(plan), session(TARGET), plan, gamma=GAMMA)
-        seen |= {len(step.drafted) for step in rounds}
-    assert seen >= {0, 1, 2}
+        seen |= {len(step.drafted) for step in run(adaptive, "rejection", size, length, Noise(seed))}
+    assert seen == {*range(length)}
 
 
 @pytest.mark.parametrize("shares", [False, True])

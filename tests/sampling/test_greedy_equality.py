@@ -1,8 +1,10 @@
-"""Under greedy every strategy's text is the target's own: all processors' greedy forms, cached or not, any gamma, any drafter, any kind.
+"""With greedy decoding every strategy gives the target's text: for the greedy form of every processor, with and without
+cache, and for every gamma, drafter and kind of model.
 
-The oracle is written here from `model(...)` alone: no session, no cache, no processor.
+The reference is computed by `model(...)` alone, without session, cache and processor.
 """
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -41,11 +43,11 @@ GREEDY_FORMS = [
     TopKNucleusProcessor(0.0, 5, 0.9),
 ]
 BUILDERS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart}
-DRAFTERS = ["itself", "another", "opposed", "random"]
+DRAFTERS = ["itself", "other", "opposed", "random"]
 
 
-def oracle(model: Any, prompt: list[int], length: int) -> list[int]:
-    """Greedy decoding with a whole uncached forward per token."""
+def reference(model: Any, prompt: list[int], length: int) -> list[int]:
+    """Greedy decoding with one uncached forward pass per token."""
     made: list[int] = []
     for _ in range(length):
         made.append(int(next_logits(model, prompt, made).argmax()))
@@ -53,7 +55,7 @@ def oracle(model: Any, prompt: list[int], length: int) -> list[int]:
 
 
 class Negated(torch.nn.Module):
-    """A model whose favourites are another model's last choices."""
+    """A model with the negated logits of a different model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -92,26 +94,39 @@ def targets() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def oracles(targets: dict[str, Any]) -> dict[str, list[int]]:
-    texts = {kind: oracle(model, PROMPT, LENGTH) for kind, model in targets.items()}
-    assert all(len(set(text)) > 4 for text in texts.values()), "a text of one repeated token would prove little"
+def references(targets: dict[str, Any]) -> dict[str, list[int]]:
+    texts = {kind: reference(model, PROMPT, LENGTH) for kind, model in targets.items()}
+    assert all(len(set(text)) > 4 for text in texts.values()), "a text of few different tokens proves little"
     return texts
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_plain_decoding_equals_the_oracle(kind: str, use_cache: bool, targets: dict, oracles: dict) -> None:
+def test_autoregressive_text_equals_the_reference(kind: str, use_cache: bool, targets: dict, references: dict) -> None:
     for processor in GREEDY_FORMS:
         made = autoregressive_generate(PROMPT, targets[kind], LENGTH, processor, NO_END, use_cache=use_cache, seed=1)
-        assert made == oracles[kind], processor
+        assert made == references[kind], processor
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("gamma", range(7))
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("kind", BUILDERS)
-def test_speculative_text_equals_the_oracle(
-    kind: str, name: str, gamma: int, use_cache: bool, targets: dict, oracles: dict
+# Every model meets every drafter with and without a cache, and every gamma with two drafters.
+SELECTION = [
+    (kind, DRAFTERS[(gamma + 2 * use_cache + row) % 4], gamma, use_cache)
+    for row, kind in enumerate(BUILDERS)
+    for gamma in range(7)
+    for use_cache in (True, False)
+]
+
+
+def test_the_selection_covers_all_pairs_of_choices() -> None:
+    choices: list[Any] = [BUILDERS, DRAFTERS, range(7), (True, False)]
+    for first, second in combinations(range(4), 2):
+        assert {(row[first], row[second]) for row in SELECTION} == set(product(choices[first], choices[second]))
+    assert {(row[0], row[1], row[3]) for row in SELECTION} == set(product(BUILDERS, DRAFTERS, (True, False)))
+
+
+@pytest.mark.parametrize(("kind", "name", "gamma", "use_cache"), SELECTION)
+def test_speculative_text_equals_the_reference(
+    kind: str, name: str, gamma: int, use_cache: bool, targets: dict, references: dict
 ) -> None:
     drafter = drafter_for(kind, name, targets[kind])
     for first_target, processor in (
@@ -131,45 +146,46 @@ def test_speculative_text_equals_the_oracle(
             seed=2,
             verify=("rejection", "block", "coupled")[(gamma + len(kind)) % 3] if first_target else "block",
         )
-        assert made == oracles[kind]
+        assert made == references[kind]
         assert rate == (0.0 if gamma == 0 else 1.0) if name == "itself" else rate < 1.0
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("gamma", range(7))
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_ngram_assisted_text_equals_the_oracle(
-    kind: str, gamma: int, use_cache: bool, targets: dict, oracles: dict
+def test_ngram_assisted_text_equals_the_reference(
+    kind: str, gamma: int, use_cache: bool, targets: dict, references: dict
 ) -> None:
-    for order, storage_class in ((2, NGramStorage), (3, OneLevelNGramStorage), (4, NGramStorage)):
-        for stop_if_unknown in (True, False):
-            made, rate = ngram_assisted_speculative_generate(
-                PROMPT,
-                storage_class(order, 64),
-                targets[kind],
-                gamma=gamma,
-                max_gen_len=LENGTH,
-                eos_tokens_id=NO_END,
-                use_cache=use_cache,
-                first_target=not stop_if_unknown,
-                stop_if_unknown=stop_if_unknown,
-                seed=3,
-            )
-            assert made == oracles[kind]
-            assert 0.0 <= rate <= 1.0
+    storages = ((2, NGramStorage), (3, OneLevelNGramStorage), (4, NGramStorage))
+    for stop_if_unknown in (True, False):
+        order, storage_class = storages[(gamma + stop_if_unknown) % 3]
+        made, rate = ngram_assisted_speculative_generate(
+            PROMPT,
+            storage_class(order, 64),
+            targets[kind],
+            gamma=gamma,
+            max_gen_len=LENGTH,
+            eos_tokens_id=NO_END,
+            use_cache=use_cache,
+            first_target=not stop_if_unknown,
+            stop_if_unknown=stop_if_unknown,
+            seed=3,
+        )
+        assert made == references[kind]
+        assert 0.0 <= rate <= 1.0
 
 
-def test_a_storage_that_knows_the_text_is_always_right(targets: dict, oracles: dict) -> None:
+def test_all_drafts_of_a_storage_that_holds_the_text_are_accepted(targets: dict, references: dict) -> None:
     storage = OneLevelNGramStorage(9, 64)
-    storage.initialize(PROMPT + oracles["llama"])
+    storage.initialize(PROMPT + references["llama"])
     made, rate = ngram_assisted_speculative_generate(
         PROMPT, storage, targets["llama"], gamma=5, max_gen_len=LENGTH, eos_tokens_id=NO_END, first_target=False, seed=0
     )
-    assert (made, rate) == (oracles["llama"], 1.0)
+    assert (made, rate) == (references["llama"], 1.0)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
-def test_short_texts_are_cut_exactly(length: int, targets: dict, oracles: dict) -> None:
+def test_short_texts_have_the_requested_length(length: int, targets: dict, references: dict) -> None:
     for gamma in (1, 4, 9):
         made, _ = speculative_generate(
             PROMPT,
@@ -180,12 +196,12 @@ def test_short_texts_are_cut_exactly(length: int, targets: dict, oracles: dict) 
             eos_tokens_id=NO_END,
             first_target=False,
         )
-        assert made == oracles["llama"][:length]
+        assert made == references["llama"][:length]
 
 
-def test_the_encoder_decoder_names_are_the_same_functions(targets: dict, oracles: dict) -> None:
+def test_the_encoder_decoder_names_are_the_same_functions(targets: dict, references: dict) -> None:
     made = autoregressive_generate_encoder_decoder(PROMPT, targets["t5"], LENGTH, eos_tokens_id=NO_END)
-    assert made == oracles["t5"]
+    assert made == references["t5"]
     assert (
         speculative_generate_encoder_decoder(
             PROMPT, targets["t5"], targets["t5"], max_gen_len=LENGTH, eos_tokens_id=NO_END
@@ -196,59 +212,49 @@ def test_the_encoder_decoder_names_are_the_same_functions(targets: dict, oracles
 
 @pytest.mark.parametrize("kind", ["llama", "sliding", "t5"])
 @pytest.mark.parametrize("offset", [1, -1])
-def test_a_rewind_that_is_off_by_one_is_noticed(kind: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant that these equalities exist for, over a few models: a model may happen not to look at the wrong row."""
-    honest = ModelSession.rewind
+def test_a_rewind_that_is_off_by_one_is_detected(kind: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several models, since one model may happen not to attend to the wrong row."""
+    rewind = ModelSession.rewind
 
-    def crooked(self: ModelSession, length: int) -> None:
-        # One stale row stays in the cache, or one row goes that the next feed believes to be there.
-        honest(self, length + offset)
+    def off_by_one(self: ModelSession, length: int) -> None:
+        # One stale row stays in the cache, or one row is missing that the next feed relies on.
+        rewind(self, length + offset)
         self._cached = min(self._cached + max(-offset, 0), length)
 
-    monkeypatch.setattr(ModelSession, "rewind", crooked)
-    wrong = 0
-    for seed in range(4):
+    monkeypatch.setattr(ModelSession, "rewind", off_by_one)
+    different = 0
+    for seed in range(3):
         target, drafter = BUILDERS[kind](seed=seed), BUILDERS[kind](seed=seed + 10)
         made, _ = speculative_generate(
             PROMPT, drafter, target, gamma=4, max_gen_len=30, eos_tokens_id=NO_END, first_target=False
         )
-        wrong += made != oracle(target, PROMPT, 30)
-    assert wrong > 0
+        different += made != reference(target, PROMPT, 30)
+    assert different > 0
 
 
-def test_soft_greedy_is_noticed(targets: dict, oracles: dict) -> None:
-    """The original's mistake: greedy drafts, but judged by p/q on the full softmax, so a draft may stand that greedy would not say."""
+def test_verifying_greedy_drafts_by_the_softmax_is_detected(targets: dict, references: dict) -> None:
+    """Greedy drafts verified by p/q of the full softmax: a draft may be accepted that is not the target's argmax."""
     greedy = Decoding.of(GreedyProcessor(), LENGTH, end_ids=None, seed=0)
     soft = Decoding.of(MultinomialProcessor(1.0), LENGTH, end_ids=None, seed=0)
     target = ModelSession(targets["llama"])
     drafter = ModelDrafter(ModelSession(BUILDERS["llama"](seed=1)), greedy, target.vocab_size)
-    assert tokens_of(speculative_steps(PROMPT, drafter, target, soft, gamma=4)) != oracles["llama"]
+    assert tokens_of(speculative_steps(PROMPT, drafter, target, soft, gamma=4)) != references["llama"]
 
 
-def test_equality_holds_past_the_sliding_window_and_over_a_long_text() -> None:
+def test_equality_holds_beyond_the_sliding_window_and_for_a_long_text() -> None:
     target, drafter = tiny_sliding(seed=4), tiny_sliding(seed=5)
-    expected = oracle(target, PROMPT, 80)
-    for gamma in (1, 3, 6, 12):
-        assert (
-            speculative_generate(PROMPT, drafter, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0]
-            == expected
-        )
-        assert (
-            speculative_generate(PROMPT, target, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END)[0]
-            == expected
-        )
+    expected = reference(target, PROMPT, 80)
+    options = {"max_gen_len": 80, "eos_tokens_id": NO_END}
+    for gamma, draft_model in ((1, target), (3, drafter), (6, target), (12, drafter)):
+        assert speculative_generate(PROMPT, draft_model, target, gamma=gamma, **options)[0] == expected
+    for gamma in (3, 12):
         storage = NGramStorage(3, 64)
-        assert (
-            ngram_assisted_speculative_generate(
-                PROMPT, storage, target, gamma=gamma, max_gen_len=80, eos_tokens_id=NO_END
-            )[0]
-            == expected
-        )
+        assert ngram_assisted_speculative_generate(PROMPT, storage, target, gamma=gamma, **options)[0] == expected
 
 
-def test_vocabularies_that_differ_in_padding_work_both_ways() -> None:
+def test_the_drafters_vocabulary_may_be_larger_or_smaller() -> None:
     target = tiny_llama(seed=0)
-    expected = oracle(target, PROMPT, LENGTH)
+    expected = reference(target, PROMPT, LENGTH)
     for size in (72, 60):
         drafter = tiny_llama(seed=1, vocab_size=size)
         for processor in (GreedyProcessor(), MultinomialProcessor(1.0), TopKProcessor(1.0, 62)):

@@ -1,4 +1,4 @@
-"""What library callers may hand in, and the sentence they get for what they may not."""
+"""Arguments of the library functions, and the errors for invalid ones."""
 
 import pytest
 from tiny import tiny_llama, tiny_t5
@@ -19,15 +19,15 @@ from utils.metrics.results import tokens_of
 
 
 @pytest.mark.parametrize("prompt", [[], [64], [-1], [3, 99]])
-def test_unusable_prompts_are_refused_in_a_sentence(prompt: list[int]) -> None:
+def test_unusable_prompts_are_refused(prompt: list[int]) -> None:
     model = tiny_llama()
-    with pytest.raises(UserError, match=r"^The prompt .*\.$|^The prompt .*needed\.$"):
+    with pytest.raises(UserError):
         autoregressive_generate(prompt, model)
     with pytest.raises(UserError):
         ngram_assisted_speculative_generate(prompt, NGramStorage(3, 64), model)
 
 
-def test_arrays_and_tensors_of_ids_are_as_good_as_lists() -> None:
+def test_arrays_and_tensors_of_ids_are_accepted() -> None:
     import numpy as np
     import torch
 
@@ -46,47 +46,47 @@ def test_arrays_and_tensors_of_ids_are_as_good_as_lists() -> None:
         == expected
     )
     for inputs in ([ids], "text", torch.tensor([ids, ids]), 5, [1.5]):
-        with pytest.raises(UserError, match="flat list of token ids"):
+        with pytest.raises(UserError):
             autoregressive_generate(inputs, model)
 
 
-def test_pairs_of_two_kinds_are_refused() -> None:
-    with pytest.raises(UserError, match="two kinds"):
+def test_a_decoder_only_drafter_for_an_encoder_decoder_target_is_refused() -> None:
+    with pytest.raises(UserError):
         speculative_generate([1], tiny_llama(), tiny_t5())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_unusable_logits_are_an_error_with_the_models_name(bad: float) -> None:
+def test_the_error_for_unusable_logits_names_the_model(bad: float) -> None:
     model = chain(PATH, 10)
     model.table[7, :] = bad
-    with pytest.raises(UserError, match="toy returned logits"):
+    with pytest.raises(UserError, match="^toy "):
         list(autoregressive_steps([0], session(model), decoding(3)))
 
 
-def test_beams_and_drafters_name_their_model_too() -> None:
+def test_beam_search_and_drafters_name_the_model() -> None:
     broken, sound = chain(PATH, 10), chain(PATH, 10)
     broken.table[7, :] = float("nan")
     broken.name_or_path = "the broken one"
-    with pytest.raises(UserError, match="^the broken one returned logits"):
+    with pytest.raises(UserError, match="^the broken one "):
         list(beam_search_steps([0], session(broken), decoding(3), BeamWidth()))
-    with pytest.raises(UserError, match="^the broken one returned logits"):
+    with pytest.raises(UserError, match="^the broken one "):
         list(
             speculative_steps([0], ModelDrafter(session(broken), decoding(9), 10), session(sound), decoding(9), gamma=3)
         )
 
 
-def test_arguments_that_are_no_counts_are_refused_in_a_sentence() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     model = tiny_llama()
-    for arguments in (
-        {"gamma": None},
-        {"gamma": 2.0},
-        {"max_gen_len": None},
-        {"seed": -1},
-        {"seed": 2**32},
-        {"seed": 3.7},
+    for name, value in (
+        ("gamma", None),
+        ("gamma", 2.0),
+        ("max_gen_len", None),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", 3.7),
     ):
-        with pytest.raises(UserError, match="out of range"):
-            speculative_generate([1], model, model, **arguments)
+        with pytest.raises(UserError, match=f"{name} {value}"):
+            speculative_generate([1], model, model, **{name: value})
     for ends in ([[1]], "x", 1.5):
         with pytest.raises(UserError, match="eos_tokens_id"):
             autoregressive_generate([1], model, eos_tokens_id=ends)
@@ -95,7 +95,7 @@ def test_arguments_that_are_no_counts_are_refused_in_a_sentence() -> None:
     )
 
 
-def test_a_processor_of_ones_own_may_return_any_float_format() -> None:
+def test_a_custom_processor_may_return_any_float_format() -> None:
     import torch
 
     model = tiny_llama()
@@ -110,7 +110,7 @@ def test_minus_infinity_is_probability_zero() -> None:
         assert 3 not in tokens_of(autoregressive_steps([7], session(ToyModel(table)), decoding(8, seed=seed)))
 
 
-def test_a_seed_repeats_a_call_and_none_draws_one_from_torch() -> None:
+def test_a_seed_repeats_a_call_and_without_one_torch_draws_it() -> None:
     import torch
 
     from utils.logits_processor import MultinomialProcessor

@@ -1,14 +1,16 @@
-"""Wider and longer looks than `make test` has time for: `make test-full`."""
+"""Longer runs, for `make test-full` only."""
 
 import json
 from pathlib import Path
 
 import pytest
 from fakes import screen
+from samplers import SAMPLERS
 from test_embedded_pair import PROMPTS, session_of
-from test_sampled_distribution import SAMPLERS, START, speculate
-from toys import chi_square, joint_probs, opposed, toy
+from toys import chi_square, decoding, joint_probs, opposed, session, toy
 
+from sampling import ModelDrafter, speculative_steps
+from utils.metrics.results import tokens_of
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
@@ -24,8 +26,8 @@ MORE = [
 ]
 
 
-def test_long_greedy_texts_are_one_text_at_a_wide_window(tmp_path: Path) -> None:
-    """12 prompts x 64 tokens at a wide window, with a drafter that is often right."""
+def test_long_greedy_texts_are_the_same_with_wide_verify_passes(tmp_path: Path) -> None:
+    """12 prompts x 64 tokens with a drafter whose drafts are often accepted."""
     file = tmp_path / "runs.jsonl"
     session = session_of(load_pair(PairRequest("embedded", "layers:28"), lambda message: None), screen(), file)
     for line in ("/length 64", "/gamma 8", *PROMPTS, *MORE):
@@ -38,11 +40,14 @@ def test_long_greedy_texts_are_one_text_at_a_wide_window(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("processor", SAMPLERS, ids=str)
 @pytest.mark.parametrize("gamma", [2, 5])
-def test_sampling_laws_with_many_more_draws(processor, gamma: int) -> None:
-    """20,000 runs of three tokens; a correct decoder fails one of these with probability under 1e-5."""
+def test_sampled_distribution_with_many_more_draws(processor, gamma: int) -> None:
+    """20,000 runs of three tokens. A correct decoder fails one of these tests with probability below 1e-5."""
     target = toy(11, 5)
-    probs = joint_probs(target, processor, START, 3)
-    statistic, threshold = chi_square(
-        lambda seed: speculate(target, opposed(target), seed, processor=processor, gamma=gamma), probs, 20_000
-    )
+
+    def sample(seed: int) -> tuple[int, ...]:
+        plan = decoding(3, processor=processor, seed=seed)
+        drafter = ModelDrafter(session(opposed(target)), plan, 5)
+        return tuple(tokens_of(speculative_steps([0], drafter, session(target), plan, gamma=gamma)))
+
+    statistic, threshold = chi_square(sample, joint_probs(target, processor, 0, 3), 20_000)
     assert statistic < threshold

@@ -1,143 +1,147 @@
-"""Large samples: 16 tokens, a drafter that likes best what the target likes least, 200,000 texts; and noise that is reused across rounds.
+"""Several rounds: a position may be drafted again in the next round, so each round needs its own noise.
 
-Cells expected under 5 are merged, the threshold is df + 10 sqrt(2 df) with df at least 15: passed by chance with probability under 1e-8
-(at the end, with df 7, under 1e-6).
-Rounds run on tables of laws, without sessions: what is in question is the rule and the noise.
+Runs over several rounds are enumerated path by path (see exact.py), with correct noise and with noise that is reused
+across rounds. Texts of a model with 16 tokens are sampled with the program's noise: a few thousand in `make test`,
+200,000 in `make test-full`.
 """
 
 from collections import Counter
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
-from toys import ToyModel, chi_square, joint_probs, opposed, session, statistic_of, toy
+from exact import Branching, Reusing, distance, outcome_probs, text_probs
+from toys import ToyModel, decoding, joint_probs, opposed, session, statistic_of, toy
 
 from sampling import RULES, Draft, ModelDrafter, Rule, Verified, speculative_steps
-from utils.decode.decoding import Decoding
 from utils.decode.noise import Domain, Noise
 from utils.logits_processor import MultinomialProcessor
-from utils.metrics.results import tokens_of
 
-SIZE, START, TRIALS = 16, 0, 200_000
-TARGET = toy(21, SIZE, spread=2.0)
-P, Q = (torch.softmax(model.table.double(), dim=-1) for model in (TARGET, opposed(TARGET)))
+START, PROCESSOR = 0, MultinomialProcessor(1.0)
 
 
-def text(seed: int, rule: Rule, *, gamma: int, length: int) -> tuple[int, ...]:
-    """Rounds of up to `gamma` drafts until there are `length` tokens."""
-    noise, made = Noise(seed), [START]
+@cache
+def probabilities(target: ToyModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """p of the target and q of a drafter with the reverse ranking, both (V, V) by the last token."""
+    return target.table.double().softmax(-1), opposed(target).table.double().softmax(-1)
+
+
+def text(target: ToyModel, rule: Rule, gamma: int, length: int, noise: Any) -> tuple[int, ...]:
+    """Rounds of up to `gamma` drafts, on tables of distributions without sessions, until there are `length` tokens."""
+    p, q = probabilities(target)
+    made = [START]
     while (start := len(made) - 1) < length:
         drafted: list[int] = []
         for position in range(start, start + min(gamma, length - start - 1)):
-            drafted.append(noise.pick(Q[drafted[-1] if drafted else made[-1]], Domain.DRAFT, position, start))
-        behind = [made[-1], *drafted]
-        draft = Draft(drafted, Q[behind[:-1]]) if drafted else Draft([])
-        accepted, token = rule(P[behind], draft, noise, start=start)
+            drafted.append(noise.pick(q[drafted[-1] if drafted else made[-1]], Domain.DRAFT, position, start))
+        before = [made[-1], *drafted]
+        draft = Draft(drafted, q[before[:-1]]) if drafted else Draft([])
+        accepted, token = rule(p[before], draft, noise, start=start)
         made += [*drafted[:accepted], token]
     return tuple(made[1:])
 
 
-@cache
-def sample(rule: str, gamma: int, length: int, trials: int) -> Counter[tuple[int, ...]]:
-    return Counter(text(seed, RULES[rule], gamma=gamma, length=length) for seed in range(trials))
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(("size", "gamma", "length"), [(3, 3, 4), (2, 2, 6), (4, 1, 3)])
+def test_several_rounds_are_exact(rule: str, size: int, gamma: int, length: int) -> None:
+    target = toy(21, size)
+    texts = outcome_probs(partial(text, target, RULES[rule], gamma, length))
+    assert distance(texts, joint_probs(target, PROCESSOR, START, length)) < 1e-12
 
 
-def follows(counts: Counter[tuple[int, ...]], length: int) -> bool:
-    """Whether the first `length` tokens follow their joint law."""
-    probs = joint_probs(TARGET, MultinomialProcessor(1.0), START, length)
-    shortened: Counter[tuple[int, ...]] = Counter()
-    for tokens, count in counts.items():
-        shortened[tokens[:length]] += count
-    statistic, threshold, freedom = statistic_of(shortened, probs)
-    assert freedom >= 15
-    return statistic < threshold
+class Skipping(ModelDrafter):
+    """A drafter that skips the next round if token 0 was among the discarded drafts."""
 
-
-def follows_given_prefixes(counts: Counter[tuple[int, ...]], length: int) -> bool:
-    """Whether the last of `length` tokens follows its law given those before it, for every prefix seen at least 1,000 times."""
-    prefixes: dict[tuple[int, ...], Counter[tuple[int, ...]]] = {}
-    for tokens, count in counts.items():
-        prefixes.setdefault(tokens[: length - 1], Counter())[tokens[length - 1 : length]] += count
-    statistic, freedom = 0.0, 0
-    for prefix, seen in prefixes.items():
-        if sum(seen.values()) >= 1000:
-            probs = {(token,): float(P[(START, *prefix)[-1], token]) for token in range(SIZE)}
-            part, _, cells = statistic_of(seen, probs)
-            statistic, freedom = statistic + part, freedom + cells
-    assert freedom >= 15
-    return statistic < freedom + 10 * (2 * freedom) ** 0.5
-
-
-def test_one_draft_jointly_over_both_positions() -> None:
-    counts = sample("rejection", 1, 2, TRIALS)
-    assert follows(counts, 2) and follows_given_prefixes(counts, 2)
-
-
-@pytest.mark.parametrize(("rule", "trials"), [("rejection", TRIALS), ("block", TRIALS // 4)])
-def test_three_drafts_by_position_and_jointly_over_several_rounds(rule: str, trials: int) -> None:
-    counts = sample(rule, 3, 4, trials)
-    for length in (1, 2, 3, 4):
-        assert follows(counts, length), length
-        assert follows_given_prefixes(counts, length), length
-
-
-@pytest.mark.full
-def test_three_drafts_by_block_verification_with_as_many_draws() -> None:
-    counts = sample("block", 3, 4, TRIALS)
-    for length in (1, 2, 3, 4):
-        assert follows(counts, length) and follows_given_prefixes(counts, length), length
-
-
-class ReusedNoise(Noise):
-    """The mutant: noise keyed by position alone, not by the round's start."""
-
-    __slots__ = ()
-
-    def _raw(self, domain: Domain, position: int, start: int, *, count: int):
-        return Noise._raw(self, domain, position, 0, count=count)
-
-
-class Moody(ModelDrafter):
-    """It sits out the next round if a draft that was thrown away unseen was token 0."""
-
-    sulks = False
+    skips = False
 
     def propose(self, context: list[int], count: int) -> Draft:
-        draft = super().propose(context, 0 if self.sulks else count)
+        draft = super().propose(context, 0 if self.skips else count)
         self._drafted = draft.tokens
         return draft
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        judged = len(context) - verified.start
-        self.sulks = 0 in self._drafted[judged:]
+        new = len(context) - verified.start
+        self.skips = 0 in self._drafted[new:]
         super().commit(context, verified)
 
 
-EVEN, LEANING = ToyModel(torch.zeros(2, 2)), ToyModel(torch.tensor([[1.5, 0.0], [1.5, 0.0]]))
+class PositionOnly(Reusing):
+    """A mistake: noise with keys that do not contain the start of the round."""
+
+    def split(self, key: tuple[int, ...], weights: Any) -> int:
+        return super().split((*key[:2], 0), weights)
 
 
-def statistic(rule: str, kind: type[ModelDrafter], noise: type[Noise]) -> tuple[float, float]:
-    """12,000 texts of three tokens of a model of two."""
-
-    def three(seed: int) -> tuple[int, ...]:
-        plan = Decoding(MultinomialProcessor(1.0), 3, frozenset(), noise(seed))
-        return tuple(
-            tokens_of(
-                speculative_steps([0], kind(session(LEANING), plan, 2), session(EVEN), plan, gamma=2, rule=RULES[rule])
-            )
-        )
-
-    return chi_square(three, joint_probs(EVEN, MultinomialProcessor(1.0), 0, 3), 12_000)
+UNIFORM, BIASED = ToyModel(torch.zeros(2, 2)), ToyModel(torch.tensor([[1.5, 0.0], [1.5, 0.0]]))
 
 
-@pytest.mark.parametrize("kind", [ModelDrafter, Moody])
+def error(rule: str, kind: type[ModelDrafter], noise: type[Branching]) -> float:
+    """Total variation distance of three tokens from the target's joint distribution."""
+
+    def run(branching: Any) -> Any:
+        plan = decoding(3, noise=branching)
+        return speculative_steps([0], kind(session(BIASED), plan, 2), session(UNIFORM), plan, gamma=2, rule=RULES[rule])
+
+    return distance(text_probs(run, noise), joint_probs(UNIFORM, PROCESSOR, 0, 3))
+
+
+@pytest.mark.parametrize("kind", [ModelDrafter, Skipping])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rounds_whose_length_depends_on_discarded_drafts_follow_the_law(rule: str, kind: type[ModelDrafter]) -> None:
-    seen, threshold = statistic(rule, kind, Noise)
-    assert seen < threshold
+def test_the_number_of_drafts_may_depend_on_discarded_drafts(rule: str, kind: type[ModelDrafter]) -> None:
+    assert error(rule, kind, Branching) < 1e-12
 
 
-@pytest.mark.parametrize(("rule", "kind"), [("block", ModelDrafter), ("rejection", Moody)])
-def test_noise_reused_across_rounds_is_noticed(rule: str, kind: type[ModelDrafter]) -> None:
-    seen, threshold = statistic(rule, kind, ReusedNoise)
-    assert seen > threshold
+@pytest.mark.parametrize(("rule", "kind"), [("block", ModelDrafter), ("rejection", Skipping)])
+def test_noise_reused_across_rounds_is_detected(rule: str, kind: type[ModelDrafter]) -> None:
+    assert error(rule, kind, PositionOnly) > 0.01
+
+
+# With the program's own noise.
+
+SIZE, MORE, FEW = 16, 200_000, 3000
+TARGET = toy(21, SIZE, spread=2.0)
+
+
+@cache
+def sample(rule: str, gamma: int, length: int, trials: int) -> Counter[tuple[int, ...]]:
+    return Counter(text(TARGET, RULES[rule], gamma, length, Noise(seed)) for seed in range(trials))
+
+
+def follows(counts: Counter[tuple[int, ...]], length: int) -> bool:
+    """Whether the first `length` tokens follow their joint distribution."""
+    shortened: Counter[tuple[int, ...]] = Counter()
+    for tokens, count in counts.items():
+        shortened[tokens[:length]] += count
+    statistic, threshold, freedom = statistic_of(shortened, joint_probs(TARGET, PROCESSOR, START, length))
+    assert freedom >= 7
+    return statistic < threshold
+
+
+def follows_given_prefixes(counts: Counter[tuple[int, ...]], length: int) -> bool:
+    """Whether the last of `length` tokens follows its distribution after each prefix of at least 1/200 of the texts."""
+    prefixes: dict[tuple[int, ...], Counter[tuple[int, ...]]] = {}
+    for tokens, count in counts.items():
+        prefixes.setdefault(tokens[: length - 1], Counter())[tokens[length - 1 : length]] += count
+    statistic, freedom, p = 0.0, 0, probabilities(TARGET)[0]
+    for prefix, followers in prefixes.items():
+        if sum(followers.values()) >= sum(counts.values()) / 200:
+            expected = {(token,): float(p[(START, *prefix)[-1], token]) for token in range(SIZE)}
+            part, _, cells = statistic_of(followers, expected)
+            statistic, freedom = statistic + part, freedom + cells
+    assert freedom >= 7
+    return statistic < freedom + 10 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("trials", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("rule", "gamma", "length"), [("rejection", 1, 2), ("rejection", 3, 4), ("block", 3, 4)])
+def test_samples_follow_the_distribution_by_position_and_jointly(
+    rule: str, gamma: int, length: int, trials: int
+) -> None:
+    """Two chi-square tests per length; all of them pass by chance alone with a probability of at least 1 - 1e-5.
+
+    Cells with an expected count below 5 are merged, and the threshold is df + 10 sqrt(2 df).
+    """
+    counts = sample(rule, gamma, length, trials)
+    for end in range(1, length + 1):
+        assert follows(counts, end) and follows_given_prefixes(counts, end), end

@@ -155,15 +155,16 @@ def test_an_interrupted_report_keeps_its_findings(view: Screen, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
-        ("/audit 0", "/audit: 0 is out of range: 1 to 10000; the nearest is 1."),
-        ("/audit many", "/audit: 'many' is not a whole number; allowed: 1 to 10000."),
-        ("/lossless", "/lossless: a prompt is needed: send one first."),
-        ("/lossless 1e6", "/lossless: '1e6' is not a whole number; allowed: 1 to 1000000."),
-        ("/divergence now", "/divergence takes no argument, but got 'now'."),
+        ("/audit 0", "1 to 10000"),
+        ("/audit many", "'many'"),
+        ("/lossless", "prompt"),
+        ("/lossless 1e6", "'1e6'"),
+        ("/divergence now", "'now'"),
     ],
 )
-def test_bad_input_is_one_sentence(line: str, said: str, view: Screen) -> None:
+def test_bad_input_is_one_sentence(line: str, words: str, view: Screen) -> None:
     assert open_session(view).handle(line) is Verdict.FAILED
-    assert view.take()[1] == said + "\n"
+    message = view.take()[1]
+    assert words in message and message.startswith(line.split()[0]) and message.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The cache that grows in place, held against transformers' own after any mixture of what is done to caches."""
+"""The cache that grows in place against that of transformers, after random sequences of operations."""
 
 import copy
 from random import Random
@@ -12,7 +12,7 @@ from utils.decode.kv_cache import GrowingLayer, new_cache
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_holds_what_the_concatenating_layer_holds(seed: int) -> None:
+def test_contents_equal_those_of_the_concatenating_layer(seed: int) -> None:
     source = Random(seed)
     torch.manual_seed(seed)
     ours, theirs = GrowingLayer(), DynamicLayer()
@@ -40,7 +40,7 @@ def test_it_holds_what_the_concatenating_layer_holds(seed: int) -> None:
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
-def test_growing_copies_seldom() -> None:
+def test_growing_copies_rarely() -> None:
     layer, addresses = GrowingLayer(), set()
     for _ in range(2000):
         layer.update(torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
@@ -48,7 +48,7 @@ def test_growing_copies_seldom() -> None:
     assert len(addresses) < 10
 
 
-def test_only_full_attention_layers_are_exchanged() -> None:
+def test_only_full_attention_layers_are_replaced() -> None:
     assert {type(layer) for layer in new_cache(tiny_llama().config).layers} == {GrowingLayer}
     assert {type(layer) for layer in new_cache(tiny_sliding().config).layers} == {DynamicSlidingWindowLayer}
     assert type(DynamicLayer()) is DynamicLayer

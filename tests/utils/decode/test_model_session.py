@@ -1,5 +1,6 @@
-"""What a session computes: no more than its cache lacks, an encoder once, and no recurrent state that would have to go back."""
+"""What a session computes: only what its cache lacks, an encoder once, and recurrent states only if they can be restored."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from sampling import (
 )
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
+from utils.decode.recurrent import CacheSupport
 from utils.errors import UserError
 
 
 def test_each_feed_computes_only_what_the_cache_lacks() -> None:
-    """Prefill once, then one row per plain step and gamma + 1 rows (at most one more) per round."""
+    """One prefill, then one row per decode step and at most gamma + 1 rows per round."""
     widths: list[tuple[int, int]] = []
     model = tiny_llama()
     model.register_forward_hook(
@@ -45,18 +47,18 @@ def test_an_encoder_runs_once() -> None:
     assert len(calls) == 1
 
 
-def test_a_recurrent_cache_is_refused_before_the_first_token_with_the_remedy() -> None:
+def test_an_unusable_recurrent_cache_is_refused_with_the_remedy() -> None:
     model = tiny_mamba()
-    with pytest.raises(UserError, match="recurrent.*use_cache=False"):
+    with pytest.raises(UserError, match="use_cache=False"):
         speculative_generate([1, 2], model, model)
-    with pytest.raises(UserError, match="recurrent"):
+    with pytest.raises(UserError):
         ngram_assisted_speculative_generate([1, 2], NGramStorage(2, 64), model)
     expected = autoregressive_generate([1, 2], model, 6, eos_tokens_id=-1)
     assert speculative_generate([1, 2], model, model, max_gen_len=6, eos_tokens_id=-1, use_cache=False)[0] == expected
 
 
 def tiny_hybrid(seed: int = 0) -> Any:
-    """One layer of attention, one with a state."""
+    """One layer with attention and one with a recurrent state."""
     return build(
         Lfm2ForCausalLM,
         Lfm2Config(**DECODER | {"layer_types": ["full_attention", "conv"], "block_multiple_of": 8}),
@@ -64,37 +66,35 @@ def tiny_hybrid(seed: int = 0) -> Any:
     )
 
 
-def test_what_goes_with_a_recurrent_state_is_computed_once_more_and_nothing_else() -> None:
-    """Beside a drafter that is always wrong: after each round the token that was fed before its drafts."""
+def test_only_accepted_tokens_are_computed_again_after_a_rewind_of_a_recurrent_state() -> None:
+    """With a drafter that is always rejected: the token that was fed before the drafts."""
     widths: dict[str, list[int]] = {"target": [], "drafter": []}
     models = {"target": tiny_hybrid(), "drafter": tiny_hybrid(5)}
     for name, model in models.items():
-        note: Callable[..., None] = lambda *call, name=name: widths[name].append(call[2]["input_ids"].shape[1])  # noqa: E731
-        model.register_forward_hook(note, with_kwargs=True)
+        hook: Callable[..., None] = lambda *call, name=name: widths[name].append(call[2]["input_ids"].shape[1])  # noqa: E731
+        model.register_forward_hook(hook, with_kwargs=True)
     ModelSession(models["target"]), ModelSession(models["drafter"])
-    for seen in widths.values():
-        seen.clear()  # of what tries the models once
+    for calls in widths.values():
+        calls.clear()  # of the test of the cache, once per model
     speculative_generate([1] * 9, models["drafter"], models["target"], gamma=3, max_gen_len=30, eos_tokens_id=-1)
     assert widths["target"][:5] == [9, 4, 1, 4, 1] and max(widths["target"][1:]) == 4
     assert widths["drafter"][0] == 10 and set(widths["drafter"][1:]) == {1}
 
 
-def test_a_forks_way_back_is_its_own() -> None:
+def test_a_fork_rewinds_independently() -> None:
     model, prompt = tiny_hybrid(), [3, 1, 4, 1, 5]
     session = ModelSession(model)
     session.feed([*prompt, 9, 2], keep=3)
     twin = session.fork()
     twin.rewind(5)
-    twin.feed([*prompt, 8, 6, 7], keep=2)  # 8 has been accepted
+    twin.feed([*prompt, 8, 6, 7], keep=2)  # 8 was accepted
     for one, text in ((session, [*prompt, 9, 2, 4]), (twin, [*prompt, 8, 6, 7, 1])):
         whole = ModelSession(model, use_cache=False).feed(text, keep=1)
         assert torch.allclose(one.feed(text, keep=1), whole, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("move", "said"), [(0.01, "otherwise than one by one"), (1.0, "in a form that cannot be used here")]
-)
-def test_a_state_whose_logits_are_not_those_of_the_whole_text_is_found_out(move: float, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("move", "support"), [(0.01, CacheSupport.STEPS), (1.0, CacheSupport.NOTHING)])
+def test_a_recurrent_state_with_different_logits_is_refused(move: float, support: CacheSupport) -> None:
+    with pytest.raises(UserError, match=re.escape(support.value.format("").strip())):
         ModelSession(Restless(tiny_hybrid(), by_rows=move))
     assert ModelSession(tiny_hybrid()).feed([1, 2], keep=1).shape == (1, 64)

@@ -9,7 +9,7 @@ import torch
 from utils.decode.noise import Domain, Noise, _uniforms, fix_seeds, resolve_seed
 
 
-def test_uniforms_are_keyed_not_drawn_in_turn() -> None:
+def test_uniforms_depend_on_their_key_and_not_on_the_order() -> None:
     noise = Noise(7)
     first = [noise.uniform(Domain.DRAFT, position, 0) for position in range(50)]
     again = [noise.uniform(Domain.DRAFT, position, 0) for position in reversed(range(50))][::-1]
@@ -30,7 +30,7 @@ def test_uniforms_fill_the_open_interval() -> None:
 
 
 def test_no_uniform_is_zero_or_one() -> None:
-    """With one more bit the largest would round to 1: its exponential is 0, and it would win every race, however small its weight."""
+    """With one more bit the largest would round to 1, and would win every race whatever its weight."""
     ends = np.array([0, 2**64 - 1], dtype=np.uint64)
     low, high = _uniforms(ends)
     assert 0 < low < 2.0**-52 and high == 1 - 2.0**-53
@@ -41,7 +41,7 @@ def test_no_uniform_is_zero_or_one() -> None:
     assert np.argmin(-np.log(with_one_more_bit) / weights) == 1 == np.argmin(-np.log([0.5, 1.0]) / weights)
 
 
-def test_the_targets_noise_does_not_know_where_a_round_began_and_turns_differ() -> None:
+def test_the_targets_noise_does_not_depend_on_the_round_but_on_the_turn() -> None:
     probs = torch.full((4, 50), 0.02, dtype=torch.float64)
     noise = Noise(3)
     assert (
@@ -54,8 +54,8 @@ def test_the_targets_noise_does_not_know_where_a_round_began_and_turns_differ() 
     ]
 
 
-def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
-    """Adding a token of no weight, or scaling the law, changes no draw: noise is indexed by token id, not by rank."""
+def test_tokens_without_weight_do_not_change_the_draw() -> None:
+    """Nor does scaling the distribution: noise is indexed by token id, not by rank."""
     probs = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
     for seed in range(200):
         drawn = Noise(seed).sample(probs, 4)
@@ -63,7 +63,7 @@ def test_the_targets_token_depends_on_the_law_at_its_own_ids_only() -> None:
 
 
 def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
-    """The shortcut for laws of small support against the whole race: padding with zeros switches between them."""
+    """The shortcut for small supports against the whole race. Padding with zeros switches between them."""
     for seed in range(100):
         probs = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(seed)).double(), 0)
         padded = torch.cat([probs, torch.zeros(500, dtype=torch.float64)])
@@ -71,7 +71,7 @@ def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
 
 
 def test_draws_follow_their_weights() -> None:
-    """10,000 draws each; every frequency within 5 sigma (false alarm under 1e-5)."""
+    """10,000 draws each; every frequency within 5 sigma (false alarm below 1e-5)."""
     probs = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
     for draw in (lambda seed: Noise(seed).sample(probs, 2), lambda seed: Noise(seed).pick(probs, Domain.DRAFT, 2, 0)):
         counts = np.bincount([draw(seed) for seed in range(10_000)], minlength=4)
@@ -80,12 +80,12 @@ def test_draws_follow_their_weights() -> None:
 
 
 @pytest.mark.parametrize("token", [0, 3])
-def test_a_one_hot_law_needs_no_noise(token: int) -> None:
+def test_a_one_hot_distribution_needs_no_noise(token: int) -> None:
     probs = torch.zeros(4).scatter_(0, torch.tensor(token), 1.0)
     assert Noise(0).sample(probs, 0) == Noise(0).pick(probs, Domain.DRAFT, 0, 0) == token
 
 
-def test_fixing_seeds_puts_every_source_into_the_same_state() -> None:
+def test_fix_seeds_resets_every_random_generator() -> None:
     import random
 
     def state() -> tuple[float, float, float]:
@@ -96,7 +96,7 @@ def test_fixing_seeds_puts_every_source_into_the_same_state() -> None:
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
 
 
-def test_no_seed_draws_one_and_moves_torch_on() -> None:
+def test_without_a_seed_torch_draws_one() -> None:
     torch.manual_seed(0)
     first, second = resolve_seed(None), resolve_seed(None)
     torch.manual_seed(0)

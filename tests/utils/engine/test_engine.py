@@ -45,8 +45,8 @@ def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: s
     model, random = MODELS[name](), Random(name)
     state = Engine([model]).use(engine, 1)
     assert state.kind == engine and state.verified, state
-    for _ in range(6):
-        assert_bits_of_single_steps(model, [random.randrange(96) for _ in range(random.randint(30, 120))], random)
+    for length in (30, 60, 100):
+        assert_bits_of_single_steps(model, [random.randrange(96) for _ in range(length)], random)
 
 
 def test_auto_takes_the_invariant_engine_for_float32_on_a_cpu() -> None:
@@ -165,6 +165,16 @@ def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.Mon
         Engine([target, drafter]).use("invariant", 1)
         assert tested == [(target, True), (drafter, every_width)]
         restore_linears([target, drafter])
+
+
+def test_one_layer_engine_replaces_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_ENGINES, "second", invariant.InvariantEngine)
+    model = llama()
+    engine, weight = Engine([model]), model.lm_head.weight.clone()
+    for name, kind in (("second", "second"), ("auto", "invariant"), ("second", "second"), ("plain", "plain")):
+        assert engine.use(name, 1).kind == kind
+        assert isinstance(model.lm_head, EngineLinear) is (kind != "plain")
+    assert torch.equal(model.lm_head.weight, weight) and model.config._attn_implementation == "sdpa"
 
 
 def test_an_interrupted_installation_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

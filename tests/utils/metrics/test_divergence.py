@@ -13,6 +13,7 @@ from tiny import tiny_llama, tiny_t5
 from toys import ToyModel, decoding, opposed, session, toy
 
 from sampling import RULES, ModelDrafter, Rule, autoregressive_steps, speculative_steps
+from utils.commands.experiments.divergence import EXPLANATIONS
 from utils.comparison.records import RecordFile, divergence_figures
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
@@ -188,10 +189,7 @@ def test_the_line_says_that_sampling_is_expected_and_what_makes_it_one_text(view
     ]
     repl.handle("/divergence")
     results = view.take()[0]
-    assert (
-        "target's highest" in results
-        and "as /verify rejection allows. /verify coupled makes it the same text." in results
-    )
+    assert "target's highest" in results and EXPLANATIONS[Cause.SAMPLING].format(rule="rejection") in results
     assert records_of(file)[-1]["record"] == "divergence"
     repl.handle("/verify coupled")
     repl.handle("Hello")

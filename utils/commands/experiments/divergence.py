@@ -26,6 +26,13 @@ HEADINGS = (
     "change of logits by verify width",
     "cause",
 )
+EXPLANATIONS = {
+    Cause.SAMPLING: "sampling: both tokens were drawn from the same distribution with different random numbers, "
+    "as /verify {rule} allows. /verify coupled gives the target's own text.",
+    Cause.ROUNDING: "rounding tie: the two runs computed this position with different verify widths. "
+    "That changes the logits enough to decide between the two tokens.",
+    Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
+}
 OWN_CONVERSATIONS = "there is nothing to compare: the conversations differ from the target's. /reset begins new ones."
 NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
@@ -74,14 +81,7 @@ def _cells(tokenizer: PreTrainedTokenizerBase, strategy: Strategy, divergence: D
 def _conclusion(last: LastPrompt, findings: Sequence[Finding]) -> list[str]:
     causes = {finding.figures["cause"] for finding in findings}
     rule = last.job.settings.verify
-    sentences = {
-        Cause.SAMPLING: f"sampling: both tokens were drawn from the same distribution with different random numbers, "
-        f"as /verify {rule} allows. /verify coupled gives the target's own text.",
-        Cause.ROUNDING: "rounding tie: the two runs computed this position with different verify widths. "
-        "That changes the logits enough to decide between the two tokens.",
-        Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
-    }
-    return [sentence for cause, sentence in sentences.items() if cause in causes]
+    return [sentence.format(rule=rule) for cause, sentence in EXPLANATIONS.items() if cause in causes]
 
 
 def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:

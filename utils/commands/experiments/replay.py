@@ -29,8 +29,8 @@ from utils.text import decode
 HEADINGS = ("line", "strategy", "text", "accepted then -> now", "tokens/s then -> now", "ratio")
 NOISE = 1.15  # a ratio of speeds that two equal runs can differ by
 MIN_RATIOS = 5  # fewer say nothing about speed
-OTHER_TEXT = "a recorded text is not the text of its token ids: another tokenizer, or the file was edited"
-OTHER_PROMPT = "the prompt has a different number of tokens: another chat template or tokenizer"
+OTHER_TEXT = "a recorded text is not the text of its token ids: the tokenizer differs, or the file was edited"
+OTHER_PROMPT = "the prompt has a different number of tokens: the chat template or the tokenizer differs"
 KEPT_STORAGE = "recorded with /reset_in_between off: drafts may come from earlier prompts, so the acceptance may differ"
 CHANGED = "What has changed:"
 UNCHANGED = "Versions, models, engine and settings have not changed."
