@@ -93,7 +93,9 @@ def lines_for(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 130 if interrupted."""
+    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 130 if
+    interrupted.
+    """
     arguments = parse_arguments(argv)
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
     interactive = on_terminal and not arguments.lines and not arguments.prompts

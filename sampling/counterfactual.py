@@ -1,9 +1,9 @@
 """Counterfactual replay: the rounds that another gamma would have taken on a finished text, without decoding.
 
-While its drafts match, a drafter reads the target's own text. So its drafts after each prefix of that text can be obtained by leading it
-through: one round per token, nothing accepted. The draft-verify loop then runs over the recorded drafts, verified by the text instead of
-the target. Rounds and acceptance are those of real runs if the text does not depend on the drafts (greedy, `coupled`); otherwise they are
-an estimate.
+While its drafts match, a drafter reads the target's own text. So its drafts after each prefix of that text can be
+obtained by leading it through: one round per token, nothing accepted. The draft-verify loop then runs over the
+recorded drafts, verified by the text instead of the target. Rounds and acceptance are those of real runs if the text
+does not depend on the drafts (greedy, `coupled`); otherwise they are an estimate.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ NOT_A_TOKEN = -1
 class FinishedText:
     """prompt: its ids. context: the decoder's first context. tokens: T new ones.
 
-    logits: the target's, (T, V), row i predicts token i. features: its hidden states of all C + T - 1 rows fed for a context of length C,
-    if they were kept. name, context_length: of the target.
+    logits: the target's, (T, V), row i predicts token i. features: its hidden states of all C + T - 1 rows fed for a
+    context of length C, if they were kept. name, context_length: of the target.
     """
 
     prompt: list[int]
@@ -41,7 +41,9 @@ class FinishedText:
 
 
 class TextSession:
-    """A target session that returns what is known of a finished text. Rows after a draft that is not in the text mean nothing."""
+    """A target session that returns what is known of a finished text. Rows after a draft that is not in the text mean
+    nothing.
+    """
 
     def __init__(self, text: FinishedText) -> None:
         self.name, self._text = text.name, text
@@ -118,10 +120,11 @@ def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> list[Draft
 
 
 def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Rounds of drafts from the single draft, or none, after each prefix: a draft after a matching one was drafted after it.
+    """Rounds of drafts from the single draft, or none, after each prefix: a draft after a matching one was drafted
+    after it.
 
-    What follows a draft that does not match, or the end of the text, is unknown and not needed: it counts as drafted and cannot be
-    accepted.
+    What follows a draft that does not match, or the end of the text, is unknown and not needed: it counts as drafted
+    and cannot be accepted.
     """
     rounds: list[list[int]] = []
     for position in range(len(single)):

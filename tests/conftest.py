@@ -21,7 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which otherwise takes most of the time of loading tiny models."""
+    """Exclude imported modules from garbage collection, which otherwise takes most of the time of loading tiny
+    models.
+    """
     gc.collect()
     gc.freeze()
 

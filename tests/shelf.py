@@ -1,4 +1,6 @@
-"""Loading a pair from words, well or with the one sentence that it is refused with; and a shelf of checkpoint folders."""
+"""Loading a pair from words, well or with the one sentence that it is refused with; and a shelf of checkpoint
+folders.
+"""
 
 from __future__ import annotations
 

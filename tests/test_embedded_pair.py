@@ -50,30 +50,31 @@ def session_of(pair: Pair, view: Screen, file: Path) -> ReplSession:
 
 
 def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> None:
-    """Of 60 greedy tokens per prompt. The model card has the share on many more."""
+    """Of 30 greedy tokens per prompt. The model card has the share on many more."""
     first = [0, 0]
-    settings = Settings(gamma=1, length=60)
+    settings = Settings(gamma=1, length=30)
     harness = Harness.of(pair, settings)
     speculative = next(row for row in STRATEGIES if row.chooses_kind)
     for prompt in PROMPTS:
         job = harness.job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), settings)
         accepted, tried = collect(speculative.steps(job)).accepted_by_position[0]
         first = [first[0] + accepted, first[1] + tried]
-    assert first[1] > 100 and first[0] / first[1] > 0.5, first
+    assert first[1] > 60 and first[0] / first[1] > 0.5, first
 
 
 def test_the_greedy_text_of_every_strategy_is_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = session_of(pair, view, file)
-    for line in ("/length 24", "/drafter_kind loaded layers:10 chain"):
+    for line in ("/length 16", "/drafter_kind loaded layers:10 chain"):
         session.handle(line)
-    for prompt in PROMPTS:
+    prompts = PROMPTS[2:]  # test_long_runs.py has all of them and longer texts
+    for prompt in prompts:
         assert session.handle(prompt) is Verdict.DONE
-    assert len(records_of(file)) == 5 * len(PROMPTS)
-    for index, prompt in enumerate(PROMPTS):
+    assert len(records_of(file)) == 5 * len(prompts)
+    for index, prompt in enumerate(prompts):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
         whole = pair.target.generate(
-            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=list(pair.end_ids)
+            torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=list(pair.end_ids)
         )
         expected = whole[0, len(ids) :].tolist()
         for row in records_of(file)[5 * index : 5 * index + 5]:
@@ -100,7 +101,7 @@ def test_all_texts_are_the_same_without_chat_template_and_without_cache(
 def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = session_of(pair, view, file)
-    lines = ["/verify coupled", "/length 20", "/gamma 3"]
+    lines = ["/verify coupled", "/length 12", "/gamma 3"]
     for prompt, processor in zip(
         PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False
     ):
@@ -116,7 +117,7 @@ def test_verify_passes_have_the_bits_of_decode_steps(pair: Pair) -> None:
     """The engine on the real weights of target and drafter: random widths and rewinds, and no cache."""
     state = pair.engine.use("auto", 0)
     assert (state.kind, state.verified) == ("invariant", True), state
-    context = [token for prompt in PROMPTS for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
+    context = [token for prompt in PROMPTS[:3] for token in prompt_ids(pair.tokenizer, prompt, chat=False, system=None)]
     for seed, model in enumerate((pair.target, first_layers(pair.target, 10))):
         assert_bits_of_single_steps(model, context, Random(seed))
         uncached = ModelSession(model, use_cache=False).feed(context, keep=5)

@@ -1,4 +1,6 @@
-"""The shape of the source: packages import downwards only, one module writes to the screen, functions and lines stay short."""
+"""The shape of the source: packages import downwards only, one module writes to the screen, functions and lines stay
+short.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-# From the top to the bottom: each package imports only from rows below its own. `utils` stands for the modules at its top level.
+# From top to bottom: each package imports only from rows below its own. `utils` means the modules at its top level.
 LADDER = (
     "infer",
     "sampling.distill",

@@ -1,4 +1,6 @@
-"""A tiny Llama as a GGUF file, written with the `gguf` package: what it takes to test `--target FILE.gguf` without a download."""
+"""A tiny Llama as a GGUF file, written with the `gguf` package: what it takes to test `--target FILE.gguf` without a
+download.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from transformers import LlamaForCausalLM
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, tokenizer: Any) -> Path:
-    """Write model and tokenizer, part of it quantized; the last token becomes the one merge that the format insists on."""
+    """Write model and tokenizer, part of it quantized; the last token becomes the one merge that the format insists
+    on.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     _add_sizes(writer, model.config)
     _add_tokens(writer, tokenizer)

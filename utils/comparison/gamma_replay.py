@@ -22,7 +22,9 @@ RULE = RULES["coupled"]
 
 
 class GammaRounds(NamedTuple):
-    """The rounds of one strategy with one gamma. gamma: None is adaptive. timings: their numbers of drafts, without times."""
+    """The rounds of one strategy with one gamma. gamma: None is adaptive. timings: their numbers of drafts, without
+    times.
+    """
 
     strategy: Strategy
     gamma: int | None
@@ -31,7 +33,8 @@ class GammaRounds(NamedTuple):
 
 
 def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
-    """For each strategy, all of which draft, the rounds of gamma 0, 1, ... and of adaptive gamma, if the text were `tokens`.
+    """For each strategy, all of which draft, the rounds of gamma 0, 1, ... and of adaptive gamma, if the text were
+    `tokens`.
 
     Storages and texts are used as the job has them, and are not changed. Raises UserError if a strategy cannot be run.
     """

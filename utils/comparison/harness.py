@@ -56,7 +56,9 @@ class Harness:
         return self.state.last
 
     def variants(self, settings: Settings) -> list[Strategy]:
-        """All strategies, one for each drafter kind in the settings. Raises UserError for a kind that the pair does not have."""
+        """All strategies, one for each drafter kind in the settings. Raises UserError for a kind that the pair does
+        not have.
+        """
         words = settings.drafter_kind
         return [variant for strategy in self.strategies for variant in strategy.variants(words, self.pair)]
 
@@ -91,7 +93,8 @@ class Harness:
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
         """The enabled strategies with their jobs. All share the session's storage and caches.
 
-        Raises UserError for a prompt that the target cannot take. note: receives each reason why a strategy is skipped or drafts nothing.
+        Raises UserError for a prompt that the target cannot take. note: receives each reason why a strategy is
+        skipped or drafts nothing.
         """
         missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
         if self.pair.drafter is None and missing:
@@ -134,7 +137,9 @@ class Harness:
             self.state.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
 
     def start_engine(self, settings: Settings) -> None:
-        """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not possible."""
+        """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not
+        possible.
+        """
         self.pair.engine.use(settings.engine, settings.threads)
         self.state.caches.cut_models.clear()  # they hold layers of the previous engine
         self.state.rounding = 0.0  # it was measured with the previous engine

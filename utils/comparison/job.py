@@ -54,8 +54,9 @@ class SharedPrefills:
 class Job:
     """One prompt for one strategy.
 
-    prompt: its token ids. storage: the n-gram storage. drafter: a word of /drafter_kind. caches: what drafters keep between prompts.
-    prefills: shared by many runs of the same prompt. history: the conversation that the prompt ids begin with.
+    prompt: its token ids. storage: the n-gram storage. drafter: a word of /drafter_kind. caches: what drafters keep
+    between prompts. prefills: shared by many runs of the same prompt. history: the conversation that the prompt ids
+    begin with.
     """
 
     prompt: list[int]

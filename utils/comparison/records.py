@@ -132,7 +132,9 @@ def versions() -> dict[str, str]:
 
 
 class RecordFile:
-    """An append-only file of records, which several processes may share. Raises UserError at once if it is not writable."""
+    """An append-only file of records, which several processes may share. Raises UserError at once if it is not
+    writable.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

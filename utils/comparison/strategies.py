@@ -28,9 +28,10 @@ from utils.pairs.request import LOADED
 class Strategy:
     """A row of the table.
 
-    name: as in the JSON records. toggle: the field of Settings that turns it on. steps: its decoder. kind: the drafter kind, if it
-    drafts. word: how /drafter_kind names that kind. chooses_kind: whether /drafter_kind applies to it. uses_target, uses_drafter: the
-    models it runs. samples: whether its tokens are drawn one by one from the processed distribution.
+    name: as in the JSON records. toggle: the field of Settings that turns it on. steps: its decoder. kind: the
+    drafter kind, if it drafts. word: how /drafter_kind names that kind. chooses_kind: whether /drafter_kind applies
+    to it. uses_target, uses_drafter: the models it runs. samples: whether its tokens are drawn one by one from the
+    processed distribution.
     """
 
     name: str
@@ -152,11 +153,34 @@ def _beam(job: Job) -> Iterator[Step]:
 
 STRATEGIES = (
     Strategy(
-        "speculative", "Speculative", "magenta", "speculative", _speculative,
-        kind=drafter_kind(LOADED), word=LOADED, chooses_kind=True,
+        name="speculative",
+        title="Speculative",
+        colour="magenta",
+        toggle="speculative",
+        steps=_speculative,
+        kind=drafter_kind(LOADED),
+        word=LOADED,
+        chooses_kind=True,
     ),
-    Strategy("ngram", "N-gram assisted (NASD)", "yellow", "ngram", _ngram, kind=NGRAM, word=NGRAM.name),
-    Strategy("target", "Target only", "cyan", "target", _target),
-    Strategy("drafter", "Drafter only", "green", "drafter", _drafter, word=LOADED, uses_target=False, uses_drafter=True),
-    Strategy("beam", "Beam search", "blue", "beams", _beam, samples=False),
-)  # fmt: skip
+    Strategy(
+        name="ngram",
+        title="N-gram assisted (NASD)",
+        colour="yellow",
+        toggle="ngram",
+        steps=_ngram,
+        kind=NGRAM,
+        word=NGRAM.name,
+    ),
+    Strategy(name="target", title="Target only", colour="cyan", toggle="target", steps=_target),
+    Strategy(
+        name="drafter",
+        title="Drafter only",
+        colour="green",
+        toggle="drafter",
+        steps=_drafter,
+        word=LOADED,
+        uses_target=False,
+        uses_drafter=True,
+    ),
+    Strategy(name="beam", title="Beam search", colour="blue", toggle="beams", steps=_beam, samples=False),
+)

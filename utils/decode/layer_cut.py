@@ -37,7 +37,7 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
         raise UserError(
             f"layers:{depth} cannot be cut from {_name(model)}: it has {count} layers, so K must be in 1..{count - 1}."
         )
-    # deepcopy's memo maps every config, nested ones included, to its copy; the mirror replaces them wherever they occur.
+    # deepcopy's memo maps every config to its copy, nested ones too; the mirror replaces them wherever they occur.
     memo: dict[int, Any] = {}
     config = copy.deepcopy(model.config, memo)
     _shorten(config.get_text_config(decoder=True), count=count, depth=depth)

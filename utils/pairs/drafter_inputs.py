@@ -22,7 +22,9 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterCaches:
-    """What drafters keep between prompts, by drafter kind. cut_models: layer cuts of the target. texts: earlier texts."""
+    """What drafters keep between prompts, by drafter kind. cut_models: layer cuts of the target. texts: earlier
+    texts.
+    """
 
     cut_models: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, SuffixAutomaton] = field(default_factory=dict)

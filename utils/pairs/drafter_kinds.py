@@ -94,7 +94,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
 
 
 def _cut(inputs: DrafterInputs) -> BuiltDrafter:
-    """The target's own first layers, cut once and kept."""
+    """The target's own first layers. The cut is cached."""
     if inputs.kind == inputs.pair.drafter_kind:
         return _loaded(inputs)
     cuts = inputs.caches.cut_models
@@ -184,7 +184,7 @@ def drafter_kind(word: str) -> DrafterKind:
 
 
 def drafter_label(word: str, pair: Pair) -> str | None:
-    """What a word of /drafter_kind stands for with this pair: the name in records and in the table of costs."""
+    """The drafter kind that a word of /drafter_kind means for this pair, as records and costs name it."""
     return pair.drafter_kind if word == LOADED else word
 
 

@@ -7,6 +7,7 @@ import torch
 from fakes import open_session, records_of, screen, tiny_pair
 from tiny import tiny_llama, tiny_sliding, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toys import chain, session
 from transformers import PreTrainedTokenizerFast
 
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
@@ -109,13 +110,13 @@ def test_it_cannot_run_alone():
     assert session.handle("w1 w2") is Verdict.FAILED and "tokenizer" in view.take()[1]
 
 
-def test_drafts_that_cannot_be_retokenized_are_counted(monkeypatch):
+def test_drafts_that_cannot_be_retokenized_are_counted():
     pair = pair_of(tiny_llama(3, vocab_size=300), tiny_tokenizer(chat=False), tiny_tokenizer(chat=False, shift=1))
     smile = pair.drafter_tokenizer("é🙂")["input_ids"]
     retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
-    drafter = CrossTokenizerDrafter(lambda: ModelSession(pair.drafter), retokenizer, 300)
-    monkeypatch.setattr(drafter, "_greedy", lambda read, count: smile[:-1])
     context = pair.tokenizer("a")["input_ids"]
+    model = chain([*retokenizer.to_drafter(context), *smile[:-1], pair.drafter_tokenizer.eos_token_id], 300)
+    drafter = CrossTokenizerDrafter(lambda: session(model), retokenizer, 300)
     drafter.begin(context, context)
     draft = drafter.propose(context, 8)
     proposed = pair.tokenizer("é")["input_ids"]

@@ -1,4 +1,6 @@
-"""/whatif says what real runs come to: rounds, drafts and acceptance, for every gamma and for auto, of every kind of drafter."""
+"""/whatif says what real runs come to: rounds, drafts and acceptance, for every gamma and for auto, of every kind of
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ WORDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 
 @cache
 def pair(kind: str) -> Any:
-    """A target with a drafter that agrees now and then: itself with noise on the weights, a head, or itself under other ids."""
+    """A target with a drafter that agrees now and then: itself with noise on the weights, a head, or itself under
+    other ids.
+    """
     build = tiny_t5 if kind == "t5" else tiny_llama
     target, drafter = build(vocab_size=64), build(vocab_size=64)
     with torch.no_grad():
@@ -38,15 +42,26 @@ def pair(kind: str) -> Any:
                 torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std(correction=0) * 0.05
             )
     made = SimpleNamespace(
-        target=target, drafter=drafter, drafter_kind="model", drafter_tokenizer=None, end_ids=frozenset({7})
+        target=target,
+        drafter=drafter,
+        drafter_kind="model",
+        drafter_tokenizer=None,
+        end_ids=frozenset({7}),
+        feature_layers=(),
     )
     if kind == "head":
         made.drafter, made.drafter_kind = tiny_head(target), "head"
+        made.feature_layers = made.drafter.head.shape.layers
     return made
 
 
 def rounds(steps: Any) -> list[tuple[int, int, int | None]]:
     return [(len(step.drafted), step.accepted, step.token) for step in steps]
+
+
+def drafted(timings: Any) -> list[tuple[int, str]]:
+    """The number of computed drafts of each round, and the kind that made them."""
+    return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
 def strategy_of(word: str, pair: Any) -> Strategy:
@@ -68,46 +83,44 @@ def fresh(kind: str, settings: Settings) -> Job:
     ],
     ids=["greedy", "coupled", "coupled, nucleus, no cache"],
 )
-def test_every_gamma_and_auto_come_out_as_in_real_runs(kind: str, settings: Settings) -> None:
+def test_the_rounds_of_every_gamma_are_those_of_real_runs(kind: str, settings: Settings) -> None:
     text = tokens_of(strategy_of("lookup", pair(kind)).steps(fresh(kind, replace(settings, gamma=0))))
     words = [word for word in WORDS if kind != "t5" or word != "layers:1"]
     chosen = [strategy_of(word, pair(kind)) for word in words]
-    told = {
+    replayed = {
         (row.drafter_label(pair(kind)), gamma): rounds(steps)
         for row, gamma, steps, _ in replay_gammas(fresh(kind, settings), chosen, text)
     }
-    assert len(told) == 18 * len(chosen)
+    assert len(replayed) == 18 * len(chosen)
     for row in chosen:
         for gamma in (0, 1, 2, 4, 7, 16, None):
             real = list(row.steps(fresh(kind, replace(settings, gamma=gamma))))
             assert tokens_of(real) == text
-            assert told[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)
-    stood = {label: sum(accepted for _, accepted, _ in told[label, 4]) for label, gamma in told if gamma == 4}
-    assert kind == "head" or (stood["model"] > 9 and sum(map(bool, stood.values())) > 1), stood
+            assert replayed[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)
+    accepted = {label: sum(count for _, count, _ in replayed[label, 4]) for label, gamma in replayed if gamma == 4}
+    assert kind == "head" or (accepted["model"] > 9 and sum(map(bool, accepted.values())) > 1), accepted
 
 
 @pytest.mark.parametrize(
     "drawn", [{}, {"processor": MultinomialProcessor(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
 )
-def test_drafts_that_are_worked_out_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
-    dear = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
-    settings = Settings(length=24, costs=dear, **drawn)
+def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
+    expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
+    settings = Settings(length=24, costs=expensive, **drawn)
     text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     chosen = [strategy_of(word, pair("model")) for word in WORDS]
-    unsent = 0
+    withheld = 0
     for row, gamma, steps, timings in replay_gammas(fresh("model", settings), chosen, text):
         if gamma in (3, None):
             watch = Stopwatch()
-            real = collect(
-                row.steps(replace(fresh("model", replace(settings, gamma=gamma)), stopwatch=watch)), stopwatch=watch
-            )
-            told, seen = ([(timing.drafts, timing.kind if timing.drafts else "") for timing in some] for some in (timings, real.timings))
-            assert told == seen and rounds(steps) == rounds(real.steps), (row.name, gamma)
-            unsent += sum(timing.drafts for timing in timings) - real.drafted
-    assert unsent > 0, "auto works out drafts that it does not send"
+            job = fresh("model", replace(settings, gamma=gamma)).with_observers(watch)
+            real = collect(row.steps(job), stopwatch=watch)
+            assert drafted(timings) == drafted(real.timings) and rounds(steps) == rounds(real.steps), (row.name, gamma)
+            withheld += sum(timing.drafts for timing in timings) - real.drafted
+    assert withheld > 0, "adaptive gamma computes drafts that it does not propose"
 
 
-def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
+def test_an_end_token_ends_the_rounds_as_in_real_runs() -> None:
     settings = Settings(length=40, costs=COSTS)
     whole = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     ends = SimpleNamespace(**vars(pair("model")) | {"end_ids": frozenset({whole[9]})})
@@ -120,35 +133,36 @@ def test_an_end_token_and_a_bound_context_cut_the_rounds_as_they_do() -> None:
             assert rounds(steps) == rounds(real), (word, gamma)
 
 
-def test_what_a_session_has_kept_is_used_and_left_as_it_was() -> None:
+def test_storages_and_texts_are_used_and_not_changed() -> None:
     settings = Settings(length=20, costs=COSTS, gamma=3)
     job = fresh("model", settings)
     rows = [strategy_of(word, pair("model")) for word in ("suffix", "ngram")]
     text = tokens_of(rows[0].steps(job))
     before = (dict(job.caches.texts)["suffix"].size, len(job.storage))
-    told = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in replay_gammas(job, rows, text)}
+    replayed = {(row.name, gamma): rounds(steps) for row, gamma, steps, _ in replay_gammas(job, rows, text)}
     assert (job.caches.texts["suffix"].size, len(job.storage)) == before
-    assert told[rows[0].name, 3] == rounds(rows[0].steps(job)), "the text has been said before by now"
-    assert sum(accepted for _, accepted, _ in told[rows[0].name, 3]) > 8
+    assert replayed[rows[0].name, 3] == rounds(rows[0].steps(job)), "the text was seen before"
+    assert sum(accepted for _, accepted, _ in replayed[rows[0].name, 3]) > 8
 
 
-def test_drafts_one_by_one_become_rounds() -> None:
+def test_single_drafts_are_chained_to_rounds() -> None:
     assert chain_single_drafts([[1], [2], [3]], 2) == [[1, 2], [2, 3], [3, -1]]
-    assert chain_single_drafts([[1], [], [3]], 3) == [[1], [], [3, -1, -1]], "a drafter that declines drafts no further"
+    assert chain_single_drafts([[1], [], [3]], 3) == [[1], [], [3, -1, -1]], "a drafter that declines ends the round"
 
 
-def test_other_tokenizers_are_told_too() -> None:
+def test_drafters_with_a_different_tokenizer_are_replayed() -> None:
     target = tiny_llama(vocab_size=300)
-    translated = SimpleNamespace(
+    pair = SimpleNamespace(
         target=target,
         drafter=tiny_llama(vocab_size=300),
         drafter_kind="model",
         tokenizer=tiny_tokenizer(),
         drafter_tokenizer=tiny_tokenizer(shift=1),
         end_ids=frozenset(),
+        feature_layers=(),
     )
-    row, settings = strategy_of("loaded", translated), Settings(length=10, costs=COSTS)
-    job = replace(fresh("model", settings), pair=translated, storage=NGramStorage(3, 300))
+    row, settings = strategy_of("loaded", pair), Settings(length=10, costs=COSTS)
+    job = replace(fresh("model", settings), pair=pair, storage=NGramStorage(3, 300))
     text = tokens_of(row.steps(replace(job, settings=replace(settings, gamma=0))))
     for _, gamma, steps, _ in replay_gammas(job, [row], text):
         if gamma in (None, 0, 1, 4):

@@ -1,4 +1,6 @@
-"""/drafter_kind: every kind drafts in the same loop for the same text, several run side by side, costs are measured per kind."""
+"""/drafter_kind: every kind drafts in the same loop for the same text, several run side by side, costs are measured
+per kind.
+"""
 
 import pytest
 from fakes import Screen, checked, open_session, records_of, tiny_pair

@@ -1,4 +1,4 @@
-"""What a session computes: only what its cache lacks, an encoder once, and recurrent states only if they can be restored."""
+"""What a session computes: only what its cache lacks, and an encoder once. Which recurrent states are refused."""
 
 import re
 from collections.abc import Callable

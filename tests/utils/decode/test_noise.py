@@ -1,12 +1,15 @@
 """Noise is a function of its key: reproducible, independent of order, uniform, and never 0 or 1."""
 
+from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from toys import statistic_of
 
-from utils.decode.noise import Domain, Noise, _uniforms, fix_seeds, resolve_seed
+from utils.decode.noise import Domain, Noise, fix_seeds, resolve_seed
 
 
 def test_uniforms_depend_on_their_key_and_not_on_the_order() -> None:
@@ -22,6 +25,54 @@ def test_every_part_of_the_key_matters() -> None:
     assert len(values) == len(keys)
 
 
+def independent(noise: type[Noise], *keys: tuple[int, int, Domain, int, int]) -> bool:
+    """A chi-square test on the uniforms at two keys (seed, turn, domain, position, start), in an 8 x 8 table.
+
+    It uses 2,000 pairs of uniforms, at seeds that are added to those of the keys. Independent numbers fail with a
+    probability below 1e-8 (df = 63, threshold df + 10 sqrt(2 df)). A statistic of 2,000 x 7 results if the two
+    numbers are equal.
+    """
+    pairs = Counter(
+        tuple(int(8 * noise(seed + shift, turn).uniform(*rest)) for seed, turn, *rest in keys)
+        for shift in range(0, 10_000, 5)
+    )
+    cells = dict.fromkeys(product(range(8), repeat=2), 1 / 64)
+    statistic, threshold, freedom = statistic_of(pairs, cells)
+    assert freedom == 63
+    return statistic < threshold
+
+
+KEY = (0, 0, Domain.DRAFT, 2, 1)
+OTHER_KEYS = {
+    "seed": (1, 0, Domain.DRAFT, 2, 1),
+    "turn": (0, 1, Domain.DRAFT, 2, 1),
+    "domain": (0, 0, Domain.ACCEPT, 2, 1),
+    "position": (0, 0, Domain.DRAFT, 3, 1),
+    "start": (0, 0, Domain.DRAFT, 2, 2),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_KEYS.values(), ids=OTHER_KEYS)
+def test_uniforms_at_different_keys_are_independent(other: tuple[int, int, Domain, int, int]) -> None:
+    """With test_sampled_distribution.py, which enumerates decoders with independent noise, this makes sampling
+    exact.
+    """
+    assert independent(Noise, KEY, other)
+
+
+class StartIgnored(Noise):
+    """The mutant: rounds that overlap use the same numbers."""
+
+    __slots__ = ()
+
+    def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
+        return Noise._raw(self, domain, position, 0, count=count)
+
+
+def test_noise_that_ignores_a_part_of_the_key_is_detected() -> None:
+    assert not independent(StartIgnored, KEY, OTHER_KEYS["start"])
+
+
 def test_uniforms_fill_the_open_interval() -> None:
     """20,000 values: mean within 5 sigma of 1/2, none at an end; largest possible value below 1."""
     values = np.array([Noise(seed).uniform(Domain.ACCEPT, 3, 1) for seed in range(20_000)])
@@ -29,16 +80,21 @@ def test_uniforms_fill_the_open_interval() -> None:
     assert abs(values.mean() - 0.5) < 5 * (1 / 12 / 20_000) ** 0.5
 
 
-def test_no_uniform_is_zero_or_one() -> None:
+def test_no_uniform_is_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one more bit the largest would round to 1, and would win every race whatever its weight."""
-    ends = np.array([0, 2**64 - 1], dtype=np.uint64)
-    low, high = _uniforms(ends)
-    assert 0 < low < 2.0**-52 and high == 1 - 2.0**-53
-    assert np.isfinite(-np.log(-np.log(_uniforms(ends)))).all()
-    with_one_more_bit = ((ends >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    assert with_one_more_bit[1] == 1.0
-    weights = np.array([1 - 1e-12, 1e-12])
-    assert np.argmin(-np.log(with_one_more_bit) / weights) == 1 == np.argmin(-np.log([0.5, 1.0]) / weights)
+
+    def generate(*bits: int) -> None:
+        raw = np.array(bits, dtype=np.uint64)
+        monkeypatch.setattr(np.random, "Philox", lambda **key: SimpleNamespace(random_raw=lambda count: raw[:count]))
+
+    lowest, highest = 0, 2**64 - 1
+    generate(lowest)
+    assert 0 < Noise(0).uniform(Domain.ACCEPT, 0, 0) < 2.0**-52
+    generate(highest)
+    assert Noise(0).uniform(Domain.ACCEPT, 0, 0) == 1 - 2.0**-53
+    assert ((highest >> 11) + 0.5) * 2.0**-53 == 1.0  # with one more bit
+    generate(2**63, highest)
+    assert Noise(0).sample(torch.tensor([1 - 1e-17, 1e-17], dtype=torch.float64) * 0.5, 0) == 0
 
 
 def test_the_targets_noise_does_not_depend_on_the_round_but_on_the_turn() -> None:

@@ -231,13 +231,12 @@ def test_int8_weights_cannot_be_taken_back() -> None:
 def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:
     target, drafter = llama(), llama(seed=1)
     Engine([target, drafter]).use("invariant", 1)
-    for seed in range(12):
-        processor = MultinomialProcessor(0.5 + 0.1 * seed) if seed else None
-        plain = autoregressive_generate([3, seed, 5], target, 48, processor, None, seed=seed)
-        for gamma in (1, 4, 9):
-            options = {"logits_processor": processor, "max_gen_len": 48, "eos_tokens_id": None, "seed": seed}
-            drafted = speculative_generate([3, seed, 5], drafter, target, gamma=gamma, verify="coupled", **options)
-            assert drafted[0] == plain
+    for seed in range(6):
+        processor = MultinomialProcessor(0.5 + 0.2 * seed) if seed else None
+        plain = autoregressive_generate([3, seed, 5], target, 36, processor, None, seed=seed)
+        options = {"gamma": (1, 4, 9)[seed % 3], "logits_processor": processor, "max_gen_len": 36, "seed": seed}
+        drafted = speculative_generate([3, seed, 5], drafter, target, eos_tokens_id=None, verify="coupled", **options)
+        assert drafted[0] == plain
 
 
 def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: Path) -> None:

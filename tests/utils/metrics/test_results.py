@@ -1,4 +1,4 @@
-"""Figures and the clock: every rate from known steps, no rate without a denominator, and a clock that stops while others work."""
+"""Figures of known steps, rates without a denominator, and a clock that runs only inside the decoder."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ STEPS = (
 
 
 class FakeClock:
-    """Moves only when told to."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,14 +50,14 @@ def test_the_clock_runs_only_inside_the_decoder() -> None:
             yield step
         clock.now += 0.25
 
-    def watch(step: Step, timing: RoundTiming, notes: object) -> None:
+    def watch(step: Step, timing: RoundTiming, traces: object) -> None:
         clock.now += 100.0
 
     run = collect(decoder(), watch, clock)
     assert run == Generation(STEPS, 5.25, 1.0, FinishReason.STOP, (RoundTiming(0, 0, 1.0),) * 5)
 
 
-def test_an_interruption_keeps_what_was_made_and_its_time() -> None:
+def test_an_interrupted_run_keeps_its_steps_and_time() -> None:
     clock = FakeClock()
 
     def decoder() -> Iterator[Step]:
@@ -69,7 +69,7 @@ def test_an_interruption_keeps_what_was_made_and_its_time() -> None:
     run = collect(decoder(), clock=clock)
     assert run == Generation(STEPS[:1], 1.5, 1.0, FinishReason.INTERRUPTED, (RoundTiming(0, 0, 1.0),))
 
-    def watch(step: Step, timing: RoundTiming, notes: object) -> None:
+    def watch(step: Step, timing: RoundTiming, traces: object) -> None:
         raise KeyboardInterrupt
 
     assert collect(iter(STEPS), watch, FakeClock()).steps == STEPS[:1]

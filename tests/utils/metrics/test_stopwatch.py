@@ -1,4 +1,4 @@
-"""The time of a run, taken apart from outside: every second lands where it was spent, and the run is the same."""
+"""The time of a run by activity, measured from outside: every second is counted where it was spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOCK = FakeClock()
 
 
 class SlowDrafter:
-    """Takes 1 s to begin, 2 s for a draft and 0.25 s for what comes after a round."""
+    """Takes 1 s to begin, 2 s per draft and 0.25 s after a round."""
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         CLOCK.now += 1
@@ -37,7 +37,7 @@ class SlowDrafter:
 
 
 class SlowSession(ModelSession):
-    """Takes 10 s for a forward."""
+    """Takes 10 s per forward pass."""
 
     def feed(self, context: list[int], keep: int) -> torch.Tensor:
         CLOCK.now += 10
@@ -52,19 +52,23 @@ class SlowProcessor(GreedyProcessor):
         return super().__call__(logits)
 
 
-def test_each_second_lands_where_it_was_spent() -> None:
+def test_each_second_is_counted_where_it_was_spent() -> None:
     watch = Stopwatch(CLOCK)
     decoding = Decoding.of(SlowProcessor(), 3, end_ids=None, seed=1)
     drafter, target = TimedDrafter(SlowDrafter(), watch), TimedSession(SlowSession(tiny_llama()), watch)
     run = collect(speculative_steps([5, 6, 7], drafter, target, decoding, gamma=2), clock=CLOCK, stopwatch=watch)
-    assert run.timings[0] == RoundTiming(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2) and run.timings[0].other == 0.5
+    assert (
+        run.timings[0] == RoundTiming(1 + 2 * 2 + 0.25, 10, 1 + 2 * 2 + 0.25 + 10 + 0.5, drafts=2)
+        and run.timings[0].other == 0.5
+    )
     assert sum(timing.total for timing in run.timings) == run.seconds and len(run.timings) == len(run.steps)
     assert all(
-        timing.drafting == 2 * len(step.drafted) + 0.25 for step, timing in list(zip(run.steps, run.timings, strict=True))[1:]
+        timing.drafting == 2 * len(step.drafted) + 0.25
+        for step, timing in list(zip(run.steps, run.timings, strict=True))[1:]
     )
 
 
-def test_a_forward_that_fails_counts_too() -> None:
+def test_a_failed_forward_pass_is_counted() -> None:
     watch = Stopwatch(CLOCK)
     target = TimedSession(SlowSession(tiny_llama()), watch)
     with pytest.raises(RuntimeError):
@@ -72,7 +76,7 @@ def test_a_forward_that_fails_counts_too() -> None:
     assert watch.read(10) == RoundTiming(0, 10, 10) and watch.read(0) == RoundTiming(0, 0, 0)
 
 
-def test_records_and_debug_tell_the_time_of_every_part() -> None:
+def test_runs_and_the_debug_screen_have_the_time_of_every_activity() -> None:
     view, pair = screen(), tiny_pair()
     session = open_session(view, pair)
     for line in ("/length 8", "/debug on", "Hello"):

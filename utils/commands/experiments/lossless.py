@@ -25,13 +25,9 @@ DRAWS, MAX_DRAWS = 200, 1_000_000
 MANY_DRAWS = 100  # from which progress is shown after each quarter
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious, and wrong
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
-# Verdicts as they are recorded. Scripts compare them, so their wording stays; the screen may use other words.
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws for a test"
-OTHER, WRONG = "another law, as it should be: not the target's", "NOT the target's law: please report"
-ON_SCREEN = {
-    OTHER: "differs, as expected: it is not meant to follow the target's distribution",
-    WRONG: "NOT the target's distribution: please report",
-}
+OTHER = "differs, as expected: it is not meant to follow the target's distribution"
+WRONG = "NOT the target's distribution: please report"
 
 
 def _lossless(argument: str, context: CommandContext) -> Outcome:
@@ -107,7 +103,7 @@ def _finding(strategy: Strategy, result: Fit) -> Finding:
         "-" if result.statistic is None else f"{result.statistic:.1f} ({result.freedom} df)",
         "-" if result.p_value is None else f"{result.p_value:.2g}",
         f"{result.matches}/{result.draws}" if result.statistic is None else "-",
-        ON_SCREEN.get(verdict, verdict),
+        verdict,
     )
     return Finding(cells, {"strategy": strategy.name, **asdict(result), "verdict": verdict})
 
