@@ -21,8 +21,9 @@ class MatchIndex(Protocol):
 
 
 class MatchDrafter:
-    """index: receives the prompt and every new token, and is never reset here. adaptive: chooses the number of
-    drafts.
+    """Drafts what an index of earlier text predicts.
+
+    index: receives the prompt and every new token, and is never reset here. adaptive: chooses the number of drafts.
     """
 
     def __init__(self, index: MatchIndex, *, adaptive: AdaptiveGamma | None = None, observed: bool = False) -> None:

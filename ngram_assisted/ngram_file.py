@@ -18,6 +18,7 @@ from utils.files import replacing
 
 STORAGES: dict[str, type[NGramStorage]] = {"basic": NGramStorage, "onelevel": OneLevelNGramStorage}
 FORMAT, VERSION = "n-gram storage", "1"
+DAMAGED = "it is damaged, or was not written by /ngram_save"
 ARRAYS = ("sizes", "contexts", "branches", "followers", "counts")
 
 
@@ -63,7 +64,7 @@ def load_storage(path: Path, vocab_size: int, limit: int) -> tuple[NGramStorage,
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:  # a UserError is a ValueError
-        reason = str(error) if isinstance(error, UserError) else "it is damaged, or was not written by /ngram_save"
+        reason = str(error) if isinstance(error, UserError) else DAMAGED
         raise UserError(f"{path} is not an n-gram storage for this session: {reason}.") from error
     return storage, about["kind"], about["model"]
 

@@ -25,7 +25,9 @@ NOT_A_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class FinishedText:
-    """prompt: its ids. context: the decoder's first context. tokens: T new ones.
+    """A text, and what the target computed for it.
+
+    prompt: its ids. context: the decoder's first context. tokens: T new ones.
 
     logits: the target's, (T, V), row i predicts token i. features: its hidden states of all C + T - 1 rows fed for a
     context of length C, if they were kept. name, context_length: of the target.

@@ -1,6 +1,4 @@
-"""debug=True of the library functions: the only place where a decoder reaches the screen, and only when it is asked
-to.
-"""
+"""Printing for debug=True of the library functions: the only place where a decoder reaches the screen, on request."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -50,15 +50,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "speculative-decoding"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint folders by name."""
+    """Checkpoint folders by name. Tests change only copies of them."""
     from shelf import fill_shelf  # torch comes with it
 
     return fill_shelf(tmp_path_factory.mktemp("shelf"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder whose layers have several groups of 32, 64 or 128 weights in a row."""
     from tiny import save_folder, tiny_llama, tiny_tokenizer

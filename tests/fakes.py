@@ -19,7 +19,8 @@ from utils.comparison.job import Job
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
-from utils.engine import Engine
+from utils.engine import Engine, engine
+from utils.engine.forward_timing import verify_costs
 from utils.pairs.compatibility import compare_models
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
@@ -103,11 +104,15 @@ def open_session(
     draft_seconds: Callable[[Job], float] = lambda job: 0.0,
     load: Any = None,
 ) -> ReplSession:
-    """A session on the plain engine. draft_seconds: replaces the timing of drafters, so that costs are constant."""
+    """A session on the plain engine, which times each width once. draft_seconds: replaces the timing of drafters, so
+    that costs are constant.
+    """
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file, load=load, strategies=strategies)
-    mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()  # stopped by a fixture in conftest.py
+    # These patches are stopped by a fixture in conftest.py.
+    mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()
+    mock.patch.object(engine, "verify_costs", lambda probe, repeats: verify_costs(probe, repeats=1)).start()
     return ReplSession(pair, tools, Settings(engine="plain", gamma=4))
 
 

@@ -7,14 +7,13 @@ from random import Random
 
 import pytest
 import torch
+from embedded_session import PROMPTS, session_of
 from fakes import Screen, records_of
 from logit_paths import assert_bits_of_single_steps, stepwise_logits
 from toys import decoding
 
 from sampling import autoregressive_steps
-from utils.commands import default_registry
 from utils.comparison.harness import Harness
-from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.layer_cut import first_layers
@@ -26,27 +25,12 @@ from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import prompt_ids
-from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.tools import SessionTools
-
-PROMPTS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "def fibonacci(n):",
-    "Repeat after me: one two three, one two three, one two three.",
-    "List three fruits.",
-    "Übersetze ins Englische: Guten Morgen 🌞",
-]
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return load_pair(PairRequest("embedded", "head"), lambda message: None)
-
-
-def session_of(pair: Pair, view: Screen, file: Path) -> ReplSession:
-    return ReplSession(pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings())
 
 
 def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> None:

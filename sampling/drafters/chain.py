@@ -6,7 +6,9 @@ from utils.decode.drafts import Draft, Drafter, Verified
 
 
 class ChainDrafter:
-    """first: asked first, usually one that costs almost nothing. kinds: of the two, which drafts are labelled with.
+    """Asks a first drafter, and a second one when the first has no drafts.
+
+    first: usually one that costs almost nothing. kinds: names of the two, which drafts are labelled with.
 
     Who drafts depends on the text so far alone, so no verification rule is biased.
     """

@@ -43,7 +43,9 @@ class Retokenizer:
 
 
 class CrossTokenizerDrafter:
-    """new_session: opens a session of the drafter. adaptive: chooses the number of drafts, by position alone, since
+    """Drafts greedily with a model whose tokenizer differs from the target's.
+
+    new_session: opens a session of the drafter. adaptive: chooses the number of drafts, by position alone, since
     the number of target tokens is not known in advance.
     """
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from embedded_session import PROMPTS, session_of
 from fakes import screen
 from samplers import SAMPLERS
-from test_embedded_pair import PROMPTS, session_of
 from toys import chi_square, decoding, joint_probs, opposed, session, toy
 
 from sampling import ModelDrafter, speculative_steps

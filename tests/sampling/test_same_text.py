@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from samplers import PROCESSORS
 from tiny import tiny_bart, tiny_llama, tiny_sliding, tiny_t5
 from toys import ToyModel, decoding, opposed, session, toy
 
@@ -33,22 +34,10 @@ from utils.errors import UserError
 from utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
-    MultinomialProcessor,
-    NucleusProcessor,
-    TopKNucleusProcessor,
-    TopKProcessor,
 )
 from utils.metrics.results import acceptance_of, tokens_of
 
 SIZE, LENGTH, PROMPT = 8, 12, [3, 0, 1, 3, 0]
-PROCESSORS: list[LogitsProcessor] = [
-    GreedyProcessor(),
-    MultinomialProcessor(0.6),
-    MultinomialProcessor(1.2),
-    TopKProcessor(1.0, 4),
-    NucleusProcessor(0.9, 0.9),
-    TopKNucleusProcessor(1.2, 6, 0.95),
-]
 
 
 class Adaptive(ModelDrafter):

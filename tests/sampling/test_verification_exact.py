@@ -54,8 +54,8 @@ def contextual(seed: int, size: int) -> Distribution:
     return probs
 
 
-def is_exact(p: Distribution, q: Distribution, gamma: int, judge: Verify) -> bool:
-    rounds = outcome_probs(partial(one_round, p, q, gamma, judge))
+def is_exact(p: Distribution, q: Distribution, gamma: int, verify: Verify) -> bool:
+    rounds = outcome_probs(partial(one_round, p, q, gamma, verify))
     return completed(rounds, p, gamma + 1) == joint(p, gamma + 1)
 
 
@@ -184,12 +184,12 @@ def block_residual_without_r(probs: Exact, draft: Draft, noise: Branching, *, st
     return accepted, noise.pick(residual if residual.any() else probs[accepted], Domain.FILL, start + accepted, start)
 
 
-MUTANTS = [corrected_from_p, bonus_from_q, draws_twice, drops_unlikely_drafts, raw_q, block_residual_without_r]
+MISTAKES = [corrected_from_p, bonus_from_q, draws_twice, drops_unlikely_drafts, raw_q, block_residual_without_r]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_mistakes_are_not_exact(mutant: Verify) -> None:
-    detected = [seed for seed in range(20) if not is_exact(contextual(seed, 3), contextual(seed + 1000, 3), 2, mutant)]
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_are_not_exact(mistake: Verify) -> None:
+    detected = [seed for seed in range(20) if not is_exact(contextual(seed, 3), contextual(seed + 1000, 3), 2, mistake)]
     assert len(detected) > 5
 
 

@@ -1,0 +1,1 @@
+"""What runs side by side, and what is kept from it."""

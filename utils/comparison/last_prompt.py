@@ -29,7 +29,9 @@ class ComparedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastPrompt:
-    """text: as it was sent. job: the target's, or the first strategy's if the target was off. jobs: by the strategy's
+    """The finished runs of one prompt.
+
+    text: as it was sent. job: the target's, or the first strategy's if the target was off. jobs: by the strategy's
     name.
     """
 

@@ -27,7 +27,9 @@ class ShownResult:
 
 @dataclass(slots=True)
 class SessionState:
-    """storage: the session's n-gram storage. rounding: the largest change of the target's logits by verify width seen
+    """The memory of one session.
+
+    storage: the session's n-gram storage. rounding: the largest change of the target's logits by verify width seen
     so far.
     """
 

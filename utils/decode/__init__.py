@@ -1,0 +1,1 @@
+"""One run of one model: session, cache, noise, decoding parameters, steps and drafts."""

@@ -21,8 +21,10 @@ from utils.logits_processor import GreedyProcessor, InvalidLogits, LogitsProcess
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """processor: logits (..., V) to probabilities (..., V). max_new: maximum number of new tokens. end_ids: ids that
-    end the text.
+    """What to draw from, with which noise, and when to stop.
+
+    processor: logits (..., V) to probabilities (..., V). max_new: maximum number of new tokens. end_ids: ids that end
+    the text.
     """
 
     processor: LogitsProcessor

@@ -29,8 +29,9 @@ IGNORED: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """never: ids with probability 0. at_first: further ids that the first free token may not be. forced: the first
-    token.
+    """Rules about single tokens.
+
+    never: ids with probability 0. at_first: further ids that the first free token may not be. forced: the first token.
     """
 
     never: tuple[int, ...] = ()

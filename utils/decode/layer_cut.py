@@ -1,8 +1,8 @@
 """A drafter cut out of the target: its embedding, its first blocks, its final norm and its head.
 
-It costs no memory and needs no download. Every module is mirrored by a new, empty object that holds the target's own
-tensors, so nothing is copied, yet hooks, configs and caches of one model never reach the other. This works for any
-class, and for quantized weights, because nothing is instantiated.
+It costs no memory and needs no download. Every module gets an empty shell that shares the target's tensors, created
+without calling a constructor, so this works for any class and for quantized weights. Hooks, configs and caches of one
+model never reach the other.
 """
 
 import copy

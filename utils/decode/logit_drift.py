@@ -1,6 +1,6 @@
 """How far a model's logits move when the same positions are computed with a different number of rows per pass.
 
-Matrix kernels add up in an order that depends on the number of rows, so a verify pass over five tokens and five
+Matrix kernels sum in an order that depends on the number of rows, so a verify pass over five tokens and five
 decode steps may round differently. Everything that explains or bounds that difference measures it here.
 """
 

@@ -1,7 +1,7 @@
 """Engine: choose how the loaded models are computed, with how many threads, and report what is guaranteed.
 
-`plain` is PyTorch as it is. The other engines are the rows of LAYER_ENGINES. `auto` takes the first of them that
-supports the models, is likely to be faster, and passes its self-test on these weights; otherwise the models stay plain.
+`plain` is PyTorch as it is. The other engines are the rows of LAYER_ENGINES. `auto` tries the first of them that
+supports the models and is likely to be faster. If there is none, or its self-test fails, the models stay plain.
 """
 
 from collections.abc import Sequence

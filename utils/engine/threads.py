@@ -1,6 +1,6 @@
 """Choose the number of CPU threads.
 
-More threads stream weights faster, but each small product waits for all of them. Which number is fastest depends on the
+More threads stream weights faster, but every small matrix product has to synchronize all of them. Which number is fastest depends on the
 model, the machine and its other load, so it is measured.
 """
 

@@ -1,0 +1,1 @@
+"""A run seen from outside: results, timings, draft traces, costs, divergence."""

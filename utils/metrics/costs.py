@@ -14,7 +14,9 @@ MAX_COST = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """verify: extra time of a verify pass with 1, 2, ... drafts over a decode step. draft: (drafter kind, time of one
+    """A table of costs, in decode steps.
+
+    verify: extra time of a verify pass with 1, 2, ... drafts over a decode step. draft: (drafter kind, time of one
     draft).
     """
 

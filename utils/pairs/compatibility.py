@@ -1,7 +1,7 @@
 """Whether a drafter suits a target: vocabularies compared id by id, special tokens, context lengths, sizes and caches.
 
-The target verifies every draft, so an unsuitable drafter never changes the text. It only makes drafts useless, which is
-why the user is told.
+The target verifies every draft, so an unsuitable drafter never changes the text. It only makes drafts useless, so the
+program reports it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""From text to token ids: chat templates, conversations, prompt files."""

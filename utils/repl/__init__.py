@@ -1,0 +1,1 @@
+"""The running program: session, runner, line input, status line."""

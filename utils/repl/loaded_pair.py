@@ -20,7 +20,7 @@ STARTING_ENGINE = "preparing and testing the engine ({}) ..."
 
 @dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """settings: the current settings, which change; everything else stays as long as the pair."""
+    """Everything that lives as long as the pair. Only `settings` changes."""
 
     pair: Pair
     limits: Limits

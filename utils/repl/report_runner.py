@@ -19,7 +19,7 @@ NOTHING_FINISHED = "Interrupted before anything was finished."
 
 @dataclass(frozen=True, slots=True)
 class ReportRunner:
-    """pair: the loaded models, which the record names."""
+    """Runs reports. pair: the loaded models, which the record names."""
 
     pair: Pair
     renderer: Renderer
@@ -35,9 +35,7 @@ class ReportRunner:
             finished = True
         except KeyboardInterrupt:
             findings += _remaining_findings(report.events)
-            self.renderer.note(
-                "Interrupted. Finished so far:" if findings else "Interrupted before anything was finished."
-            )
+            self.renderer.note("Interrupted. Finished so far:" if findings else NOTHING_FINISHED)
         finally:
             if findings:
                 self._conclude(report, findings, finished=finished)

@@ -73,7 +73,10 @@ class ResultLog:
 
 @dataclass(frozen=True, slots=True)
 class PromptRunner:
-    """echo: whether to show the prompt, because it was not typed on this screen."""
+    """Runs prompts with the enabled strategies.
+
+    echo: whether to show the prompt, because it was not typed on this screen.
+    """
 
     harness: Harness
     renderer: Renderer

@@ -14,7 +14,9 @@ from utils.screen.renderer import Renderer
 
 @dataclass(frozen=True, slots=True)
 class SessionTools:
-    """records: the file of --json. interactive: whether prompts are typed on the screen that shows the answers.
+    """The parts of a session.
+
+    records: the file of --json. interactive: whether prompts are typed on the screen that shows the answers.
 
     load: loads other models; its second argument receives progress messages. pairs: those that can be loaded by name.
     strategies: the table of strategies.

@@ -1,6 +1,7 @@
 """`python -m sampling.distill` on a tiny target: what it writes, interruption and resumption, and refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def run(target, out, *flags):
     return main(["--target", str(target), "--out", str(out), "--device", "cpu", *FLAGS.split(), *flags])
 
 
+@pytest.fixture(scope="module")
+def finished(target, tmp_path_factory):
+    """The folder of a finished run, with its work, by kind. Tests change only copies of it."""
+    root = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
+        for kind in ("head", "lm"):
+            assert run(target, root / kind, "--kind", kind, "--keep") == 0
+    return root
+
+
 def weights(out):
     return load_file(Path(out) / "model.safetensors")
 
@@ -63,9 +75,8 @@ def test_the_figures_of_the_card_can_be_repeated(target, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
 @pytest.mark.parametrize("when", ["generation", "training"])
-def test_a_resumed_run_gives_the_same_weights(target, tmp_path, monkeypatch, kind, when):
+def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkeypatch, kind, when):
     """Bit for bit the weights of an uninterrupted run."""
-    assert run(target, tmp_path / "whole", "--kind", kind) == 0
     owner, method, last = (Corpus, "add", 2) if when == "generation" else (Trainer, "train_step", 5)
     original, calls = getattr(owner, method), []
 
@@ -80,13 +91,13 @@ def test_a_resumed_run_gives_the_same_weights(target, tmp_path, monkeypatch, kin
         assert run(target, tmp_path / "parts", "--kind", kind) == 130
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
-    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "parts"), weights(finished / kind)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_training_reduces_the_loss(target, tmp_path):
     """Many passes over little text."""
-    assert run(target, tmp_path, "--keep", "--passes", "30", "--rate", "0.05") == 0
+    assert run(target, tmp_path, "--keep", "--passes", "15", "--rate", "0.05") == 0
     curve = json.loads((tmp_path / "work" / "progress.json").read_text())["curve"]
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
 
@@ -107,8 +118,8 @@ def test_options_that_cannot_be_used_are_named(tmp_path, capsys, flags, named):
     assert named in message_of(capsys).lower()
 
 
-def test_unfinished_work_is_not_overwritten(target, tmp_path, capsys):
-    assert run(target, tmp_path, "--keep") == 0
+def test_unfinished_work_is_not_overwritten(target, finished, tmp_path, capsys):
+    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
     assert run(target, tmp_path) == 1
     message = message_of(capsys)
     assert str(tmp_path) in message and "--resume" in message
@@ -128,16 +139,15 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.safetensors", "pages/page-00000.safetensors"])
-def test_damaged_work_is_reported(target, tmp_path, capsys, name):
-    assert run(target, tmp_path, "--keep") == 0
+def test_damaged_work_is_reported(finished, tmp_path, capsys, name):
+    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
     (tmp_path / "work" / name).write_bytes((tmp_path / "work" / name).read_bytes()[:20])
     assert main(["--out", str(tmp_path), "--resume"]) == 1
     assert message_of(capsys)
 
 
-def test_a_step_interrupted_halfway_is_repeated(target, tmp_path, monkeypatch):
+def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monkeypatch):
     """Only some of the weights have made the step: training resumes from the checkpoint before it."""
-    assert run(target, tmp_path / "whole") == 0
     step, calls = torch.optim.AdamW.step, []
 
     def interrupted(self, *args, **kwargs):
@@ -151,18 +161,17 @@ def test_a_step_interrupted_halfway_is_repeated(target, tmp_path, monkeypatch):
         patch.setattr("sampling.distill.pipeline.CHECKPOINT_SECONDS", 0.0)
         assert run(target, tmp_path / "parts") == 130
     assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
-    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "parts"), weights(finished / "head")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
-def test_training_continues_from_an_earlier_drafter(target, tmp_path, kind):
+def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path, kind):
     """At a tiny learning rate the weights stay near those of the earlier drafter, and the card mentions it."""
-    assert run(target, tmp_path / "first", "--kind", kind) == 0
     flags = ["--kind", kind, "--rate", "1e-7", "--seed", "1"]
-    assert run(target, tmp_path / "next", *flags, "--start", str(tmp_path / "first")) == 0
+    assert run(target, tmp_path / "next", *flags, "--start", str(finished / kind)) == 0
     assert run(target, tmp_path / "fresh", *flags) == 0
-    first, continued, fresh = (weights(tmp_path / name) for name in ("first", "next", "fresh"))
+    first, continued, fresh = (weights(path) for path in (finished / kind, tmp_path / "next", tmp_path / "fresh"))
     name = next(name for name, part in first.items() if "mlp" in name and part.dim() == 2)
     before, *after = (part[name].float() for part in (first, continued, fresh))
     distances = [float((part - before).norm() / before.norm()) for part in after]
@@ -171,19 +180,20 @@ def test_training_continues_from_an_earlier_drafter(target, tmp_path, kind):
     assert ["--start" in card for card in cards] == [True, False]
 
 
-def test_a_start_that_does_not_fit_is_refused(target, tmp_path, capsys):
+def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys):
     """The refusal comes before anything is generated."""
-    assert run(target, tmp_path / "lm", "--kind", "lm") == 0
     save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
     assert run(tmp_path / "other", tmp_path / "head") == 0
     capsys.readouterr()
-    for folder in ("nowhere", "lm", "head"):
-        assert run(target, tmp_path / "out", "--start", str(tmp_path / folder)) == 1
-        assert str(tmp_path / folder) in message_of(capsys) and not (tmp_path / "out").exists()
+    for folder in (tmp_path / "nowhere", finished / "lm", tmp_path / "head"):
+        assert run(target, tmp_path / "out", "--start", str(folder)) == 1
+        assert str(folder) in message_of(capsys) and not (tmp_path / "out").exists()
 
 
-def test_a_different_kind_replaces_the_drafter_in_a_folder(target, tmp_path):
-    assert run(target, tmp_path) == 0 and run(target, tmp_path, "--kind", "lm") == 0
+def test_a_different_kind_replaces_the_drafter_in_a_folder(target, finished, tmp_path):
+    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "work")
+    assert run(target, tmp_path, "--kind", "lm") == 0
     assert load(target, tmp_path).drafter_kind == "model"
     assert run(target, tmp_path) == 0
     assert load(target, tmp_path).drafter_kind == "head"

@@ -63,9 +63,15 @@ def test_all_drafts_of_a_perfect_drafter_are_accepted(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "setup", [(), ("/verify block",), ("/gamma auto",), ("/verify coupled", "/processor multinomial 1.5")]
+    ("setup", "build"),
+    [
+        ((), tiny_sliding),
+        (("/verify block",), tiny_llama),
+        (("/gamma auto",), tiny_sliding),
+        (("/gamma auto",), tiny_llama),
+        (("/verify coupled", "/processor multinomial 1.5"), tiny_llama),
+    ],
 )
-@pytest.mark.parametrize("build", [tiny_llama, tiny_sliding])
 def test_no_drafter_changes_the_text(tmp_path, setup, build):
     """Not even one with sliding-window attention, whose earlier text may be tokenized differently as it grows."""
     pair = pair_of(build(3, vocab_size=WORDS), word_tokenizer(), word_tokenizer(7))

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from fakes import tiny_pair
-from test_same_text import PROCESSORS
+from samplers import PROCESSORS
 from tiny import tiny_head, tiny_llama, tiny_sliding
 from toys import decoding
 

@@ -129,12 +129,13 @@ def test_a_thousand_command_lines(seed: int) -> None:
     assert session.handle("/gamma 2") is Verdict.DONE and session.handle("hello") is Verdict.DONE
 
 
-def test_a_thousand_prompts() -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.full)])
+def test_random_prompts(count: int) -> None:
     chance, view = random.Random(9), screen()
     session = open_session(view, tiny_pair())
     for setup in ("/length 1", "/speculative off", "/ngram off"):
         session.handle(setup)
-    for _ in range(1000):
+    for _ in range(count):
         typed = text(chance)
         verdict = session.send(typed)
         out, messages = view.take()

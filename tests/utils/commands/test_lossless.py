@@ -24,16 +24,17 @@ PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 
 
 def test_correct_strategies_pass(view: Screen, tmp_path: Path) -> None:
+    """False alarms: with new seeds a correct program would fail with probability 0.006, six p-values below 1e-3."""
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
     lines = ("/drafter on", "/length 4", "Hello", "/processor topk 1.5 12")
     for rule in ("rejection", "coupled", "block"):
-        record = checked(session, file, *lines, f"/verify {rule}", "/lossless 400")
+        record = checked(session, file, *lines, f"/verify {rule}", "/lossless 200")
         assert record["record"] == "lossless" and record["finished"] and record["settings"]["verify"] == rule
         rows = {row["strategy"]: row for row in record["findings"]}
         assert list(rows) == ["speculative", "ngram", "target", "drafter"]
         for name in ("speculative", "ngram", "target"):
-            assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 400 and rows[name]["freedom"] >= 5
+            assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 200 and rows[name]["freedom"] >= 5
             assert rows[name]["verdict"] == NO_DIFFERENCE
         assert rows["drafter"]["verdict"] == OTHER
         assert rows["ngram"]["statistic"] == rows["target"]["statistic"]  # exactly the same draws

@@ -1,58 +1,28 @@
-"""/whatif says what real runs come to: rounds, drafts and acceptance, for every gamma and for auto, of every kind of
-drafter.
+"""Counterfactual replay, which /whatif uses, gives the rounds of real runs: for every gamma, for auto, and for every
+drafter kind.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from tiny import tiny_head, tiny_llama, tiny_t5, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
+from tiny_jobs import fresh, pair, strategy_of
 
 from ngram_assisted import NGramStorage
 from sampling.counterfactual import chain_single_drafts
 from utils.comparison.gamma_replay import replay_gammas
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect, tokens_of
 from utils.metrics.stopwatch import Stopwatch
 
-PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
 COSTS = Costs(verify=(0.05, 0.1, 0.2, 0.3), draft=(("model", 0.1), ("head", 0.05), ("layers:1", 0.2)))
 WORDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
-
-
-@cache
-def pair(kind: str) -> Any:
-    """A target with a drafter that agrees now and then: itself with noise on the weights, a head, or itself under
-    other ids.
-    """
-    build = tiny_t5 if kind == "t5" else tiny_llama
-    target, drafter = build(vocab_size=64), build(vocab_size=64)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.add_(
-                torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std(correction=0) * 0.05
-            )
-    made = SimpleNamespace(
-        target=target,
-        drafter=drafter,
-        drafter_kind="model",
-        drafter_tokenizer=None,
-        end_ids=frozenset({7}),
-        feature_layers=(),
-    )
-    if kind == "head":
-        made.drafter, made.drafter_kind = tiny_head(target), "head"
-        made.feature_layers = made.drafter.head.shape.layers
-    return made
 
 
 def rounds(steps: Any) -> list[tuple[int, int, int | None]]:
@@ -62,15 +32,6 @@ def rounds(steps: Any) -> list[tuple[int, int, int | None]]:
 def drafted(timings: Any) -> list[tuple[int, str]]:
     """The number of computed drafts of each round, and the kind that made them."""
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
-
-
-def strategy_of(word: str, pair: Any) -> Strategy:
-    name, words = ("ngram", ("loaded",)) if word == "ngram" else ("speculative", (word,))
-    return next(row for row in STRATEGIES if row.name == name).variants(words, pair)[0]
-
-
-def fresh(kind: str, settings: Settings) -> Job:
-    return Job(PROMPT, pair(kind), settings, NGramStorage(3, 64))
 
 
 @pytest.mark.parametrize("kind", ["model", "head", "t5"])
@@ -93,7 +54,7 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(kind: str, settings: S
     }
     assert len(replayed) == 18 * len(chosen)
     for row in chosen:
-        for gamma in (0, 1, 2, 4, 7, 16, None):
+        for gamma in (0, 2, 7, None) if settings.seed == 3 else (1, 4, 16, None):
             real = list(row.steps(fresh(kind, replace(settings, gamma=gamma))))
             assert tokens_of(real) == text
             assert replayed[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session
+from fakes import Screen, open_session, screen
 from recordings import Row, recorded
 
 from utils.config.settings import Settings, as_json, from_json
@@ -51,6 +51,14 @@ def test_all_settings_are_restored_from_a_record() -> None:
     assert same == ["ngram", "target"]
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A record as a line with its newline."""
+    folder = tmp_path_factory.mktemp("records")
+    file = recorded(screen(), folder, "/length 3", "/ngram off", "/speculative off", "Hello")
+    return file.read_text(encoding="utf-8")
+
+
 def damaged(**changes: Any) -> Callable[[Row], str]:
     """A record as a line, with some fields changed, or removed if the new value is an ellipsis."""
 
@@ -84,10 +92,9 @@ def damaged(**changes: Any) -> Callable[[Row], str]:
     ],
 )
 def test_a_damaged_line_is_refused_before_anything_runs(
-    line: Callable[[Row], str], name: str, view: Screen, tmp_path: Path
+    line: Callable[[Row], str], name: str, good: str, view: Screen, tmp_path: Path
 ) -> None:
-    file = recorded(view, tmp_path, "/length 3", "/ngram off", "/speculative off", "Hello")
-    good = file.read_text(encoding="utf-8")
+    file = tmp_path / "damaged.jsonl"
     file.write_text(good + line(json.loads(good)) + "\n" + good, encoding="utf-8")
     session = open_session(view)
     view.take()

@@ -61,12 +61,12 @@ def test_uniforms_at_different_keys_are_independent(other: tuple[int, int, Domai
 
 
 class StartIgnored(Noise):
-    """The mutant: rounds that overlap use the same numbers."""
+    """A mistake: rounds that overlap use the same numbers."""
 
     __slots__ = ()
 
-    def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
-        return Noise._raw(self, domain, position, 0, count=count)
+    def uniform(self, domain: Domain, position: int, start: int) -> float:
+        return Noise.uniform(self, domain, position, 0)
 
 
 def test_noise_that_ignores_a_part_of_the_key_is_detected() -> None:

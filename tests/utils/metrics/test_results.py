@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from fake_clock import FakeClock
+
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Comparison, Generation, collect, compare, first_difference
 from utils.metrics.stopwatch import RoundTiming
@@ -13,16 +15,6 @@ STEPS = (
     Step((10, 11), 0, 12),
     Step((13, 14), 2, None, FinishReason.STOP),
 )
-
-
-class FakeClock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_figures_of_known_steps() -> None:

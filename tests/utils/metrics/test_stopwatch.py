@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from fakes import open_session, screen, tiny_pair
-from test_results import FakeClock
 from tiny import tiny_llama
 
 from sampling import speculative_steps

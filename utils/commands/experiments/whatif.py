@@ -1,7 +1,7 @@
 """/whatif: predicts the last prompt's rounds, acceptance and speed for every draft length, from its finished text.
 
 Rounds and acceptance come from the decoding loop itself, run over what the drafters propose along that text
-(utils.comparison.counterfactual). Times are computed from the measured costs.
+(sampling.counterfactual). Times are computed from the measured costs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""/drafter_kind: every kind drafts in the same loop for the same text, several run side by side, costs are measured
+"""/drafter_kind and /costs: every kind gives the target's text, several kinds run side by side, and costs are measured
 per kind.
 """
 
@@ -6,7 +6,9 @@ import pytest
 from fakes import Screen, checked, open_session, records_of, tiny_pair
 from tiny import tiny_head
 
+from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.warm_up import draft_seconds
+from utils.config.draft_value_types import COST_TABLE_EXAMPLE
 from utils.config.settings import as_json
 from utils.metrics.costs import Costs
 from utils.repl.runner import Verdict
@@ -25,7 +27,7 @@ KINDS = ("head", "layers:2", "lookup", "suffix", "chain")
 
 
 @pytest.mark.parametrize("verify", ["rejection", "coupled", "block"])
-def test_all_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
+def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
     checked(session, file, f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(KINDS)}", REPEATS)
@@ -39,7 +41,7 @@ def test_all_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair
     assert all(f"Speculative, {kind}" in shown for kind in KINDS)
 
 
-def test_one_kind_keeps_the_strategys_name(view: Screen, pair, tmp_path):
+def test_a_single_kind_keeps_the_name_of_the_strategy(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
     checked(session, file, "/drafter_kind suffix", REPEATS)
@@ -52,50 +54,42 @@ def test_one_kind_keeps_the_strategys_name(view: Screen, pair, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("", "drafter_kind: loaded"),
-        ("sufix", "Did you mean suffix"),
-        ("layers:", "layers:4"),
-        ("layers:0", "layers:4"),
-        ("layers:x", "layers:4"),
-        ("layers:k", "layers:4"),
-    ],
+    ("words", "nearest"), [("", "loaded"), ("sufix", "suffix"), ("suffix sufix", "suffix"), ("layers:0", "layers:K")]
 )
-def test_words_that_mean_nothing(view: Screen, pair, words, answer):
+def test_invalid_words_leave_the_setting_alone(view: Screen, pair, words, nearest):
     session = open_session(view, pair)
-    session.handle(f"/drafter_kind {words}")
-    assert answer in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
+    assert session.handle(f"/drafter_kind {words}") is (Verdict.FAILED if words else Verdict.DONE)
+    assert nearest in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
 
 
-def test_kinds_that_this_pair_has_not_got_leave_the_settings_alone(view: Screen, pair):
+def test_kinds_that_the_pair_does_not_have_leave_the_setting_alone(view: Screen, pair):
     session = open_session(view, pair, draft_seconds=draft_seconds)
     assert session.handle("/drafter_kind model") is Verdict.FAILED
-    assert "is head, not model" in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
+    assert "head, not model" in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
     assert session.handle("/drafter_kind layers:9") is Verdict.FAILED
-    assert "it has 4 layers" in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
+    assert "1..3" in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
 
 
-def test_without_a_loaded_drafter_the_others_still_draft(view: Screen, tmp_path):
+def test_without_a_loaded_drafter_the_other_kinds_draft(view: Screen, tmp_path):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, tiny_pair(drafter=False), file)
     checked(session, file, "/drafter_kind suffix lookup layers:1", REPEATS)
     assert [row["drafter_kind"] for row in records_of(file)] == ["suffix", "lookup", "layers:1", "ngram", None]
     session.handle("/drafter_kind chain suffix")
     view.take()
-    assert session.handle(REPEATS) is Verdict.DONE and "No drafter is loaded" in "".join(view.take())
+    assert session.handle(REPEATS) is Verdict.DONE and NO_DRAFTER in "".join(view.take())
 
 
-def test_suffixes_are_forgotten_between_prompts_unless_they_are_kept(view: Screen, pair, tmp_path):
+def test_earlier_texts_are_forgotten_between_prompts_unless_reset_is_off(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
     first = checked(session, file, "/ngram off", "/target off", "/drafter_kind suffix", REPEATS)
     assert checked(session, file, REPEATS)["accepted"] == first["accepted"]
-    kept = checked(session, file, "/reset_in_between off", REPEATS)
-    assert kept["token_ids"] == first["token_ids"] and kept["accepted"] > first["accepted"]
+    second = checked(session, file, "/reset_in_between off", REPEATS)
+    assert second["token_ids"] == first["token_ids"] and second["accepted"] > first["accepted"]
 
 
-def test_costs_are_measured_per_kind_and_written_into_the_settings(view: Screen, pair, tmp_path):
+def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
     times = iter([0.5, 0.25, 0.125, 0.75])
     session = open_session(view, pair, file, draft_seconds=lambda job: next(times))
@@ -125,18 +119,18 @@ def test_costs_are_measured_per_kind_and_written_into_the_settings(view: Screen,
         "windows 1e9",
     ],
 )
-def test_tables_that_are_none(view: Screen, pair, text):
+def test_invalid_cost_tables_are_refused(view: Screen, pair, text):
     session = open_session(view, pair)
     before = session.settings
     assert session.handle(f"/costs {text}") is Verdict.FAILED
-    assert "windows 0.1 0.15 0.2; head 0.07" in "".join(view.take()) and session.settings == before
+    assert COST_TABLE_EXAMPLE in "".join(view.take()) and session.settings == before
 
 
-def test_a_table_of_costs_decides_how_much_is_drafted_not_what_is_said(view: Screen, pair, tmp_path):
+def test_costs_change_the_number_of_drafts_and_not_the_text(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
     lines = ("/gamma auto", "/ngram off", "/target off", "/length 30", "/drafter_kind suffix")
     cheap = checked(session, file, *lines, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)
-    dear = checked(session, file, "/costs windows 9 9 9; head 9; suffix 9", REPEATS)
-    assert cheap["token_ids"] == dear["token_ids"] and dear["drafted"] < cheap["drafted"]
+    expensive = checked(session, file, "/costs windows 9 9 9; head 9; suffix 9", REPEATS)
+    assert cheap["token_ids"] == expensive["token_ids"] and expensive["drafted"] < cheap["drafted"]
     assert checked(session, file, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)["drafted"] == cheap["drafted"]

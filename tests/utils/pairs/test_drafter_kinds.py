@@ -1,0 +1,156 @@
+"""The table of drafter kinds: how words name its rows, what survives /load, what follows from a new row, and which
+evidence drafters collect.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from fakes import VOCABULARY, Screen, checked, open_session, records_of, tiny_pair
+from tiny import tiny_head
+
+from ngram_assisted import LongestMatch, MatchDrafter, NGramStorage
+from sampling import RULES, Draft, Drafter, speculative_steps
+from utils.commands import default_registry
+from utils.comparison.job import Job
+from utils.config.settings import Settings
+from utils.errors import UserError
+from utils.metrics.draft_trace import DraftTracer
+from utils.pairs import drafter_kinds
+from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs
+from utils.pairs.drafter_kinds import DRAFTER_KINDS, NGRAM, DrafterKind, drafter_kind, drafter_label, surviving_kinds
+from utils.repl.runner import Verdict
+
+NAMES = [kind.name for kind in DRAFTER_KINDS]
+PROMPT = [5, 9, 13, 7] * 3
+LOADED_KINDS = ("model", "head", "layers:4", None)
+
+
+@pytest.mark.parametrize("kind", DRAFTER_KINDS, ids=NAMES)
+def test_a_word_names_one_row(kind: DrafterKind) -> None:
+    words = [kind.prefix + number for number in ("1", "30", "9999")] if kind.takes_number else [kind.name]
+    for word in words:
+        assert drafter_kind(word) is kind
+        assert [row for row in DRAFTER_KINDS if row.matches(word)] == [kind]
+
+
+def test_an_unknown_word_is_refused_with_all_names() -> None:
+    with pytest.raises(UserError) as caught:
+        drafter_kind("nonsense")
+    assert all(name in str(caught.value) for name in ("nonsense", *NAMES))
+
+
+@pytest.mark.parametrize("number", ["", "0", "04", "-1", "1.5", "10000", "K", "x", "\N{ARABIC-INDIC DIGIT THREE}"])
+def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
+    with pytest.raises(UserError) as caught:
+        drafter_kind(f"layers:{number}")
+    assert f"'layers:{number}'" in str(caught.value) and "layers:K" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "loaded"),
+    [
+        ("loaded", LOADED_KINDS),
+        ("model", ("model",)),
+        ("head", ("head",)),
+        ("layers:4", ()),
+        ("lookup", LOADED_KINDS),
+        ("suffix", LOADED_KINDS),
+        ("chain", LOADED_KINDS),
+    ],
+)
+def test_which_kinds_survive_load(word: str, loaded: tuple[str | None, ...]) -> None:
+    pairs = [SimpleNamespace(drafter_kind=kind) for kind in LOADED_KINDS]
+    assert tuple(pair.drafter_kind for pair in pairs if drafter_kind(word).survives_load(pair)) == loaded
+
+
+def test_the_default_kind_replaces_those_that_do_not_survive_load() -> None:
+    pair = SimpleNamespace(drafter_kind="head")
+    assert surviving_kinds(("layers:4", "suffix", "model", "head"), pair) == ("suffix", "head")
+    assert surviving_kinds(("layers:4", "model"), pair) == ("loaded",)
+
+
+def test_a_kind_that_the_pair_does_not_have_is_refused() -> None:
+    pair = SimpleNamespace(drafter=object(), drafter_kind="model")
+    for kind in DRAFTER_KINDS:
+        if kind.loaded_as not in ("", "model"):
+            with pytest.raises(UserError, match=f"model.*{kind.loaded_as}"):
+                kind.check_pair(pair)
+        else:
+            kind.check_pair(pair)
+
+
+def test_records_and_costs_name_the_kind_of_the_loaded_drafter() -> None:
+    pair = SimpleNamespace(drafter_kind="head")
+    assert [drafter_label(word, pair) for word in ("loaded", "head", "layers:4")] == ["head", "head", "layers:4"]
+
+
+def test_the_setting_completes_the_names_of_the_table() -> None:
+    assert list(default_registry().find("drafter_kind").words) == NAMES
+
+
+def test_a_new_row_can_be_selected_run_recorded_and_replayed(
+    view: Screen, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a change to any other table."""
+
+    def build(inputs: DrafterInputs) -> BuiltDrafter:
+        drafter = MatchDrafter(LongestMatch(1), adaptive=inputs.adaptive("third"), observed=inputs.observed)
+        return BuiltDrafter(drafter, inputs.open_session("target"))
+
+    monkeypatch.setattr(drafter_kinds, "DRAFTER_KINDS", (*DRAFTER_KINDS, DrafterKind("third", build)))
+    file = tmp_path / "runs.jsonl"
+    session = open_session(view, records=file)
+    checked(session, file, "/ngram off", "/length 20", "/drafter_kind third", "one two one two one two")
+    row = records_of(file)[0]
+    assert (row["strategy"], row["drafter_kind"], row["same_as_target"]) == ("speculative", "third", True)
+    assert row["drafted"] and "third" in dict(session.settings.costs.draft)
+    assert {finding["drafter"] for finding in checked(session, file, "/whatif")["findings"]} == {"third", "ngram"}
+    assert session.handle("/drafter_kind thrid") is Verdict.FAILED and "third" in view.take()[1]
+
+
+class Recorded:
+    """A drafter whose drafts are recorded."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.begin, self.commit = drafter.begin, drafter.commit
+        self._drafter = drafter
+        self.drafts: list[Draft] = []
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        self.drafts.append(self._drafter.propose(context, count))
+        return self.drafts[-1]
+
+
+def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]:
+    """The drafts of a run of a fresh job."""
+    pair, rule = tiny_pair(chat=False), RULES[verify]
+    if word == "head":
+        pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
+    settings = Settings(length=16, gamma=3, verify=verify)
+    job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word).with_observers(None, tracer)
+    kind = NGRAM if word == "ngram" else drafter_kind(word)
+    built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    drafter = Recorded(built.drafter)
+    list(speculative_steps(PROMPT, drafter, built.target, job.decoding, gamma=3, rule=rule))
+    return drafter.drafts
+
+
+@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("word", "evidence"),
+    [
+        ("model", "logits"),
+        ("head", "logits"),
+        ("layers:1", "logits"),
+        ("lookup", "match_lengths"),
+        ("suffix", "match_lengths"),
+        ("ngram", "match_lengths"),
+    ],
+)
+def test_drafters_collect_evidence_only_for_a_tracer(word: str, evidence: str, verify: str) -> None:
+    unobserved, observed = (drafts_of(word, verify, tracer) for tracer in (None, DraftTracer()))
+    assert [draft.tokens for draft in unobserved] == [draft.tokens for draft in observed]
+    assert all(draft.evidence is None for draft in unobserved)
+    made = [draft for draft in observed if draft.tokens]
+    assert made and all(draft.evidence is not None for draft in made)
+    assert all(len(getattr(draft.evidence, evidence)) == len(draft.tokens) for draft in made)
