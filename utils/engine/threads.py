@@ -1,7 +1,7 @@
 """Choose the number of CPU threads.
 
-More threads stream weights faster, but every small matrix product has to synchronize all of them. Which number is fastest depends on the
-model, the machine and its other load, so it is measured.
+More threads stream weights faster, but every small matrix product has to synchronize all of them. Which number is
+fastest depends on the model, the machine and its other load, so it is measured.
 """
 
 import os
