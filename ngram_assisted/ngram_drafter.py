@@ -74,6 +74,7 @@ class NGramDrafter:
         known = context[-self._reach :]
         drafts: list[Match] = []
         for position in range(start, start + count):
+            # vocab_size stands for no token; ids that only the storage has are handled like it.
             token, length = self._storage.look_up(known) or (self._vocab_size, 0)
             if token >= self._vocab_size:
                 if self._stop_if_unknown:
@@ -87,10 +88,12 @@ class NGramDrafter:
         if self._adaptive is not None:
             accepted = matching_prefix([match.token for match in self._round], context[verified.start :])
             self._adaptive.learn(buckets_of(self._round), accepted)
+        # Row i of the logits predicts the token at start + i, whether it was a draft or added.
         for row, index in enumerate(range(verified.start, len(context))):
             top = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
             runners_up = [token for token in top if token != context[index] and token < self._vocab_size]
             generated = [context[index]] if context[index] < self._vocab_size else []
+            # The generated token goes first: among equal counts the token seen first is drafted.
             self._storage.update(context[max(0, index - self._reach) : index], generated + runners_up)
             if self._observed:
                 self._runners_up.append(runners_up)

@@ -27,6 +27,7 @@ def save_storage(storage: NGramStorage, path: Path, model: str = "") -> None:
     written.
     """
     held = list(storage.contexts())
+    # Ragged lists as flat arrays, in the order of ARRAYS: lengths, contexts, lengths, tokens, counts.
     columns: tuple[Any, ...] = (
         (len(context) for context, _ in held),
         chain.from_iterable(context for context, _ in held),
@@ -54,7 +55,7 @@ def load_storage(path: Path, vocab_size: int, limit: int) -> tuple[NGramStorage,
     try:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
-            _check(about, vocab_size)
+            _check(about, vocab_size)  # first: other files have no such arrays
             sizes, contexts, branches, followers, counts = (file.get_tensor(name).tolist() for name in ARRAYS)
         storage = STORAGES[about["kind"]](int(about["order"]), vocab_size, limit)
         context_ids, next_ids, times = iter(contexts), iter(followers), iter(counts)

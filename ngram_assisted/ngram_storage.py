@@ -85,7 +85,7 @@ class NGramStorage:
         None if no context is known.
         """
         known = len(ids)
-        for size, level in self._levels.items():
+        for size, level in self._levels.items():  # longest context first
             if size <= known:
                 followers = level.get(tuple(ids[known - size :]))
                 if followers is not None:
@@ -120,6 +120,7 @@ class NGramStorage:
         self._check([*context, *counts])
         if level is None or context in level or not counts or min(counts.values()) < 1:
             raise UserError("it does not hold n-grams of this order")
+        # The same scores as `_add` leaves, so that ties are broken as before the file was written.
         scores = {token: count * _ONCE - rank for rank, (token, count) in enumerate(counts.items())}
         scores[_LEADER] = max(scores, key=scores.__getitem__)
         level[context] = scores
@@ -147,6 +148,7 @@ class NGramStorage:
             followers = level[context] = {_LEADER: followers, followers: _ONCE}
         score = followers.get(token)
         if score is None:  # later tokens rank lower among equals
+            # _LEADER is an entry too, so the rank from 0 is len - 1.
             followers[token] = _ONCE - len(followers) + 1
             self._grams += 1
             return
@@ -172,4 +174,5 @@ def _counts(followers: Followers) -> dict[int, int]:
     """token -> its count, in the order first seen."""
     if isinstance(followers, int):
         return {followers: 1}
+    # Rounded up: a score is count x _ONCE less the token's rank.
     return {token: -(-score // _ONCE) for token, score in followers.items() if token != _LEADER}

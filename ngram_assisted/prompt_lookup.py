@@ -29,6 +29,7 @@ class LongestMatch:
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if len(self._text) >= self._min_length:
+                # Entered once the next token is known, so that the end of the text does not match itself.
                 self._ends.setdefault(self._key(), []).append(len(self._text))
             self._text.append(token)
 
@@ -43,11 +44,12 @@ class LongestMatch:
             length = self._min_length
             while length < min(end, LONGEST) and text[end - length - 1] == text[-length - 1]:
                 length += 1
-            if length > longest:
+            if length > longest:  # ties stay with the most recent one, which came first
                 longest, best = length, end
         drafts: list[Match] = []
         for token in text[best : best + count] if longest else []:
-            if token < 0:
+            if token < 0:  # the earlier text ended here
                 break
+            # Each draft lengthens the match that the next one is found by.
             drafts.append(Match(token, longest + len(drafts)))
         return drafts

@@ -15,9 +15,9 @@ class SuffixAutomaton:
     """
 
     def __init__(self) -> None:
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
+        self._next: list[dict[int, int]] = [{}]  # transitions by token; state 0 is the empty string
+        self._link = [-1]  # suffix link: the longest suffix that is in another state
+        self._length = [0]  # of the longest string of the state
         self._count = [0]
         self._latest = [0]  # position where the state's strings ended last: breaks ties
         self._last, self._separators = 0, 0
@@ -50,6 +50,7 @@ class SuffixAutomaton:
         child = self._next[state][token]
         if self._length[child] == self._length[state] + 1:
             return child
+        # The clone takes the child's shorter strings, which from now on occur more often than the longer ones.
         clone = self._new_state(dict(self._next[child]), self._length[state] + 1, self._count[child], self._link[child])
         self._latest[clone] = self._latest[child]
         self._link[child] = clone

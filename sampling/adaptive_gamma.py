@@ -30,6 +30,7 @@ PRIORS = {
 }
 PRIOR_WEIGHT = 2.0
 DECAY = 0.98  # of old evidence, per round, so that what failed long ago is tried again
+# Below 1, so that the expected number of accepted drafts is bounded, however many are considered.
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
 
@@ -88,6 +89,7 @@ class AdaptiveGamma:
     def continues(self, buckets: Sequence[Bucket]) -> bool:
         """Whether to compute one more draft after those in these buckets, knowing only its position."""
         count = len(buckets)
+        # Verify costs rise in steps: one more draft may not pay where several do, so all later stops are compared.
         ahead = [("position", position) for position in range(count, count + LOOKAHEAD)]
         values = self._values([*buckets, *ahead])
         return max(values[count + 1 :]) > values[count]
@@ -100,10 +102,12 @@ class AdaptiveGamma:
         for bucket in buckets:
             reached *= self.probability(bucket)
         count = len(buckets)
+        # `reached` is the expected gain in tokens; the other side is what the run produces in the extra verify time.
         return reached > self.rate * (self._costs.verify_cost(count) - self._costs.verify_cost(count - 1))
 
     def _values(self, buckets: Sequence[Bucket]) -> list[float]:
         """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time."""
+        # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
         values = [0.0]
         for count, bucket in enumerate(buckets, start=1):
@@ -120,6 +124,7 @@ class AdaptiveGamma:
         """
         self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
         for position, bucket in enumerate(buckets[: accepted + 1]):
+            # Positions are counted as well: nothing else is known of a draft that is not yet computed.
             for known in (bucket, ("position", position)):
                 good, tried = self._evidence.get(known, (0.0, 0.0))
                 self._evidence[known] = (good + (position < accepted), tried + 1)

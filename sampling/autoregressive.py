@@ -21,6 +21,7 @@ def autoregressive_steps(prompt: list[int], session: Session, decoding: Decoding
     limit = decoding.length_limit(session.room(context))
     while len(context) - start < limit:
         probs = decoding.probs(session.feed(context, keep=1), session.name)  # (1, V)
+        # Keyed by position, as in every strategy: that makes their texts comparable.
         token = decoding.noise.sample(probs[0], len(context) - start)
         context.append(token)
         finish = decoding.finish_of(token, len(context) - start, limit)

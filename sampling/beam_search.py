@@ -66,6 +66,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     best: Beam | None = None  # the best beam that ever ended, even if others displaced it later
     while any(beam.finish is None for beam in beams):
         live = [beam for beam in beams if beam.finish is None]
+        # Rows of the cache follow the beams that survived; before the first pass there are none.
         if forwards:
             session.select([beam.row for beam in live])
         logits = session.feed_rows([[*context, *beam.tokens] for beam in live], keep=1)  # (B, 1, V)
@@ -86,7 +87,8 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
 def _continuations(
     beam: Beam, row: int, logits: torch.Tensor, *, decoding: Decoding, top_k: int, limit: int
 ) -> Iterator[Beam]:
-    max_logits(logits)
+    max_logits(logits)  # raises InvalidLogits for NaN and infinity
+    # MPS has no float64.
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
     values, ids = stable_topk(log_probs, min(top_k, len(log_probs)))
     for value, token in zip(values.tolist(), ids.tolist(), strict=True):

@@ -59,7 +59,8 @@ class TextSession:
         return None if bound is None else bound - len(context)
 
     def feed(self, context: list[int], keep: int) -> Tensor:
-        first = len(context) - keep + 1 - len(self._text.context)
+        first = len(context) - keep + 1 - len(self._text.context)  # the new token that row 0 predicts
+        # A cached session would compute the rows since the last rewind, and only those have new features.
         self._previous, self._fed = self._kept, len(context)
         return _rows(self._text.logits, first, first + keep)
 
@@ -84,6 +85,7 @@ class VerifyByText:
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
         accepted = matching_prefix(draft.tokens, self.tokens[start:])
+        # Clamped: after an accepted end token the loop discards this token.
         return accepted, self.tokens[min(start + accepted, len(self.tokens) - 1)]
 
 
@@ -131,6 +133,7 @@ def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[lis
     rounds: list[list[int]] = []
     for position in range(len(single)):
         following = [list(drafts[:1]) for drafts in single[position : position + count]]
+        # A position without a draft ends the round there. A round cut by the text's end is filled up to `count`.
         until = following.index([]) if [] in following else None
         known = [token for drafts in following[:until] for token in drafts]
         rounds.append(known if until is not None else known + [NOT_A_TOKEN] * (count - len(known)))

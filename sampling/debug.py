@@ -10,6 +10,7 @@ def traced(steps: Iterator[Step], *, enabled: bool, tokenizer: Any = None) -> It
     """The same steps, each printed as it passes if `enabled`."""
     if not enabled:
         return steps
+    # The one upward import that the ladder of packages allows: it runs only on request.
     from utils.screen.debug_print import print_steps
 
     return print_steps(steps, tokenizer)

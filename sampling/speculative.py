@@ -54,13 +54,16 @@ def speculative_steps(
     while finish is None and (left := limit - (len(context) - origin)) > 0:
         start = len(context)
         drafts_nothing = first_target and start == origin
+        # left - 1: the target adds one token to the accepted drafts.
         draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
+        # Row i verifies draft i; the last row predicts the bonus token.
         logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
         probs = decoding.probs(logits, target.name)  # p, (k+1, V)
         accepted, token = rule(probs, draft, decoding.noise, start=start - origin)
         step = _until_end_token(draft.tokens, accepted, token, decoding.end_ids)
         context.extend(step.tokens)
         finish = decoding.finish_of(context[-1], len(context) - origin, limit)
+        # Drops the rejected drafts. The last token is new to the cache and is fed in the next round.
         target.rewind(len(context) - 1)
         drafter.commit(context, Verified(start, logits, probs, target.take_features()))
         yield Step(step.drafted, step.accepted, step.token, finish)

@@ -65,6 +65,7 @@ def verify_rejection(probs: Tensor, draft: Draft, noise: Noise, *, start: int, a
     assert draft.probs is not None
     for index, (p, q) in enumerate(zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True)):
         position = start + index
+        # Rejected with probability 1 - min(1, p/q), written without a division.
         if noise.uniform(Domain.ACCEPT, position, start) * q >= p:
             weights = residual_of(probs[index], draft.probs[index]) if adjust else probs[index]
             return index, _corrected(weights, probs[index], noise, position=position, start=start)
@@ -84,11 +85,12 @@ def verify_block(probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tu
     for p, q in zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True):
         ratios.append(min(1, ratios[-1] * p / q))
     count = len(draft.tokens)
+    # From the longest prefix down, as the largest i wins. h_gamma = r_gamma needs no residual.
     if not count or noise.uniform(Domain.ACCEPT, start + count - 1, start) <= ratios[count]:
         return count, noise.sample(probs[-1], start + count)
     for accepted in range(count - 1, -1, -1):
-        weights = residual_of(probs[accepted] * ratios[accepted], draft.probs[accepted])
-        if not accepted:
+        weights = residual_of(probs[accepted] * ratios[accepted], draft.probs[accepted])  # max(0, r_i p - q)
+        if not accepted:  # the empty prefix needs no test
             break
         if _accepts(weights, ratios[accepted], noise.uniform(Domain.ACCEPT, start + accepted - 1, start)):
             break
@@ -105,12 +107,13 @@ def _accepts(residual: Tensor, ratio: float, uniform: float) -> bool:
 
 def _of(probs: Tensor, tokens: list[int]) -> list[float]:
     """The probability of each token in its own row, in one transfer."""
+    # Only these k numbers leave the device, not k rows of V.
     chosen: list[float] = probs[range(len(tokens)), tokens].tolist()
     return chosen
 
 
 def residual_of(p: Tensor, q: Tensor) -> Tensor:
-    return (p - q.to(p.device)).clamp(min=0)
+    return (p - q.to(p.device)).clamp(min=0)  # rows of q cross devices only after a rejection
 
 
 def _corrected(residual: Tensor, p: Tensor, noise: Noise, *, position: int, start: int) -> int:
@@ -128,6 +131,7 @@ RULES = {
         Rule("block", verify_block),
     )
 }
+# The names are repeated in utils.bounds, because the flags must not import torch.
 assert tuple(RULES) == NAMES
 REJECTION = RULES["rejection"]
 

@@ -20,7 +20,7 @@ from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.engine import Engine, engine
-from utils.engine.forward_timing import verify_costs
+from utils.engine.forward_timing import WIDTHS, ForwardProbe
 from utils.pairs.compatibility import compare_models
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
@@ -96,6 +96,11 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
     )
 
 
+def constant_costs(probe: ForwardProbe, *, repeats: int) -> tuple[float, tuple[float, ...]]:
+    """A decode step of 1 ms, and a tenth more for each draft, instead of timings."""
+    return 1e-3, tuple(0.1 * drafts for drafts in range(1, min(probe.max_width, WIDTHS[-1])))
+
+
 def open_session(
     view: Screen,
     pair: Any = None,
@@ -104,15 +109,13 @@ def open_session(
     draft_seconds: Callable[[Job], float] = lambda job: 0.0,
     load: Any = None,
 ) -> ReplSession:
-    """A session on the plain engine, which times each width once. draft_seconds: replaces the timing of drafters, so
-    that costs are constant.
-    """
+    """A session on the plain engine whose costs are constant. draft_seconds: replaces the timing of drafters."""
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file, load=load, strategies=strategies)
     # These patches are stopped by a fixture in conftest.py.
     mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()
-    mock.patch.object(engine, "verify_costs", lambda probe, repeats: verify_costs(probe, repeats=1)).start()
+    mock.patch.object(engine, "verify_costs", constant_costs).start()
     return ReplSession(pair, tools, Settings(engine="plain", gamma=4))
 
 

@@ -46,19 +46,21 @@ def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> No
     assert first[1] > 60 and first[0] / first[1] > 0.5, first
 
 
-def test_the_greedy_text_of_every_strategy_is_that_of_generate(pair: Pair, view: Screen, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("prompts", "length"), [(PROMPTS[3:], 12), pytest.param(PROMPTS, 40, marks=pytest.mark.full)])
+def test_the_greedy_text_of_every_strategy_is_that_of_generate(
+    pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int
+) -> None:
     file = tmp_path / "runs.jsonl"
-    session = session_of(pair, view, file)
-    for line in ("/length 16", "/drafter_kind loaded layers:10 chain"):
+    session = session_of(pair, view, file, measured=True)
+    for line in (f"/length {length}", "/drafter_kind loaded layers:10 chain"):
         session.handle(line)
-    prompts = PROMPTS[2:]  # test_long_runs.py has all of them and longer texts
     for prompt in prompts:
         assert session.handle(prompt) is Verdict.DONE
     assert len(records_of(file)) == 5 * len(prompts)
     for index, prompt in enumerate(prompts):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
         whole = pair.target.generate(
-            torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=list(pair.end_ids)
+            torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=list(pair.end_ids)
         )
         expected = whole[0, len(ids) :].tolist()
         for row in records_of(file)[5 * index : 5 * index + 5]:
@@ -73,7 +75,7 @@ def test_all_texts_are_the_same_without_chat_template_and_without_cache(
     session = session_of(pair, view, file)
     for line in (
         "/chat off",
-        "/length 12",
+        "/length 8",
         "The three primary colours are",
         "/cache off",
         "The three primary colours are",
@@ -85,7 +87,7 @@ def test_all_texts_are_the_same_without_chat_template_and_without_cache(
 def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = session_of(pair, view, file)
-    lines = ["/verify coupled", "/length 12", "/gamma 3"]
+    lines = ["/verify coupled", "/length 8", "/gamma 3"]
     for prompt, processor in zip(
         PROMPTS, ("multinomial 0.6", "nucleus 1 0.9", "topk 1.2 50", "topknucleus 0.8 40 0.95"), strict=False
     ):

@@ -25,7 +25,7 @@ class WholeRange:
         """The value as an int. Raises UserError if it is not a whole number or out of range; `name` says what it is."""
         shown = f"{name} {value}".strip()
         try:
-            number = index(value)
+            number = index(value)  # accepts NumPy integers, refuses floats
         except TypeError as error:
             raise UserError(f"{shown} is out of range: a whole number, {self}.") from error
         nearest = max(number, self.low) if self.high is None else min(max(number, self.low), self.high)
@@ -56,6 +56,7 @@ class RealRange:
 
     def check(self, value: float) -> float:
         """The value itself. Raises UserError if it is out of range or NaN."""
+        # Written as `not ... <=`, so that NaN fails as well.
         if not self.low <= value <= self.high or (self.excludes_low and value == self.low):
             raise UserError(f"{self.name} {value:g} is out of range: {self}.")
         return value

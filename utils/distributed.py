@@ -35,6 +35,7 @@ def world_size() -> int:
 
 def is_tensor_parallel() -> bool:
     """Whether several processes compute one target."""
+    # accelerate starts its processes with torchrun's launcher too, and sets a variable of its own.
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ
     return torchrun and world_size() > 1
 
@@ -66,6 +67,7 @@ def broadcast(value: Value) -> Value:
 def broadcast_lines(lines: Iterable[str]) -> Iterator[str]:
     """The lines that rank zero reads in tensor-parallel runs, this process's own lines elsewhere."""
     reader = iter(lines)
+    # None is the end of the input, so it is broadcast as well.
     while (line := broadcast(next(reader, None) if reads_and_writes() else None)) is not None:
         yield line
 
@@ -100,6 +102,7 @@ def abort_if_tensor_parallel() -> None:
 
 @cache
 def _host_group() -> distributed.ProcessGroup:
+    # gloo, because values are host objects, which nccl would move through the GPU.
     group: distributed.ProcessGroup = distributed.new_group(backend="gloo", timeout=BROADCAST_TIMEOUT)
     return group
 

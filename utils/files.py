@@ -18,12 +18,14 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     After an error or an interruption the temporary file is removed and `path` is unchanged. private: only the owner may
     read the new file. Raises OSError if the file cannot be created or renamed.
     """
+    # In the same folder, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
+        # The mode is set before anything is written. The umask applies to 0o666, as for any new file.
         temporary.touch(mode=PRIVATE_FILE if private else 0o666, exist_ok=False)
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C included
         temporary.unlink(missing_ok=True)
         raise
 

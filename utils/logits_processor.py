@@ -36,6 +36,7 @@ def max_logits(logits: Tensor) -> Tensor:
 
 
 def _check_finite(top: Tensor) -> Tensor:
+    # NaN and +inf propagate to the maximum; -inf is allowed as a mask unless it is the maximum.
     if not all(map(isfinite, top.flatten().tolist())):
         raise InvalidLogits(
             "The model returned logits that are NaN or infinite, so no token can be sampled: try float32 or reload it."
@@ -51,10 +52,12 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     size = logits.shape[-1]
     values, ids = logits.topk(min(count + 1, size), dim=-1)  # one more, to see whether the cut separates equal entries
-    equal = values[..., 1:] == values[..., :-1]
+    equal = values[..., 1:] == values[..., :-1]  # (..., count)
+    # The cut lies between the last two of the count + 1 values.
     if count < size and bool(equal[..., -1:].any()):
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
     elif bool(equal.any()):
+        # By id first, then by value with a stable sort: equal values keep the order of their ids.
         ids, order = ids.sort(dim=-1)
         values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(-1, order)
@@ -78,7 +81,7 @@ def top_k_probs(logits: Tensor, temperature: float, top_k: int) -> tuple[Tensor,
 
 def truncate_top_p(probs: Tensor, top_p: float) -> Tensor:
     """The fewest of the probabilities (..., k), most likely first, with a total of at least `top_p`; renormalised."""
-    before = pad(probs.cumsum(dim=-1)[..., :-1], (1, 0))
+    before = pad(probs.cumsum(dim=-1)[..., :-1], (1, 0))  # mass before each token
     nucleus = probs * (before < top_p)  # a token belongs to the nucleus if the tokens before it have not reached top_p
     return nucleus / nucleus.sum(dim=-1, keepdim=True)
 
@@ -95,6 +98,7 @@ def nucleus_probs(
         values, ids = logits.topk(prefix, dim=-1)
         leading = probs.gather(-1, ids)
         last = (leading.cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True)  # index of the nucleus' last token
+        # One more entry than the longest nucleus is needed, to compare it with the nucleus' last token.
         if int(last.max()) < prefix - 1:
             # topk orders equal entries arbitrarily, which matters only if the nucleus ends among them.
             if bool((values.gather(-1, last) == values.gather(-1, last + 1)).any()):
@@ -113,6 +117,7 @@ def _scatter(probs: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
 def _scale(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     """(logits - top) / temperature. The result is at most 0, so no temperature can overflow."""
     dtype = torch.float32 if logits.device.type == "mps" else torch.float64
+    # A copy even if the dtype is right, because the next operations work in place.
     return logits.to(dtype, copy=True).sub_(top).div_(temperature)
 
 
@@ -190,6 +195,7 @@ class NucleusProcessor:
     def __call__(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
             return _one_hot(logits)
+        # The nucleus is the whole vocabulary, which need not be sorted.
         if self.top_p == 1:
             return _softmax(logits, self.temperature)
         return _scatter(*nucleus_probs(logits, self.temperature, self.top_p), logits)

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 _BROKEN = "\ufffd"
 _DIRECTION_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# C0 codes have visible symbols from U+2400. C1 codes and direction marks have none.
 _UNSAFE: dict[int, str] = (
     {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
     | {0x7F: "\u2421"}
@@ -69,6 +70,7 @@ class TextStream:
         """The text that these tokens complete."""
         self._tokens.extend(tokens)
         before, after = self._texts()
+        # Nothing is complete yet: there is no new text, as after a special token, or a character still lacks bytes.
         if len(after) <= len(before) or after.endswith(_BROKEN):
             return ""
         self._anchor, self._shown = self._shown, len(self._tokens)
@@ -111,9 +113,11 @@ class WrappedText:
                 shown += self.end() if self._word else ""
                 self._gap += character
             else:
+                # A wide character ends the word before it and is a word of its own.
                 wide = self._cells(character) > 1
                 shown += self.end() if wide and self._word else ""
                 self._word += character
+                # A word as wide as the line is shown at once: no other line would hold it either.
                 shown += self.end() if wide or self._cells(self._word) >= self._width else ""
         return shown
 
@@ -121,6 +125,7 @@ class WrappedText:
         """The text that was held back."""
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
         size = self._cells(gap.expandtabs()) + self._cells(word)
+        # The gap is dropped where the line breaks.
         if word and self._column and self._width is not None and self._column + size > self._width:
             self._column = self._cells(word)
             return "\n" + word

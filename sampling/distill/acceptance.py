@@ -51,6 +51,7 @@ def measure_acceptance(student: Student, page: Page, lm_head: Tensor, *, steps: 
 def count_acceptance(student: Student, page: Page, lm_head: Tensor, counts: Acceptance) -> None:
     """Add the acceptance on a page to `counts`. Tokens outside the student's vocabulary count as rejected."""
     steps = len(counts.greedy)
+    # The last feature is the input of the output head, so the target's logits need no forward pass: (B, T, H).
     last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)
     matching_prefix: Tensor | None = None
     for step, predictions in enumerate(student.predictions(page, steps)):
@@ -60,6 +61,7 @@ def count_acceptance(student: Student, page: Page, lm_head: Tensor, counts: Acce
         logits = linear(predictions.states.to(lm_head.dtype), predictions.rows.to(lm_head.dtype)).float()  # (B, N, V')
         matches, overlap = _compare(logits, target_logits, student.vocabulary)
         matching_prefix = torch.ones_like(matches) if matching_prefix is None else matching_prefix
+        # (B, N): a draft counts only if the drafts before it in the same round match.
         greedy = answers & matching_prefix & (page.temperatures == 0)[:, None]
         counts.greedy[step][0] += float((matches & greedy).sum())
         counts.greedy[step][1] += float(greedy.sum())
@@ -74,5 +76,6 @@ def _compare(logits: Tensor, target_logits: Tensor, vocabulary: Tensor | None) -
     p, q = target_logits.softmax(-1), logits.softmax(-1)
     likeliest = logits.argmax(-1)
     if vocabulary is not None:
+        # p is not renormalised: what the student cannot draft is lost acceptance.
         p, likeliest = p[..., vocabulary], vocabulary[likeliest]
     return likeliest == target_logits.argmax(-1), torch.minimum(p, q).sum(-1)

@@ -41,6 +41,7 @@ class Script:
         """The script of a tokenizer. `questions`, if any, are complete user messages that replace the openings."""
 
         def encode(text: str) -> tuple[int, ...]:
+            # The template writes special tokens itself; the tokenizer would add a second first token.
             return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         groups = (tuple(questions),) if questions else openings()
@@ -51,6 +52,7 @@ class Script:
         ]
         try:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+            # Unpacking raises ValueError unless each mark occurs exactly once.
             prefix, rest = text.split(FIRST_QUESTION)
             answer_prefix, rest = rest.split(FIRST_ANSWER)
             question_prefix = rest.split(SECOND_QUESTION)[0]
@@ -98,6 +100,7 @@ class Conversation:
         self.turn_tokens += 1
         source = ANSWER if self.answering else QUESTION
         ended = sampled in self.script.end_ids
+        # The end token of a question is dropped, because the template writes its own before the answer.
         if not self.answering and (ended or self.turn_tokens > MAX_QUESTION_TOKENS):
             self._start_turn(answering=True)
             return self.inserted.pop(0), TEMPLATE

@@ -36,6 +36,7 @@ class Corpus:
 
     def add(self, page: Page) -> None:
         """Write a page after the last one."""
+        # "voices" and "warmths" are names of the file format, for sources and temperatures.
         tensors = {
             "tokens": page.tokens,
             "features": page.features,

@@ -77,6 +77,7 @@ class PageGenerator:
 
         complete: whether openings are complete user messages. on_tokens: called with the number of new tokens.
         """
+        # Generators of their own, so that a page depends on its seed alone and can be generated again.
         rng = random.Random(seed)
         generator = torch.Generator(self._model.device).manual_seed(seed)
         conversations = []
@@ -87,8 +88,9 @@ class PageGenerator:
         sources = torch.zeros(self._rows, self._length, dtype=torch.uint8)
         features: Tensor | None = None
         cache = new_cache(self._model.config)
-        sampled = [0] * self._rows
+        sampled = [0] * self._rows  # a placeholder: rows begin with tokens of the template
         with torch.no_grad():
+            # Every row gets one token per pass, inserted or sampled. So rows stay equally long, and nothing is padded.
             for position in range(self._length):
                 column = [row.next_token(token) for row, token in zip(conversations, sampled, strict=True)]
                 tokens[:, position] = torch.tensor([token for token, _ in column])
@@ -139,12 +141,14 @@ def sample_by_inversion(logits: Tensor, uniform: Tensor) -> Tensor:
 
     Block sums select a block, and sums within it the token: a cumulative sum over the vocabulary is slow.
     """
+    # Not normalised: the uniform number is scaled by the total instead.
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     if padding := -weights.shape[-1] % BLOCK:
         weights = pad(weights, (0, padding))
     blocks = weights.unflatten(-1, (-1, BLOCK))
     block_ends = blocks.sum(-1).cumsum(-1)
     target = uniform * block_ends[:, -1:]
+    # right=True skips blocks and tokens of weight 0. The clamps catch a target that rounding moved past the end.
     block = torch.searchsorted(block_ends, target, right=True).clamp(max=block_ends.shape[-1] - 1)
     block_start = pad(block_ends, (1, 0)).gather(1, block)
     within = blocks[torch.arange(len(block), device=block.device), block[:, 0]]

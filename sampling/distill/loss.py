@@ -26,6 +26,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, states: Tensor, rows: Tensor, target_states: Tensor, target_rows: Tensor) -> Tensor:
         states_gradient = torch.empty_like(states)
+        # Only a small model trains its output rows; a head drafts with the target's. Summed over chunks, hence float32.
         rows_gradient = torch.zeros_like(rows, dtype=torch.float32) if context.needs_input_grad[1] else None
         total = torch.zeros((), device=states.device)
         student_rows = rows.to(target_rows.dtype)
@@ -43,6 +44,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         gradients = [states_gradient.div_(count)]
         if rows_gradient is not None:
             gradients.append(rows_gradient.div_(count).to(rows.dtype))
+        # The gradients themselves instead of the logits, which would be (N, V').
         context.save_for_backward(*gradients)
         return total / count
 
@@ -61,6 +63,7 @@ def distillation_loss(student: Student, page: Page, lm_head: Tensor, steps: int)
     lm_head: the target's output weight (V, H). Only the student's vocabulary is compared.
     """
     last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)  # (B, T, H)
+    # Both softmaxes then run over V', so the target is renormalised to what the student can draft.
     target_rows = lm_head if student.vocabulary is None else lm_head[student.vocabulary]
     losses = []
     for predictions in student.predictions(page, steps):

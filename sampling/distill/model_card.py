@@ -64,6 +64,7 @@ def write_card(options: Options, progress: Progress, rates: Rates, *, generated:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """The plan without paths of this machine."""
+    # A card is published with the drafter, and a local path means nothing elsewhere.
     settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
     return settings | {name: name.upper() for name in ("prompts", "start") if settings[name]}
 

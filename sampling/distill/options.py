@@ -91,6 +91,7 @@ def parse_options(argv: list[str] | None = None) -> Options:
     if flags.steps > MAX_STEPS:
         parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
     values = {field.name: getattr(flags, field.name) for field in fields(Plan) if hasattr(flags, field.name)}
+    # With --resume the target may be omitted, and comes from the stored plan.
     plan = Plan(**values | {"target": flags.target or ""})
     options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep, flags.measure)
     return _resumed(options) if options.resume else _checked(options)
@@ -111,6 +112,7 @@ def _resumed(options: Options) -> Options:
     if options.plan.target and options.plan.target != plan.target:
         raise UserError(f"The work in {options.out} is for {plan.target}, not for {options.plan.target}.")
     device = plan.device if options.plan.device == "auto" else options.plan.device
+    # Anything else would not fit the pages and checkpoints that exist.
     return replace(options, plan=replace(plan, hours=options.plan.hours or plan.hours, device=device))
 
 

@@ -93,6 +93,7 @@ class Distillation:
         return rates
 
     def _page(self, number: int, reporter: ProgressReporter) -> Page:
+        # Neighbouring seeds of the plan must not share pages.
         seed = self._plan.seed * 100_000 + number
         return self._generator.generate(seed, complete=self._has_questions, on_tokens=reporter.advance)
 
@@ -104,8 +105,10 @@ class Distillation:
     def _generate(self, corpus: Corpus, progress: Progress) -> None:
         page_tokens = self._generator.page_tokens
         pages = -(-self._plan.tokens // page_tokens)
+        # 0 hours means no limit.
         limit = self._plan.hours * 3600 * GENERATION_SHARE or float("inf")
         reporter = self._reporter("generating", len(corpus) * page_tokens, pages * page_tokens)
+        # At least one page, however short the time: training needs text.
         while len(corpus) < pages and (progress.writing < limit or not len(corpus)):
             started = time.monotonic()
             corpus.add(self._page(FIRST_TRAINING_SEED + len(corpus), reporter))
@@ -132,6 +135,7 @@ class Distillation:
                 trainer.train_step()
                 now = time.monotonic()
                 progress.training = earlier + now - started
+                # Early, because the learning rate follows a cosine over the total number of steps.
                 if self._plan.hours and trainer.step == TIMED_STEPS:
                     self._shorten(trainer, progress)
                     reporter.total = trainer.total * step_tokens

@@ -43,6 +43,7 @@ class ProgressReporter:
 
     def __init__(self, report: Report, task: str, done: int, total: int) -> None:
         self._report, self._task, self._done, self.total = report, task, done, total
+        # After a resume the speed counts only what this process has done.
         self._initial, self._started = done, time.monotonic()
         self._last_report = self._started
 

@@ -62,13 +62,16 @@ class HeadStudent:
 
     def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
         """The predictions of each step, with N = T - steps - 1 entries."""
+        # The same N for all steps, so that the last entry of the last step still has a token to predict.
         count = page.tokens.shape[1] - steps - 1
         tokens, head = page.tokens.long(), self.head
         states = head.fuse_features(page.features[:, :count].to(head.mix.weight.dtype))
+        # Not the growing cache of the decoders, whose writes in place would break the backward pass.
         cache = DynamicCache(config=head.config)
         for step in range(steps):
+            # Entry i of step s stands at position i + s, as it does when the head drafts.
             positions = torch.arange(step, step + count, device=tokens.device)[None]
-            embedded = self._embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)
+            embedded = self._embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)  # true tokens, not drafts
             states = head(states, embedded, positions, cache=cache, mask=_attention_mask(count, step, tokens.device))
             yield Predictions(head.norm(states), self._rows, step + 2)
 
@@ -87,11 +90,13 @@ class ModelStudent:
         count = page.tokens.shape[1] - steps - 1
         rows = self.model.get_output_embeddings().weight
         for step in range(steps):
+            # The state at position p predicts token p + 1, so entry 0 of this slice predicts token step + 2.
             yield Predictions(states[:, step + 1 : step + 1 + count], rows, step + 2)
 
 
 def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
     """(1, 1, N, (step + 1) N): an entry attends to true entries up to itself and to its own earlier steps."""
+    # (N, N) each. Keys lie in the cache step after step.
     true_entries = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     own_steps = torch.eye(count, dtype=torch.bool, device=device)
     return torch.cat([true_entries, *[own_steps] * step], dim=-1)[None, None]
@@ -115,6 +120,7 @@ def create_student(target: Target, corpus: Corpus, plan: Plan) -> Student:
     """A new student, or the one in `plan.start`. The vocabulary of a head is always that of the corpus."""
     torch.manual_seed(plan.seed)
     student = load_student(Path(plan.start), target) if plan.start else None
+    # load_model returns frozen weights.
     if isinstance(student, ModelStudent):
         student.weights.requires_grad_(True)
         return student
@@ -163,11 +169,15 @@ def _new_head(model: Any) -> Head:
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     norm = getattr(model.get_decoder(), "norm", None)
+    # The last feature comes after the target's final norm. Dividing by that norm's weight undoes the scaling, and the
+    # head's own norm, which starts with the same weight, applies it again.
     scale = torch.ones(size) if norm is None or norm.weight.shape != (size,) else norm.weight.float().cpu()
+    # Weights near 0 would give huge reciprocals.
     median = scale.abs().median().clamp(min=1e-3)
     scale = scale.where(scale.abs() > 0.05 * median, median)
     head.norm.weight.copy_(scale)
     head.read.weight[:, -size:] += torch.diag(1 / scale)
+    # The second half of the input of `mix` is the state, the first half the embedding.
     head.mix.weight[:, -size:] += torch.eye(size)
     return head
 

@@ -57,11 +57,13 @@ def output_weight(model: Any) -> Tensor:
     if getattr(model, "_is_stateful", False):
         raise UserError(f"{name} is a recurrent model: drafters can be trained for models with attention only.")
     weight: Tensor | None = getattr(layer, "weight", None)
+    # Training computes the target's logits from stored features by this matrix alone.
     if weight is None or getattr(layer, "bias", None) is not None or weight.dim() != 2:
         raise UserError(f"The output layer of {name} is not a bias-free matrix: no drafter can be trained for it.")
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
     output = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     product = torch.nn.functional.linear(output.hidden_states[-1], weight).float()
+    # The bound leaves room for the rounding of bfloat16.
     if (product - output.logits.float()).norm() > 0.05 * output.logits.float().norm():
         raise UserError(f"{name} caps or scales its logits after the output layer: no drafter can be trained for it.")
     return weight.detach()

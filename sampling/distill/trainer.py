@@ -43,6 +43,7 @@ class Trainer:
         self.step, self.loss = 0, float("nan")
         self.is_consistent = True  # False while only some of the weights have made the current step
         named = list(student.weights.named_parameters())
+        # torch's Muon refuses anything but matrices, and is meant for hidden layers, not for embeddings.
         matrices = [parameter for name, parameter in named if parameter.dim() == 2 and "embed" not in name]
         others = [parameter for name, parameter in named if parameter.dim() != 2 or "embed" in name]
         self._optimizers: list[torch.optim.Optimizer] = [
@@ -59,6 +60,7 @@ class Trainer:
         with autocast_for(self._data.lm_head):
             loss = distillation_loss(self.student, page, self._data.lm_head, self._plan.steps)
         loss.backward()
+        # Waits for a GPU to finish, before any weight is changed.
         value = loss.item()
         nn.utils.clip_grad_norm_(self.student.weights.parameters(), 1.0)
         self.is_consistent = False
@@ -83,6 +85,7 @@ class Trainer:
             for index, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
                     tensors[f"optimizer.{number}.{index}.{name}"] = torch.as_tensor(value).contiguous()
+        # safetensors stores texts only.
         metadata = {"step": str(self.step), "total": str(self.total), "loss": repr(self.loss)}
         with replacing(folder / STATE_FILE) as temporary:
             save_file(_without_shared(tensors), temporary, metadata=metadata)
@@ -101,6 +104,7 @@ class Trainer:
                 _, number, index, key = name.split(".")
                 states[int(number)].setdefault(int(index), {})[key] = part
         for optimizer, state in zip(self._optimizers, states, strict=True):
+            # The groups of the new optimizer suffice: only their rate changes, and every step sets it.
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def _schedule(self) -> float:
@@ -112,6 +116,7 @@ class Trainer:
         """Some rows of one page, both in a random order that the seed determines."""
         plan = self._plan
         per_page = max(1, plan.rows // plan.batch)
+        # All batches of a page follow each other, so only one page is in memory.
         visit, part = divmod(self.step, per_page)
         epoch, place_in_order = divmod(visit, self._page_count)
         page = self._page(_shuffled(self._page_count, plan.seed, epoch)[place_in_order])

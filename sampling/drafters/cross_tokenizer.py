@@ -28,16 +28,19 @@ class Retokenizer:
     def to_drafter(self, context: Sequence[int]) -> list[int]:
         """The target's context in the drafter's ids."""
         ids: list[int] = self._drafter(self._target.decode(context))["input_ids"]
+        # Some tokenizers append an end token, but the text continues.
         return ids[:-1] if ids and ids[-1] == self._drafter.eos_token_id else ids
 
     def to_target(self, context: Sequence[int], read: Sequence[int], new: Sequence[int]) -> list[int]:
         """The drafter's new ids, which follow `read`, in the target's ids after its context. Empty if they do not
         join cleanly.
         """
+        # Decoded with what precedes: alone, the new ids may lose a leading blank or half a character.
         before, after = self._drafter.decode(read), self._drafter.decode([*read, *new])
         text = after[len(before) :].rstrip(BROKEN)
         tail = self._target.decode(context[-TAIL:])
         start, joined = (self._target(part, add_special_tokens=False)["input_ids"] for part in (tail, tail + text))
+        # If the tail is tokenized differently with this text, the ids do not continue those of the target.
         joins = joined[: len(start)] == start and after.startswith(before)
         return list(joined[len(start) :]) if joins else []
 
@@ -78,16 +81,18 @@ class CrossTokenizerDrafter:
         read = self._retokenizer.to_drafter(context)
         room = self._session.room(read) if read else 0
         count = count if room is None else min(count, room)
-        if count < 1 or max(read) >= self._session.vocab_size:
+        if count < 1 or max(read) >= self._session.vocab_size:  # ids without an embedding
             return NO_DRAFT
         new = self._greedy(read, count)
         drafts = self._retokenizer.to_target(context, read, new)[:count] if new else []
+        # The target's tokenizer may know ids for which its model has no logits.
         drafts = list(takewhile(lambda token: token < self._vocab_size, drafts))
         self._round = drafts, [("position", position) for position in range(len(drafts))], len(new)
         return Draft(drafts, withheld=max(0, len(new) - len(drafts)))
 
     def _greedy(self, read: list[int], count: int) -> list[int]:
         """At most `count` greedy tokens after `read`."""
+        # The last token is fed again even if it is cached: its logits are needed.
         same = min(matching_prefix(self._fed, read), len(read) - 1)
         # Text that was fed is tokenized differently now, and a sliding window may have dropped what precedes it.
         if same < self._text_length and _has_sliding_window(self._session.model):
@@ -100,6 +105,7 @@ class CrossTokenizerDrafter:
             if token in self._retokenizer.end_ids:
                 break
             new.append(token)
+        # The last draft was not fed, unless an end token was drawn after it.
         self._fed = [*read, *new[:-1]]
         return new
 

@@ -64,7 +64,7 @@ class HeadSession:
         context.
         """
         assert keep == 1
-        end = len(context) - 1
+        end = len(context) - 1  # n tokens give n - 1 entries: each needs the token after it
         if end > self._cached:
             states = self._states_before(end)
             tokens = torch.tensor([context[self._cached + 1 : end + 1]], device=self.model.device)
@@ -120,12 +120,14 @@ class HeadDrafter(ModelDrafter):
             self._head.add_features(self._prefilled, 0, len(self._prefilled))
 
     def commit(self, context: list[int], verified: Verified) -> None:
+        # Before the new features are added: this rewind drops the entries made from the head's own states.
         super().commit(context, verified)
         if verified.features is None:
             raise UserError(
                 "A head drafts from the target's hidden states: open its session with features=head.shape.layers."
             )
         first = verified.start + len(verified.logits) - 1 - len(verified.features)  # the last row is the last draft's
+        # Up to the last token, which the target has not been fed.
         self._head.add_features(verified.features, first, len(context) - 1)
 
 
@@ -143,6 +145,7 @@ class FreeHead(HeadSession):
         if len(context) < 2:
             raise UserError("A head alone needs a prompt of at least two tokens.")
         super().begin(prompt)
+        # The last token enters the head by its embedding only.
         self._target.feed(context[:-1], keep=1)
         features = self._target.take_features()
         assert features is not None

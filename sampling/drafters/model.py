@@ -42,6 +42,7 @@ class ModelDrafter:
     def begin(self, prompt: list[int], context: list[int]) -> None:
         self._origin = len(context)
         bound = self._session.context_length
+        # `begin` would raise for such a prompt, but the target can still decode it without drafts.
         self._readable = max(prompt) < self._session.vocab_size and (bound is None or len(prompt) < bound)
         if self._readable:
             self._session.begin(prompt)
@@ -59,6 +60,7 @@ class ModelDrafter:
         buckets: list[Bucket] = []
         adaptive, computed = self._adaptive, 0
         while len(tokens) < count and (adaptive is None or adaptive.continues(buckets)):
+            # Cut before the processor, so that q is normalised over the ids that both models have.
             logits = self._session.feed(context + tokens, keep=1)[:, : self._shared_vocab]
             computed += 1
             q = self._decoding.probs(logits, self._session.name)[0]

@@ -27,6 +27,7 @@ def _explain(argument: str, context: CommandContext) -> Outcome:
 def _figure_name(word: str) -> str:
     """The figure with this name, or the first one whose name contains the word. Raises UserError if there is none."""
     matches = (name for name in FIGURE_NAMES if word in re.findall(r"[\w/]+", name))
+    # check_choice raises here, since the word is not a name; it adds the nearest one to the message.
     return word if word in FIGURE_NAMES else next(matches, "") or check_choice(word, FIGURE_NAMES, "figure")
 
 
@@ -50,6 +51,7 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
     if comparison.first_difference is None:
         return Column(names, about, text)
     assert target is not None
+    # In characters: a token may begin with characters that both texts share.
     shared = first_difference(text, decode(tokenizer, target.tokens))
     about += f", differs from token {comparison.first_difference + 1}"
     return Column(names, about, text[:shared], "" if shared is None else text[shared:])

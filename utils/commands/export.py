@@ -26,6 +26,7 @@ def _export(argument: str, context: CommandContext) -> Outcome:
     if shown is None or not shown.records:
         raise UserError("there is no result to export yet: send a prompt first.")
     content = EXPORTERS[form](shown, context)
+    # Model output can hold lone surrogates, which strict UTF-8 refuses.
     write_new(path, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
     return [Reply(f"{f'/{shown.report.name}' if shown.report else 'the runs of the last prompt'} written to {path}")]
 

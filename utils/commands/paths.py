@@ -19,6 +19,7 @@ def write_new(path: Path, content: bytes) -> None:
     """Write a file that does not exist yet. Raises UserError if it exists or cannot be written."""
 
     def write() -> None:
+        # Checked inside run_once: with several ranks, one could already see the file that another one writes.
         if path.exists():
             raise UserError(f"{path} already exists: choose a different name.")
         _write(path, content)

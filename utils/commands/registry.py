@@ -66,6 +66,7 @@ class Registry:
 
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
+        # DOTALL, because the text of /say may have several lines. The pattern matches every line.
         name, argument = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL).groups("")  # type: ignore[union-attr]
         command = self.find(name)
         if not command.usage and argument.strip():

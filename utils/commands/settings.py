@@ -31,6 +31,7 @@ def setting_commands() -> Iterator[Command]:
 def _set_or_show(name: str, entry: Setting, argument: str, context: CommandContext) -> Outcome:
     """Set the field. Without an argument switch a toggle, and show any other field."""
     if not argument and not isinstance(entry.value_type, Toggle | ToggleOrChoice):
+        # What is in effect can differ from the setting: /engine auto says which engine was chosen.
         fact = dict(context.facts).get(entry.fact)
         state = "" if fact is None else f"; now {fact}"
         return [Reply(f"{name}: {entry.show(context.settings)}{state}   ({entry.help})")]

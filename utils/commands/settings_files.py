@@ -16,10 +16,12 @@ def _save(argument: str, context: CommandContext) -> Outcome:
     path = path_in(argument, "/save evening.txt")
     lines = [f"/{name} {entry.show(context.settings)}" for name, entry in setting_fields().items()]
     try:
+        # Only a file that /save wrote may be overwritten; it could be the user's notes.
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
             raise UserError(f"{path} already exists and is not a settings file: choose a different name.")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}. Choose a different folder.") from error
+    # /run reads one command per line, so a value of several lines, a system prompt, cannot be saved.
     write_file(path, ("\n".join([HEADER, *(line for line in lines if "\n" not in line)]) + "\n").encode())
     return [Reply(f"settings saved to {path}; /run {argument} restores them")]
 
@@ -27,7 +29,7 @@ def _save(argument: str, context: CommandContext) -> Outcome:
 def _run(argument: str, context: CommandContext) -> Outcome:
     path = path_in(argument, "/run evening.txt")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # drops the byte order mark of Windows editors
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"{path} cannot be read: {reason}.") from error

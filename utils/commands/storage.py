@@ -33,6 +33,7 @@ def _load(argument: str, context: CommandContext) -> Outcome:
     if model != harness.pair.target_name:
         notes.append(f"they come from runs of {model or 'an unknown model'}, not of {harness.pair.target_name}")
     settings = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
+    # In this order: a changed ngram_storage makes the session create an empty storage, which is then replaced.
     return [ChangeSettings(settings), UseStorage(storage), Reply("; ".join(notes))]
 
 

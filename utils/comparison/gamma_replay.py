@@ -18,6 +18,7 @@ from utils.decode.steps import Step
 from utils.metrics.stopwatch import RoundTiming
 from utils.pairs.drafter_inputs import BuiltDrafter, Replay
 
+# Its noise is keyed by position alone, so a draft does not depend on where its round began.
 RULE = RULES["coupled"]
 
 
@@ -42,6 +43,7 @@ def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
     for strategy in strategies:
         recorded = None
+        # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
         if (longest := _build(job, strategy, AUTO_GAMMA)).replay is not Replay.NEVER:
             recorded = RecordedDrafter(_record(text, longest), len(text.context))
         for gamma in range(AUTO_GAMMA + 1):
@@ -56,7 +58,7 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     """One forward pass of the target over the prompt and a finished text. Raises UserError for an unusable prompt."""
     session = ModelSession(job.pair.target, use_cache=False, rewinds=False, features=features)
     context = session.begin(job.prompt)
-    logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))
+    logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))  # (T, V); nothing follows the last token
     return FinishedText(
         list(job.prompt), context, tokens, logits, session.take_features(), session.name, session.context_length
     )

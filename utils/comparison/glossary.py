@@ -34,6 +34,7 @@ def _speed(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
 def _speedup(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
     if comparison.speedup is None or run.tokens_per_second is None:
         return ""
+    # A comparison holds only the ratio, so the target's rate is recovered from it.
     target = run.tokens_per_second / comparison.speedup
     return f"{run.tokens_per_second:.1f}/{target:.1f} = {comparison.speedup:.2f}x"
 

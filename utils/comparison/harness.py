@@ -109,6 +109,7 @@ class Harness:
             conversations.history(strategy.name, baseline) if settings.keeps_conversation else ()
             for strategy in strategies
         ]
+        # Strategies mostly share a history: each different one is rendered and tokenized once.
         ids = {history: self.prompt_ids(text, settings, history) for history in dict.fromkeys(histories)}
         job = Job([], self.pair, settings, self.state.storage, caches=self.state.caches)
         return [
@@ -118,6 +119,7 @@ class Harness:
 
     def _check_prompts(self, planned: Sequence[PlannedRun], note: Callable[[str], None]) -> None:
         """Refuse an unusable prompt once, not once per strategy. One that is too long for the drafter gets a note."""
+        # Only `begin` is needed. Without a cache, opening a session probes nothing.
         session = ModelSession(self.pair.target, use_cache=False)
         for _, job in planned:
             try:
@@ -126,6 +128,7 @@ class Harness:
                 raise with_reset_hint(error, job.history) from error
         longest = max((len(job.prompt) for strategy, job in planned if strategy.needs_drafter), default=0)
         bound = context_length(self.pair.drafter) if longest else None
+        # The same bound as in ModelDrafter.begin: a draft needs one position.
         if bound is not None and longest >= bound:
             note(f"The prompt has {longest} tokens and the drafter a context length of {bound}: it will draft nothing.")
 
@@ -133,6 +136,7 @@ class Harness:
         """Add the last prompt and its answers to the conversations."""
         last = self.last()
         for strategy, run, _ in last.compared:
+            # Appended to the history of this run, which may be the baseline's instead of the strategy's own.
             turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
             self.state.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
 
@@ -159,6 +163,7 @@ class Harness:
         """Run a strategy on its own storage. Raises KeyboardInterrupt on Ctrl-C."""
         fix_seeds(settings.seed)
         run = collect(strategy.steps(self.job(prompt, settings, history)))
+        # `collect` turns Ctrl-C into a partial run; a command must end instead.
         if run.finish is FinishReason.INTERRUPTED:
             raise KeyboardInterrupt
         return run

@@ -30,6 +30,7 @@ class Observers:
 
     def wrap(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
         """The drafter and the target's session under the observers."""
+        # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
         if self.stopwatch is not None:
             drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
         return drafter if self.tracer is None else TracedDrafter(drafter, self.tracer), target
@@ -43,6 +44,7 @@ class SharedPrefills:
 
     def open(self, key: tuple[str, bool, tuple[int, ...]], session: ModelSession, prompt: list[int]) -> ModelSession:
         """A copy of the session under this key. If there is none, `session` reads the prompt and is kept."""
+        # The key holds `rewinds` and the features, too, since they decide what a cache must keep.
         if key not in self._sessions:
             with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
                 session.read(prompt)
@@ -76,6 +78,7 @@ class Job:
 
     def is_same_request(self, other: "Job") -> bool:
         """Whether both have the same prompt and the same noise, so that their texts can be compared."""
+        # Noise is keyed by seed and turn. Jobs of one prompt share their settings, and so the seed.
         return (self.prompt, self.turn) == (other.prompt, other.turn)
 
     @property

@@ -62,6 +62,7 @@ class LastPrompt:
 
 def unlike_target(last: LastPrompt) -> list[tuple[Strategy, Generation]]:
     """The runs whose text should be the target's own, and is not."""
+    # `same` is None if the two were not compared.
     return [(strategy, run) for strategy, run, result in last.compared if strategy.lossless and result.same is False]
 
 
@@ -85,7 +86,7 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
         last.target.tokens,
         new_session=partial(last.job.session, "target"),
         decoding=last.job.decoding,
-        width=settings.max_drafts + 1,
+        width=settings.max_drafts + 1,  # the drafts and one row more
         own_noise=strategy.draft_has_probs and settings.verify != "coupled",
     )
     return explain(case, rounding)

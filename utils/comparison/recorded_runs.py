@@ -64,6 +64,7 @@ class RecordedRun:
             if not self.circumstances[part]:
                 yield f"{part}: not recorded"
             for name in names:
+                # A field that the record lacks is not reported as a difference.
                 then = self.circumstances[part].get(name, now[part][name])
                 if then != now[part][name]:
                     yield f"{part}, {name}: {_shown(then)} then, {_shown(now[part][name])} now"
@@ -79,6 +80,7 @@ def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
     Raises UserError for a file that cannot be read, is damaged, or holds no generation.
     """
     try:
+        # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
@@ -156,6 +158,7 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance: True is an int. The upper bound is that of int64.
     return type(value) is int and 0 <= value < 2**63
 
 

@@ -145,7 +145,9 @@ class RecordFile:
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
             with self._path.open("ab", buffering=0) as file:
+                # A lone surrogate has no UTF-8 form; its backslash escape is valid JSON.
                 data, end = lines.encode("utf-8", errors="backslashreplace"), file.seek(0, os.SEEK_END)
+                # An unbuffered write that stops early raises nothing by itself.
                 if file.write(data) != len(data):
                     file.truncate(end)  # half a line would damage the next one
                     raise OSError(ENOSPC, os.strerror(ENOSPC))

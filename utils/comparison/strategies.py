@@ -87,6 +87,7 @@ class Strategy:
     def repeats_target(self, settings: Settings) -> bool:
         """Whether its text must be identical to the target's: then rounds and acceptance follow from that text."""
         greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
+        # Shared noise, the one-hot rule, or no randomness at all: the target's own draw decides every token.
         return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or greedy)
 
     def build_drafter(self, job: Job, rule: Rule) -> BuiltDrafter:

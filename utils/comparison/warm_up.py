@@ -22,7 +22,7 @@ from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 TIMED_TOKENS = 64  # length of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 9  # drafts of a typical round
 WARM_UP_TOKENS = 4
-PROMPT = [0, 0, 0, 0]
+PROMPT = [0, 0, 0, 0]  # an id that every vocabulary has
 
 
 def with_costs(harness: Harness, settings: Settings) -> Settings:
@@ -33,11 +33,13 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     engine = harness.pair.engine
     known = settings.costs or Costs.of(engine.costs, {})
     draft = dict(known.draft)
+    # A fixed gamma, because adaptive gamma needs the costs that are measured here.
     timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
     chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
+            # All ranks must choose the same gammas, so all use rank zero's measurement.
             seconds = broadcast(draft_seconds(replace(harness.job(PROMPT, timed), drafter=word)))
             draft[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
     return replace(settings, costs=Costs.of(known.verify, draft))
@@ -48,6 +50,7 @@ def draft_seconds(job: Job) -> float:
     rule, watch = RULES[job.settings.verify], Stopwatch()
     built = drafter_kind(job.drafter).build(job.drafter_inputs(shares_noise=rule.shares_noise))
     drafter, target = job.with_observers(watch).observers.wrap(built.drafter, built.target)
+    # An end token must not cut the timed rounds short.
     endless = replace(job.decoding, end_ids=frozenset())
     rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
     timings = [watch.read(0) for _ in islice(rounds, TIMED_ROUNDS)]

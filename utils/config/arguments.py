@@ -17,10 +17,12 @@ Value = TypeVar("Value")
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with defaults from the config file. argparse exits with status 2 if either is invalid."""
     parser = _parser()
+    # Parsed twice: --config names the file whose values become defaults, and flags must override these.
     arguments = parser.parse_args(argv)
     try:
         config = read_config(arguments.config)
         if arguments.pair:
+            # Not argparse `choices`, because the config file can define more pairs.
             check_choice(arguments.pair, tuple(config.pairs), "pair")
     except UserError as error:
         parser.error(str(error))

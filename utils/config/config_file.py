@@ -49,6 +49,7 @@ def read_config(path: Path | None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"The config file {path} cannot be read: {reason}.") from error
+    # Deeply nested arrays exceed the recursion limit of tomllib.
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
     try:
@@ -89,6 +90,7 @@ def _table(value: object, name: str) -> dict[str, object]:
 
 
 def _text(value: object, name: str) -> str:
+    # Before the numbers, because bool is a subclass of int. A toggle is typed as on or off.
     if isinstance(value, bool):
         return "on" if value else "off"
     if not isinstance(value, str | int | float):

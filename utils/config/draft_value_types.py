@@ -57,6 +57,8 @@ class CostTable:
             return None
         parts = [part.split() for part in text.split(";")]
         try:
+            # Unpacking raises ValueError as well where a part is empty. "windows" is the word for verify costs in files
+            # of /save.
             (name, *verify), *draft = parts
             if name != "windows" or any(len(cost) != 2 for cost in draft):
                 raise ValueError
@@ -72,6 +74,7 @@ class CostTable:
 
 
 def _cost(word: str) -> float:
+    # float() would also accept "nan", "inf", signs and exponents.
     if not re.fullmatch(r"\d{1,4}(\.\d{1,9})?", word, re.ASCII):
         raise ValueError(word)
     return float(word)

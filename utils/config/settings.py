@@ -157,6 +157,7 @@ def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
     """New settings in which values that the loaded target does not support are reset to their defaults."""
     for setting in setting_fields().values():
         try:
+            # A value is supported if what `show` writes can be parsed under the new limits.
             setting.change(settings, setting.show(settings), limits)
         except UserError:
             settings = replace(settings, **{setting.name: setting.default})
@@ -181,6 +182,7 @@ def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, l
                 raise UserError("not recorded.")
             settings = setting.change(settings, _typed(values[setting.name], setting), limits)
         except UserError as error:
+            # The part after the semicolon advises what to type, which does not apply to a record.
             reason = str(error).partition(";")[0].rstrip(".")
             problems.append(f"setting {setting.name}: {reason}; it is {setting.show(settings)} instead")
     return settings, problems
@@ -193,6 +195,7 @@ def _typed(value: object, setting: Setting) -> str:
     if (
         not isinstance(value, bool | int | str)
         or isinstance(value, bool) != isinstance(setting.default, bool)
+        # An empty text would switch a toggle instead of setting it.
         or value == ""
     ):
         raise UserError(f"{str(value)[:40]!r} is not a valid value.")

@@ -147,6 +147,7 @@ class SystemPrompt:
             raise UserError(
                 "Give a system prompt, 'none' for an empty one, or 'default' for that of the chat template."
             )
+        # Case-sensitive and exact, so that a system prompt may begin with one of these words.
         return {"default": None, "none": ""}.get(text, text)
 
     def show(self, value: str | None) -> str:
@@ -212,6 +213,7 @@ class ProcessorType:
         return make(*(_argument(letter, word, limits) for letter, word in zip(letters, arguments, strict=False)))
 
     def show(self, value: Any) -> str:
+        # A greedy processor has a temperature that was not typed, unless it differs from the default.
         if value == GreedyProcessor():
             return "greedy"
         return " ".join([value.name, *(_shortest(getattr(value, part.name)) for part in fields(value))])
@@ -219,6 +221,7 @@ class ProcessorType:
 
 def _shortest(number: float) -> str:
     """The shortest text that reads back as the same number."""
+    # An exponent is avoided because WholeRange, which parses K, does not accept one.
     return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 

@@ -54,6 +54,7 @@ class Decoding:
 
     def finish_of(self, token: int, made: int, limit: int) -> FinishReason | None:
         """Why a run with `made` new tokens, the last one `token`, ends here, or None if it continues."""
+        # Before the length: an end token in the last allowed position is a stop.
         if token in self.end_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if made >= limit else None
@@ -65,12 +66,14 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except InvalidLogits as error:
+        # A processor does not know whose logits it receives; its message begins with "The model".
         raise UserError(str(error).replace("The model", name, 1)) from error
 
 
 def token_ids(inputs: Iterable[int]) -> list[int]:
     """Plain ints from a list, a one-dimensional array or a tensor of ids. Raises UserError for anything else."""
     try:
+        # Not int(): that would truncate floats and parse strings.
         return [index(token) for token in inputs]
     except TypeError as error:
         raise UserError("The prompt must be a flat list of token ids, such as tokenizer(text).input_ids.") from error

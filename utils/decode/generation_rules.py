@@ -44,8 +44,10 @@ class GenerationRules:
         settings = getattr(model, "generation_config", None)
         size = model.config.get_text_config(decoder=True).vocab_size
         single = {words[0] for words in getattr(settings, "bad_words_ids", None) or () if len(words) == 1}
+        # As in `generate`, bad_words_ids cannot forbid an end token.
         never = {*(getattr(settings, "suppress_tokens", None) or ()), *(single - _end_ids(settings))}
         begins = getattr(settings, "begin_suppress_tokens", None) or ()
+        # `generate` forces it after exactly one token of context: the start token of an encoder-decoder.
         forced = getattr(settings, "forced_bos_token_id", None) if model.config.is_encoder_decoder else None
         return cls(_within(sorted(never), size), _within(begins, size), next(iter(_within([forced], size)), None))
 
@@ -62,6 +64,7 @@ class GenerationRules:
         logits[..., list(self.never)] = -torch.inf
         if begins:
             logits[:, free, list(self.at_first)] = -torch.inf
+        # Last: the forced token wins over a rule that forbids it.
         if is_forced:
             logits[:, 0] = -torch.inf
             logits[:, 0, self.forced] = 0

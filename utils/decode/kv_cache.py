@@ -27,9 +27,11 @@ class GrowingLayer(DynamicLayer):
         """Append new positions, and return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # Length of the views, not of the buffers: a crop shortens the views, and the next update overwrites the rest.
         length, new = self.get_seq_length(), (key_states, value_states)
         end = length + key_states.shape[-2]
         if not self._fits(length, end):
+            # Capacity grows by half, so the copies cost constant time per position on average.
             self._reallocate(length, end + max(MIN_SPARE, end // 2), new)
         for buffer, part in zip(self._buffers, new, strict=True):
             buffer[..., length:end, :] = part
@@ -59,7 +61,9 @@ class GrowingLayer(DynamicLayer):
 def new_cache(config: Any) -> DynamicCache:
     """An empty cache for a model. Full attention layers grow in place; other layer types are those of transformers."""
     cache = DynamicCache(config=config)
+    # The exact type: sliding-window layers are a subclass with an `update` of their own.
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    # A cache made without layers creates them from this class on first use.
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer
     return cache

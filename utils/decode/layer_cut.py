@@ -42,6 +42,7 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     config = copy.deepcopy(model.config, memo)
     _shorten(config.get_text_config(decoder=True), count=count, depth=depth)
     cut = _mirror(model, memo)
+    # Not a PreTrainedConfig, so the mirror still shares it with the target.
     cut.generation_config = copy.deepcopy(model.generation_config)
     cut.set_submodule(path, _blocks(cut, path)[:depth])
     _check_runs(cut)

@@ -58,6 +58,7 @@ class ModelSession:
         self._checkpoint: StateCheckpoint | None = None
         parameters = inspect.signature(model.forward).parameters
         self._has_logits_to_keep = "logits_to_keep" in parameters
+        # Recurrent models such as Mamba name the argument differently.
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         if use_cache and self._cache_name not in parameters:
             raise self._no_cache()
@@ -65,6 +66,7 @@ class ModelSession:
         # Some hybrid models would otherwise count the positions of every feed from 0.
         self._passes_positions = self._recurrent and "position_ids" in parameters
         if self._recurrent:
+            # A copy made here has neither cache nor checkpoint, so the probe leaves this session untouched.
             check_cache_support(model, lambda: copy.copy(self), verifies=rewinds)
             self._checkpoint = StateCheckpoint() if rewinds else None
 
@@ -82,12 +84,14 @@ class ModelSession:
                 "check that the tokenizer belongs to this model."
             )
         self._check_room(len(prompt))
+        # New tokens of an encoder-decoder follow its single start token.
         self._origin = 1 if self.model.config.is_encoder_decoder else len(prompt)
         if not self.model.config.is_encoder_decoder:
             return list(prompt)
         self._encoder_ids = self._upload([prompt, *others])
         sources = (getattr(self.model, "generation_config", None), self.model.config)
         names = ("decoder_start_token_id", "bos_token_id")
+        # Any decoder_start_token_id comes before any bos_token_id.
         candidates = (getattr(source, name, None) for name in names for source in sources)
         return [next((start for start in candidates if start is not None), self._start_token)]
 
@@ -96,6 +100,7 @@ class ModelSession:
         """Begin, and compute what all runs of this prompt share: the prefill without the last token, or the encoder's
         output.
         """
+        # The run feeds the last token itself, since it needs the logits after it.
         prefix = self.begin(prompt)[:-1]
         if self._encoder_ids is not None:
             self._encoded = self.model.get_encoder()(self._encoder_ids, return_dict=True)
@@ -113,6 +118,7 @@ class ModelSession:
     @torch.no_grad()
     def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
         """Logits (B, keep, V) for B contexts of equal length, one for each row of the session's cache."""
+        # The text without its last token. In a verify pass, keep = k + 1 rows follow: that token and k drafts.
         known = len(contexts[0]) - keep
         if self._checkpoint is not None and self._checkpoint.is_due(keep):
             if self._cached < known:  # text that was dropped together with the rejected state
@@ -127,10 +133,13 @@ class ModelSession:
         if self._use_cache:
             self._cache, self._cached = self._cache_of(output), length
         if self._feature_layers:
+            # Without a cache each feed recomputes every row, so the earlier rows would be duplicates.
             earlier = self._features if self._use_cache else ()
             self._features = (*earlier, hidden_features(output, self._feature_layers)[0])
+        # The first forward pass ran the encoder; later ones receive its output.
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
+        # Models without logits_to_keep return all rows. Row 0 of the slice predicts context index length - keep + 1.
         return self._rules(output.logits[:, -keep:], length - keep + 1 - self._origin)
 
     def take_features(self) -> Tensor | None:
@@ -176,6 +185,7 @@ class ModelSession:
         if self._passes_positions:
             positions = torch.arange(self._cached, self._cached + new.shape[1], device=self._device)
             arguments["position_ids"] = positions[None]  # (1, T)
+        # Otherwise a prefill would compute logits of prompt x vocabulary.
         if self._has_logits_to_keep:
             arguments["logits_to_keep"] = keep
         if self._feature_layers:
@@ -189,6 +199,7 @@ class ModelSession:
     def _empty_cache(self) -> Any:
         cache: Any = new_cache(self.model.config)
         if self._encoder_ids is not None:
+            # Self-attention and cross-attention. A crop shortens only the first, which is what a rewind needs.
             cache = EncoderDecoderCache(cache, new_cache(self.model.config))
         if self._rewinds and not self._recurrent:
             cache.activate_past_recording()  # sliding windows keep what a rewind may need

@@ -95,12 +95,14 @@ class Noise:
         top, likeliest = weights.max(dim=0)
         if float(top) == 1.0:  # one-hot: no noise needed
             return int(likeliest)
+        # Summed on the host, in one order for all devices. A residual sums to less than 1: scale u instead.
         reached = weights.cpu().cumsum(dim=0)
         threshold = self.uniform(domain, position, start) * float(reached[-1])
         index = int(torch.searchsorted(reached, threshold, right=True))
         return index if index < len(reached) else int(weights.nonzero()[-1])  # rounding may reach the very end
 
     def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
+        # Philox itself counts blocks of numbers in word 0; the other words name the position.
         counter = np.array([0, position, self.turn, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
@@ -109,6 +111,7 @@ class Noise:
 def _race_winner(raw: np.ndarray, weights: np.ndarray) -> int:
     # A weight of zero, or close to it, finishes at infinity.
     with np.errstate(over="ignore", divide="ignore"):
+        # E_i = -log u_i, in float64: uniforms of 24 bits would truncate the tail.
         return int(np.argmin(-np.log(_uniforms(raw)) / weights))
 
 

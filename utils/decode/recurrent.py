@@ -61,6 +61,7 @@ def _probe(new_session: Callable[[], ForkableSession]) -> CacheSupport:
     count = min(PROBED, session.context_length or PROBED)
     tokens = [(31 * position + 7) % session.vocab_size for position in range(count)]  # arbitrary, fixed
     try:
+        # Rows after PREFIX: in one pass from an empty state, then from a stored state with 1, 2 and 3 rows per pass.
         at_once = new_session().feed(tokens, keep=len(tokens) - PREFIX)
         session.feed(tokens[:PREFIX], keep=1)
         steps, *wider = (logits_by_width(session, tokens, len(at_once), width) for width in (1, *WIDTHS))
@@ -91,6 +92,7 @@ class StateCheckpoint:
         """Whether a feed that keeps this many rows brings the first drafts. A one-row feed after a rewind brings text
         only.
         """
+        # A drafter feeds one row at a time: its second feed after a rewind is the first that holds a draft.
         due = self._kept is None and (keep > 1 or self._fed)
         self._fed = True
         return due
@@ -109,11 +111,12 @@ class StateCheckpoint:
         """
         kept, known = self._kept or (None, 0)
         self._kept, self._fed = None, False
-        if held <= length:
+        if held <= length:  # every draft was accepted: the live state is that of the text
             return cache, held
         if kept is None or known > length:
             return None, 0
         for layer in kept.layers:
             if type(layer) is GrowingLayer:
+                # Shared with the live cache, so it holds `held` positions; crop requires a negative count.
                 layer.crop(known - held)
         return kept, known

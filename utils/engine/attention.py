@@ -36,6 +36,7 @@ def row_invariant_attention(
     """
     if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("its attention has a logit cap, a sink or a position bias")
+    # _padding_mask has returned None for a batch without padding, so a mask here means padding.
     if attention_mask is not None or not getattr(module, "is_causal", True):
         fallback: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -46,6 +47,7 @@ def row_invariant_attention(
     groups, keys = key.shape[1:3]
     rows = []
     for index in range(count):
+        # The cached keys come first, so query 0 may already attend to the K - Q keys before it and to its own.
         end = keys - count + index + 1
         begin = 0 if sliding_window is None else max(0, end - sliding_window)
         # The query heads of a group take the place of the query rows, because they share their keys: (B, G, H/G, D).
@@ -59,6 +61,7 @@ def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: An
     """Return a mask only for padded batches. Otherwise the length of each row's keys already makes it causal."""
     if attention_mask is None or bool(attention_mask.all()):
         return None
+    # sdpa_mask may otherwise return None and leave the masking to the is_causal flag of SDPA.
     kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
     return mask

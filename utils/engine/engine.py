@@ -68,6 +68,7 @@ class Engine:
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.state = EngineState("plain", weight_format(self._target), False, torch.get_num_threads(), "not tested")
+        # Reported now, because a request for int8 weights has no plain engine to fall back to.
         if int8_weights:
             name, reason = self._choose("auto")
             if not name:
@@ -86,10 +87,12 @@ class Engine:
         chosen, reason = self._choose(name)
         if not chosen:
             self._use_plain(reason if name == "plain" else f"{name}: {reason}")
+        # An engine that is installed already has passed its self-test; only the number of threads may change.
         elif self.state.kind != chosen:
             self._install(chosen, requested=name)
+        # After the engine is installed, because the fastest number of threads depends on its kernels.
         self.set_threads(thread_count)
-        release_memory()
+        release_memory()  # the original weights, which kernels have replaced
         return self.state
 
     def set_threads(self, count: int) -> EngineState:
@@ -112,6 +115,7 @@ class Engine:
 
         Every rank uses the times of rank zero.
         """
+        # Adaptive gamma reads these times. Ranks that chose different verify widths would wait for each other forever.
         self.step_seconds, self.costs = broadcast(verify_costs(probe or ForwardProbe(self._target), repeats=repeats))
 
     def _choose(self, name: str) -> tuple[str, str]:
@@ -137,6 +141,7 @@ class Engine:
 
     def _install(self, name: str, *, requested: str) -> None:
         """Replace plain layers by those of an engine, unless its self-test fails."""
+        # The two extremes. A number in between is tested when it is chosen.
         counts, engine = sorted({1, threads.available_threads()}), self._layer_engines[name]
         if not self._int8_weights:
             self._use_plain(self.state.reason)  # removes another layer engine
@@ -147,6 +152,7 @@ class Engine:
             raise
         if failure:
             if not self._int8_weights:
+                # Weights that were rounded to int8 cannot be put back, so their layers stay.
                 self._use_plain(f"{requested}: the self-test failed, {failure}")
             if self._int8_weights or requested == name:
                 remedy = "start without --engine-weights" if self._int8_weights else "use /engine plain"

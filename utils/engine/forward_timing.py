@@ -64,6 +64,7 @@ def verify_costs(
     widths = [width for width in WIDTHS if width <= probe.max_width]
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats):
+        # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
         for width in widths:
             probe.make_room(width)  # outside the timed section
             start = clock()
@@ -71,8 +72,10 @@ def verify_costs(
             times[width].append(clock() - start)
     seconds = {width: median(values) for width, values in times.items()}
     step = seconds[1]
+    # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
     extra = {width: max(0.0, seconds[width] / step - 1) if step else 0.0 for width in widths}
     costs: list[float] = []
+    # A pass of width w verifies w - 1 drafts, so the first cost is that of width 2.
     for low, high in pairwise(widths):
         slope = (extra[high] - extra[low]) / (high - low)
         costs += [extra[low] + slope * drafts for drafts in range(1, high - low + 1)]
@@ -81,4 +84,5 @@ def verify_costs(
 
 def sample_ids(count: int, vocabulary: int) -> list[int]:
     """Return token ids that are spread over the vocabulary."""
+    # 7919 is a prime: unless the vocabulary is a multiple of it, no id repeats before all have occurred.
     return [(7919 * (index + 1)) % vocabulary for index in range(count)]

@@ -44,13 +44,16 @@ class InvariantEngine:
 
     def install(self, thread_counts: Sequence[int]) -> str:
         """Replace linear layers and attention, then run the self-test. Returns why it failed."""
+        # Rounded weights give different logits, so int8 has no reference to compare with.
         reference = [] if self._int8 else [selftest.prefill_logits(model) for model in self._models]
         try:
+            # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
             self._installed = True
             swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts))
             for model in self._models:
                 model.set_attn_implementation(attention.NAME)
             return self._test_everything(reference, thread_counts)
+        # A model's own code may not accept the replaced layers. That is a reason to stay plain, not a crash.
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
             return str(error).partition("\n")[0] or type(error).__name__
 
@@ -74,6 +77,8 @@ class InvariantEngine:
             logits = selftest.prefill_logits(model)
             if reference and selftest.differ_beyond_rounding(logits, reference[index]):
                 return DIFFERENT_LOGITS
+            # A model whose layers do not pass `sliding_window` on would attend to the whole context instead. The sample
+            # text may be too short for that to change its logits.
             if any(new_cache(model.config).is_sliding) and not attention.seen_sliding_windows - {None}:
                 return UNKNOWN_WINDOW
             # The layers of a drafter that was cut out of the target have been tested with the target.
@@ -83,15 +88,18 @@ class InvariantEngine:
         return ""
 
     def _shares_weights_with_target(self, model: PreTrainedModel) -> bool:
+        # A layer cut shares its modules with the target; a drafter that was loaded does not.
         return model.get_input_embeddings().weight is self._models[0].get_input_embeddings().weight
 
     def _kernel_builder(self, thread_counts: Sequence[int]) -> KernelBuilder:
         target = self._models[0]
+        # PackedKernel is for float32 on a CPU. Padding to full blocks works everywhere.
         if target.device.type != "cpu" or target.dtype != torch.float32:
             return BlockedKernel
         pack = packed_kernel_builder(thread_counts)
         if not self._int8:
             return pack
+        # By identity, because the builder receives a weight without the name of its layer.
         heads = {id(model.get_output_embeddings().weight) for model in self._models}
 
         def build(weight: Tensor, bias: Tensor | None) -> Kernel | None:
@@ -118,6 +126,7 @@ def _unsupported(model: PreTrainedModel) -> str:
         return "it is an encoder-decoder model"
     if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
         return "some of its layers are neither full nor sliding attention"
+    # Only a model that used SDPA before is known to compute what row-invariant attention computes.
     if model.config._attn_implementation not in ("sdpa", attention.NAME):
         return f"it uses {model.config._attn_implementation} attention"
     return ""

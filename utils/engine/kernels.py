@@ -19,7 +19,8 @@ UNPADDED_ROWS = 9
 BLOCK_SIZES = (*range(1, UNPADDED_ROWS + 1), 12, 16, 18, 24, 32)
 MAX_ROWS = BLOCK_SIZES[-1]
 _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1, rows depend on their number
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
+# Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
 
 
@@ -52,6 +53,7 @@ class PackedKernel:
         self._whole = self._parts[0] if parts == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        # More rows than UNPADDED_ROWS, whatever the leading dimensions of x are.
         if x.numel() > UNPADDED_ROWS * x.shape[-1]:
             return _in_blocks(self.product, x)
         return self.product(x)
@@ -78,8 +80,10 @@ class Int8Kernel:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        # (N,). Without the lower bound a row of zeros would be divided by zero.
         scale = weight.detach().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
         self._scale = scale.bfloat16()  # the format of the product: weights are divided by the rounded scale
+        # A scale that was rounded down gives quotients above 127, so they are clamped.
         self._weight = (weight.detach() / self._scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
         self._bias = bias
 
@@ -133,6 +137,7 @@ def is_row_invariant(kernel: Kernel, inputs: int, thread_counts: Iterable[int]) 
     """Whether every row of up to MAX_ROWS rows has the same bits as when it is computed alone."""
     x = torch.randn(MAX_ROWS, inputs, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
+    # Computed once, with the current number of threads, because the bits must not depend on that number either.
     alone = torch.cat([kernel(x[row : row + 1]) for row in range(MAX_ROWS)])
     try:
         for count in thread_counts:
@@ -155,4 +160,5 @@ def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[i
     return (products[0] if len(products) == 1 else torch.cat(products))[:count].view(*x.shape[:-1], -1)
 
 
+# The overload itself, so that calls skip its resolution. The arguments after the bias name a fused activation: none.
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default

@@ -29,6 +29,7 @@ class FusedKernel:
 
     def output(self, x: Tensor, index: int) -> Tensor:
         """Return the output of layer `index` for x (..., K)."""
+        # A different tensor means a new forward pass. The stored reference keeps its identity from being reused.
         if x is not self._input:
             self._input, self._outputs = x, torch.split_with_sizes(self.kernel(x), self.sizes, dim=-1)
         own = self._outputs[index]
@@ -75,6 +76,7 @@ def swap_linears(models: Iterable[nn.Module], build: KernelBuilder) -> int:
     Returns the number of layers that were left as they were.
     """
     models = list(models)
+    # A tied output head shares its weight with the embedding, which still needs it in its original layout.
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
     groups, unchanged = _groups(models), 0
     while groups:
@@ -95,12 +97,14 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
     """Put the nn.Linear layers back. Weights that were shared are shared again."""
     restored: dict[tuple[int, int], Any] = {}
     for model in models:
+        # A list, because modules are replaced while it is read.
         for parent, name, child in [*_children(model)]:
             if isinstance(child, EngineLinear):
                 key, (tied, bias) = (id(child.fused), child.index), child.original
                 if key not in restored:
                     own = tied is None
                     restored[key] = nn.Parameter(child.weight.contiguous(), requires_grad=False) if own else tied
+                # On the meta device no weight is allocated that would be replaced at once.
                 layer = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
                 layer.weight, layer.bias = restored[key], bias
                 setattr(parent, name, layer)
@@ -113,6 +117,7 @@ def release_mapped_files(models: Iterable[nn.Module]) -> None:
     Quantized tensors, which are of other classes, are left alone.
     """
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    # Shared tensors once: `data` is replaced in place, so they stay shared.
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
             tensor.data = tensor.data.clone()
@@ -131,6 +136,7 @@ def _groups(models: list[nn.Module]) -> dict[tuple[int, ...], _Group]:
     for model in models:
         for parent in model.modules():
             for layers in _layers_by_input(parent):
+                # A layer cut of the target has the same weights, so both models get the same kernel.
                 key = tuple(id(layer.weight) for layer in layers.values())
                 group = groups.setdefault(key, _Group(list(layers.values()), []))
                 group.positions.append(tuple((parent, name) for name in layers))
@@ -142,6 +148,7 @@ def _layers_by_input(parent: nn.Module) -> Iterator[dict[str, nn.Linear]]:
     linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
     for names in FUSED_LAYERS:
         group = {name: linears[name] for name in names if name in linears}
+        # Weights are concatenated along N, which needs equal K, equal dtypes, and biases for all of them or for none.
         shapes = {(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in group.values()}
         if len(group) == len(names) and len(shapes) == 1:
             yield group

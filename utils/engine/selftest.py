@@ -37,6 +37,7 @@ def width_dependence(model: PreTrainedModel, thread_counts: Sequence[int], *, ev
             prefix = min(PREFIX, len(context) // 2)
             for count in thread_counts:
                 torch.set_num_threads(count)
+                # (positions, V), by decode steps
                 alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
                 for name, logits in _wide_passes(part, context, prefix, every_width=positions == MAX_WIDTH):
                     if not torch.equal(logits, alone[: len(logits)]):
@@ -67,6 +68,7 @@ def _tested_parts(model: PreTrainedModel, every_width: bool) -> Iterator[tuple[P
     """Yield each model to test with the number of its tested positions."""
     if every_width:
         try:
+            # The other layers usually have the same shapes, so every width is tested on one of them only.
             yield first_layers(model, 1), MAX_WIDTH
         except UserError:  # it cannot be cut, so all of it is tested at every width
             yield model, MAX_WIDTH

@@ -39,6 +39,7 @@ def fastest_count(step: Callable[[], object], counts: list[int], clock: Callable
     `step` runs a few times with each number, in turns.
     """
     seconds: dict[int, list[float]] = {count: [] for count in counts}
+    # Numbers take turns, so that other load on the machine affects all of them alike.
     for repeat in range(REPEATS + 1):
         for count in counts:
             torch.set_num_threads(count)

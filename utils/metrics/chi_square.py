@@ -36,6 +36,7 @@ def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
     matches = sum(count for token, count in counts.items() if probabilities[token] > 0)
     support = sum(value > 0 for value in probabilities)
     cells = _merged([(counts.get(token, 0), draws * value) for token, value in enumerate(probabilities) if value > 0])
+    # First: an impossible draw refutes the distribution, however few cells there are.
     if matches < draws:
         return Fit(draws, matches, support, len(cells), None, None, 0.0)
     if len(cells) < 2:
@@ -47,6 +48,7 @@ def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
     """The probability that a chi-square variable with `freedom` degrees exceeds `statistic`."""
+    # Q(freedom / 2, statistic / 2), the regularised upper incomplete gamma function.
     halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(halves[0], halves[1]))
 

@@ -35,6 +35,7 @@ class Costs:
         costs = self.verify or (0.0,)
         if drafts <= len(costs):
             return costs[drafts - 1] if drafts else 0.0
+        # Not negative: an extrapolated pass must not cost less than the widest measured one.
         slope = max(0.0, costs[-1] - costs[-2] if len(costs) > 1 else costs[-1])
         return costs[-1] + (drafts - len(costs)) * slope
 

@@ -119,17 +119,20 @@ def explain(case: DivergenceCase, rounding: float = 0.0) -> Divergence:
     position, (ours, theirs) = case.position, case.tokens
     session = case.new_session(rewinds=False)
     context = [*session.begin(case.prompt), *case.theirs[:position]]
+    # The last of these rows predicts the differing token; the others show how far widths move logits nearby.
     count = min(NEARBY, position + 1)
     if len(context) > count:
         session.feed(context[:-count], keep=1)
     at_once = logits_by_width(session, context, count, count)  # (count, V)
     probs = case.decoding.probs(at_once[-1], session.name)
+    # Greedy probabilities are 0 or 1 and explain nothing: show those of the raw logits.
     shown = probs if float(probs.max()) < 1 else torch.softmax(at_once[-1].float(), dim=-1)
 
     def candidate(token: int) -> Candidate:
         return Candidate(token, float(shown[token]), float(at_once[-1, token]))
 
     moved, cause = None, Cause.UNEXPLAINED
+    # A text that merely ends earlier stays unexplained: both runs obey the same end tokens and length.
     if ours is not None and theirs is not None:
         if case.may_sample and float(probs.max()) < 1 and float(probs[ours]) > 0:
             cause = Cause.SAMPLING
@@ -170,6 +173,7 @@ def _is_tie(case: DivergenceCase, logits: Tensor, ours: int, theirs: int, *, sla
 def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]:
     """The two moves that favour a token over its rival most: into a top-k set or nucleus, and the rival out of it."""
     moves = []
+    # First move: all above the token lose. Second: all above the rival gain, and it drops out of the set.
     for pivot, up in ((token, -slack), (rival, slack)):
         moved = logits + torch.where(logits > logits[pivot], up, -up)
         moved[token], moved[rival] = logits[token] + slack, logits[rival] - slack
@@ -202,12 +206,13 @@ def _verify_logits(case: DivergenceCase) -> Tensor:
     """Logits (V,) at the difference, by the run's verify passes."""
     session = case.new_session(rewinds=True)
     context = session.begin(case.prompt)
-    left = case.position
+    left = case.position  # new tokens from the round's start to the difference
     for step in case.rounds:
         logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1)
         if left < len(step.tokens):
             return logits[left]
         left -= len(step.tokens)
         context.extend(step.tokens)
+        # As in the draft-verify loop, so that every pass has the rows that the run's pass had.
         session.rewind(len(context) - 1)
     raise AssertionError("the difference lies after the last round")

@@ -83,6 +83,7 @@ class DraftTracer:
 
     def committed(self, context: list[int], verified: Verified) -> None:
         draft, self._draft = self._draft, None
+        # With first_target, the first round requests no proposal.
         self._round = None if draft is None else Round(draft, context, verified)
 
     def read(self, step: Step) -> tuple[DraftTrace, ...]:
@@ -114,11 +115,13 @@ class DraftTracer:
         q = last.draft.probs
         if q is None or not self._accepts_by_ratio:
             return None
+        # q > 0, since the token was drawn from it.
         return min(1.0, last.verified.probs[index, token].item() / q[index, token].item())
 
     def _origin_of(self, last: Round, index: int, token: int, size: int) -> str:
         if not size:
             return "the seed"
+        # Storages do not record where an n-gram came from, so the possible sources are searched in turn.
         before = last.context[: last.verified.start]
         match = [*before, *last.draft.tokens[:index]][-size:]
         if contains(self._prompt, [*match, token]):
@@ -136,6 +139,7 @@ class DraftTracer:
 
 def probability(logits: Tensor, token: int) -> float:
     """The probability of a token under raw logits (V,)."""
+    # A drafter's vocabulary may end before this id.
     return float(logits.cpu().double().softmax(-1)[token]) if token < len(logits) else 0.0
 
 

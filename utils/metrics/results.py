@@ -125,7 +125,7 @@ def collect(
     stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
-    began: float | None = None
+    began: float | None = None  # None outside `next()`, where no time is billed
     finish = FinishReason.LENGTH
     try:
         while True:
@@ -161,6 +161,7 @@ def compare(run: Generation, target: Generation | None, *, same_request: bool = 
     """
     if target is None:
         return Comparison()
+    # Before the check for interrupts: an interrupted target still equals itself.
     if run is target:
         return Comparison(speedup=1.0, same=True)
     if FinishReason.INTERRUPTED in (run.finish, target.finish):

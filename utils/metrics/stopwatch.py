@@ -59,6 +59,7 @@ class Stopwatch:
 
     def count(self, draft: Draft) -> None:
         """Count the drafts of a round."""
+        # Withheld drafts took as long to compute as proposed ones.
         self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
     def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
@@ -103,6 +104,7 @@ class TimedSession:
     def __init__(self, session: TargetSession, watch: Stopwatch) -> None:
         self._session, self._watch = session, watch
         self.name = session.name
+        # Untimed: only the forward pass counts as verifying.
         self.begin, self.room, self.rewind = session.begin, session.room, session.rewind
         self.take_features = session.take_features
 

@@ -43,9 +43,11 @@ def is_intact(folder: Path, made_from: str) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
+        # An empty list would otherwise pass as a folder in which no file has changed.
         if not files or manifest["made_from"] != made_from:
             return False
         return all(digest(folder / name) == sha for name, sha in files.items())
+    # The manifest itself may be damaged: not JSON, or JSON of a different shape.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

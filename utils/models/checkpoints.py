@@ -52,14 +52,17 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
             **_format_arguments(source, kind, where.dtype),
             **placement_arguments(config, source.name, where, plan),
         )
+        # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
         check_complete(model, loading_info, source.name)
         check_finite(model, source.name)
         quantize_loaded(model, kind, source.name)
         check_runs(model, source.name)
         check_causal(model, source.name)
+    # Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have.
     if unused := sorted(loading_info["unexpected_keys"]):
         where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
     model.name_or_path = source.name  # for messages; the config keeps the location
+    # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
     return model.eval().requires_grad_(False)
 
 
@@ -94,6 +97,7 @@ def placement_arguments(config: PreTrainedConfig, name: str, where: Placement, p
 def _loading(source: Source) -> Iterator[None]:
     """Silence the libraries, turn exceptions into UserErrors, and verify what is downloaded."""
     verified = nullcontext() if source.hub_arguments is None else verified_download(source.location)
+    # verified_download is the innermost, so the UserError for a damaged file passes through explained_errors unchanged.
     with explained_errors(source.name), quiet(), verified:
         yield
 

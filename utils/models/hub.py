@@ -42,10 +42,12 @@ def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> H
     Raises UserError if the model is not available or there is no room on the disk to download it.
     """
     chosen = {"revision": revision} if revision else {}
+    # The client would refuse the request. Loading then reads the cache or explains what is missing.
     if constants.HF_HUB_OFFLINE:
         return HubModel(chosen)
     try:
         with quiet():
+            # Without files_metadata the answer has no sizes.
             info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT, files_metadata=True)
     except Exception as error:
         if not (is_offline(error) and cached_folder(name, revision)):
@@ -61,6 +63,7 @@ def cached_folder(name: str, revision: str | None) -> Path | None:
     path = None
     with suppress(ValueError):  # not a valid id
         path = try_to_load_from_cache(name, "config.json", revision=revision)
+    # A file that is known not to exist is reported as a special object, not as None.
     return Path(path).parent if isinstance(path, str) else None
 
 
@@ -71,6 +74,7 @@ def verified_download(name: str) -> Iterator[None]:
     Deletes the files that differ, and raises UserError if there are any.
     """
     folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "blobs")
+    # Files from earlier runs were compared when they arrived; hashing them again would delay every start.
     before = set(folder.glob("*"))
     try:
         yield
@@ -91,9 +95,11 @@ def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None
         file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=info.sha), str)
     ]
     size = sum(file.size or 0 for file in missing)
+    # Only missing weights are worth a message and a check of the disk.
     if not any(file.rfilename.endswith(".safetensors") for file in missing):
         return
     cache = Path(constants.HF_HUB_CACHE)
+    # The cache folder may not exist before the first download.
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if free < size:
         raise UserError(

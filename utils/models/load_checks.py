@@ -24,6 +24,7 @@ def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: s
     """Reject missing weights, which transformers would replace by random numbers."""
     missing = sorted(loading_info["missing_keys"])
     head = model.get_output_embeddings()
+    # A base model lacks nothing but its head, which would be random.
     if missing and all(dict(model.named_parameters()).get(key) is getattr(head, "weight", None) for key in missing):
         raise UserError(f"'{name}' has no output head ({missing[0]} is missing): use a text generation model.")
     if missing:
@@ -36,6 +37,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
         local = weight.to_local() if isinstance(weight, DTensor) else weight  # the shard of this process
         if not local.is_floating_point() or not local.numel() or local.is_meta:
             continue
+        # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
         if not torch.isfinite(torch.stack(local.detach().aminmax())).all():
             raise UserError(f"'{name}' holds NaN or infinite weights (in {part}): fetch or copy it again.")
 
@@ -44,6 +46,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
     """Reject encoders such as BERT, which load as text models but attend to later tokens."""
     if model.config.is_encoder_decoder:
         return
+    # (2, 4): only the last token differs, so a causal model computes equal logits before it.
     texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
     with torch.no_grad():
         logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]

@@ -117,8 +117,10 @@ def explanation(error: BaseException, name: str) -> str:
     # By class name, because the hub client moves its classes and importing them all would be slow.
     classes = {type(cause).__name__ for cause in _chain(error)}
     for cause in CAUSES.values():
+        # Libraries wrap the original error, so the whole chain of causes counts for classes.
         if classes & set(cause.classes) or any(phrase in text for phrase in cause.phrases):
             return f"'{name}' {cause.sentence}."
+    # The GGUF reader raises whatever the damaged bytes lead to, so no class or phrase is typical.
     if name.endswith(".gguf"):
         return f"'{name}' is not a complete GGUF file ({first_line(error)}): fetch or copy it again."
     return f"'{name}' could not be loaded ({first_line(error)}): check its config.json, or fetch or copy it again."
@@ -127,6 +129,7 @@ def explanation(error: BaseException, name: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a message without its full stop, or the first two if the first one ends with a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
+    # PyTorch puts the reason on the line after the colon.
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return text[:300].rstrip(".") or type(error).__name__
 
@@ -152,6 +155,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the warnings of libraries. Progress bars of downloads and conversions appear only on a terminal."""
+    # logging has no public way to read the level that logging.disable has set.
     level, bars, terminal = logging.root.manager.disable, are_progress_bars_shown(), sys.stderr.isatty()
     logging.disable(logging.WARNING)
     hide_progress_bars()  # hides those of the hub as well

@@ -52,6 +52,7 @@ def weight_counts(source: Source) -> dict[str, int]:
     try:
         for path in filter(Path.is_file, _weight_files(folder) if folder else ()):
             with safe_open(path, framework="pt") as file:
+                # A slice that is not read costs only the header of the file.
                 for part in map(file.get_slice, file.keys()):
                     counts[part.get_dtype()] += prod(part.get_shape())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
@@ -61,7 +62,9 @@ def weight_counts(source: Source) -> dict[str, int]:
 
 def needed_bytes(counts: Mapping[str, int], dtype: torch.dtype | str, kind: str) -> int:
     """Return the minimum memory for these weights in a number format and a quantization."""
+    # None if the checkpoint chooses the format: then every weight keeps its own.
     size = QUANTIZED_ON_LOADING.get(kind) or (dtype.itemsize if isinstance(dtype, torch.dtype) else None)
+    # A stored integer holds several packed weights, and stays as large in memory.
     sizes = {name: (size or FORMATS[name]) if name in FORMATS else PACKED.get(name, 1) for name in counts}
     return int(sum(count * sizes[name] for name, count in counts.items()))
 
@@ -89,6 +92,7 @@ def plan_memory(source: Source, kind: str, where: Placement) -> MemoryPlan:
     needed = needed_bytes(counts, where.dtype, kind) // (world_size() if where.tensor_parallel else 1)
     free = free_bytes(where.device)
     if free < needed:
+        # Models that are no longer used may still be held by reference cycles.
         release_memory()
         free = free_bytes(where.device)
     if needed <= free:
@@ -107,6 +111,7 @@ def _free_bytes_everywhere() -> int:
 
 def _remedy(counts: Mapping[str, int], free: int, kind: str, device: str) -> str:
     """Return the first smaller form that fits."""
+    # bitsandbytes does not run on mps, and packed weights cannot be quantized again.
     quantizable = device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
     for smaller in ("none", "bnb-int8", "nf4") if quantizable else ("none",):
         size = needed_bytes(counts, torch.bfloat16, smaller)

@@ -39,6 +39,7 @@ def stored_quantization(config: PreTrainedConfig) -> str | None:
     if stored is None:
         return None
     fields = stored if isinstance(stored, dict) else stored.to_dict()
+    # An enum in some configs, a plain string in others.
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method != "bitsandbytes":
         return method
@@ -77,6 +78,7 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
         return
     if kind in BITSANDBYTES:
         _silence_cast_warnings()
+    # bitsandbytes has quantized the weights while they were read, except those of a GGUF file.
     if not getattr(model, "is_quantized", False):
         layers = _linear_layers(model)
         if not layers:
@@ -86,11 +88,13 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
         else:
             for layer in layers:
                 model.set_submodule(layer, _bitsandbytes_linear(model.get_submodule(layer), kind))
+        # The flag that transformers sets when it quantizes; the engine and the messages read it.
         model.eval().is_quantized = True
     elif kind in QUANTO:
         raise UserError(f"'{name}' is already quantized: omit {kind}.")
     if kind == "nf4":
         _choose_kernels(model)
+    # The weights that are left would otherwise keep the unquantized checkpoint file in memory.
     release_mapped_files([model])
     release_memory()
     check_forward(model, kind, name)
@@ -106,6 +110,7 @@ def has_nf4_kernel() -> bool:
 def check_forward(model: PreTrainedModel, kind: str, name: str) -> None:
     """Run one and three tokens, because some kernels fail only when they are called. Raises UserError if one does."""
     try:
+        # A decode step and a verify pass may use different kernels.
         for width in (1, 3):
             ids = torch.zeros((1, width), dtype=torch.long, device=model.device)
             decoder_ids = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
@@ -122,6 +127,7 @@ def check_forward(model: PreTrainedModel, kind: str, name: str) -> None:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Split bytes into values of 2 or 4 bits, in quanto's order."""
+    # The lowest bits of all bytes come first, along dimension 0.
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
 
 
@@ -145,6 +151,7 @@ def _quantize_with_quanto(model: PreTrainedModel, kind: str, layers: list[str], 
     if kind == "int4":
         _check_widths(model, layers, name)
         _replace_extensions()
+    # By name: quanto's own default would include the output head.
     quantize(model, weights={"int8": qint8, "int4": qint4}[kind], include=layers)
     freeze(model)
 
@@ -180,9 +187,11 @@ def _bitsandbytes_linear(layer: nn.Linear, kind: str) -> nn.Module:
         made: nn.Module = Linear4bit(
             *shape, compute_dtype=weight.dtype, compress_statistics=False, quant_type="nf4", device="meta"
         )
+        # The weight is quantized when it is moved to its device.
         made.weight = Params4bit(weight, compress_statistics=False, quant_type="nf4", module=made).to(device)
     else:
         made = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta")
+        # Quantized by a move as well, but only by one that starts on the CPU.
         made.weight = Int8Params(weight.cpu(), requires_grad=False).to(device)
     made.bias = layer.bias
     return made

@@ -91,6 +91,7 @@ def parse_path(word: str) -> Path:
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint has a tokenizer. A GGUF file always has one."""
     return source.gguf is not None or any(
+        # Without this private flag a missing file raises instead of returning None.
         cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {})
         for name in TOKENIZER_FILES
     )

@@ -76,6 +76,7 @@ class _Side:
     @property
     def padding(self) -> int:
         """Rows of the embedding behind the last token."""
+        # Ids need not be contiguous, so the highest id counts, not the number of tokens.
         return max(0, self.rows - 1 - max(self.vocabulary.values(), default=self.rows - 1))
 
     @property
@@ -145,6 +146,7 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
     if same < MIN_SHARED * tokens:
         # Drafts can be translated, but the encoder's input cannot.
         return f"its tokenizer differs ({same:,} of {tokens:,} ids agree)" if encodes else ""
+    # The drafter could not embed the target's last tokens. Missing padding rows do no harm, because none is ever fed.
     if theirs.rows < min(tokens, ours.rows):
         return "its vocabulary is smaller"
     return ""
@@ -152,6 +154,7 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
 
 def _same_ids(ours: _Side, theirs: _Side) -> int:
     others = theirs.vocabulary
+    # Tokens are compared as strings, so the same string under two ids does not count.
     return sum(others.get(token) == number for token, number in ours.vocabulary.items())
 
 
@@ -177,6 +180,8 @@ def _end_tokens(side: _Side) -> list[str]:
     """The end tokens in the model's generation config."""
     configured = side.model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
+    # A config may name an id beyond the vocabulary, which convert_ids_to_tokens would refuse. bool is a subclass of
+    # int.
     known = [number for number in ids if type(number) is int and 0 <= number < side.rows]
     return [str(token) for token in side.tokenizer.convert_ids_to_tokens(known)]
 

@@ -72,6 +72,7 @@ class DrafterKind:
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
     """The pair's drafter, whatever it is."""
     pair, adaptive = inputs.pair, inputs.adaptive(inputs.pair.drafter_kind, throughput)
+    # A head is no session of its own: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, TargetHead):
         target = inputs.open_session("target", features=pair.feature_layers)
         head = HeadDrafter(
@@ -81,6 +82,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
             shares_noise=inputs.shares_noise,
             adaptive=adaptive,
             observed=inputs.observed,
+            # A session that shares a prefill already has the prompt's features; otherwise this is None.
             prefilled=target.take_features(),
         )
         return BuiltDrafter(head, target)
@@ -89,6 +91,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
         new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
+        # Text is tokenized again with every draft, so drafts depend on how many were requested.
         return BuiltDrafter(drafter, target, Replay.NEVER)
     return _model(inputs, inputs.open_session("drafter"), target, adaptive)
 
@@ -130,6 +133,7 @@ def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
 
 def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> MatchDrafter:
     texts = inputs.caches.texts
+    # An automaton cannot forget its oldest text, so one that is too large is replaced by an empty one.
     if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
         texts[inputs.kind] = SuffixAutomaton()
     adaptive = inputs.adaptive("suffix", throughput)
@@ -137,10 +141,12 @@ def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None
 
 
 def _chain(inputs: DrafterInputs) -> BuiltDrafter:
+    # One estimate for both drafters: each round of the run belongs to one of them.
     throughput = ThroughputEstimate()
     second = _loaded(inputs, throughput)
     kinds = ("suffix", inputs.pair.drafter_kind or "")
     drafter = ChainDrafter(_suffix_drafter(inputs, throughput), second.drafter, kinds=kinds)
+    # Which of the two drafts is decided once per round, so drafts cannot be chained token by token.
     replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND
     return BuiltDrafter(drafter, second.target, replay)
 

@@ -65,6 +65,7 @@ def plan_drafter(request: PairRequest, placement: Placement) -> DrafterPlan:
     """
     quantize, layers, source = str(request.drafter_quantize), layer_count(request.drafter), None
     head = None if request.drafter is None else _head_folder(request.drafter, request)
+    # A head is read from its folder and a cut shares the target's weights; neither is quantized.
     if request.drafter is not None and head is None and layers is None:
         check_quantization(quantize, placement.device)
         source = locate(request.drafter, placement.report)
@@ -93,12 +94,14 @@ def _head_folder(drafter: str, request: PairRequest) -> Path | None:
         return None
     if request.drafter_quantize != "none":
         raise UserError("A head is computed in the number format of the target: leave --drafter-quantize out.")
+    # Both are resolved devices here, so `auto` has become the name of a device.
     if request.drafter_device != request.device:
         raise UserError("A head is computed on the device of the target: leave --drafter-device out.")
     return folder
 
 
 def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
+    # The head reads features of several depths, which would lie on different devices.
     if is_spread(target.model):
         raise UserError(f"A head needs {target.name} on one device, and it is on several: use a different --drafter.")
     return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
@@ -116,6 +119,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         remote_code_notes(model, source.name) + compatibility.notes(),
         stored_quantization(model.config) or plan.quantize,
         compatibility,
+        # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.
         tokenizer if compatibility.needs_translation else None,
     )
 

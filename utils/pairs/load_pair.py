@@ -41,6 +41,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     device = choose_device(request.device)
     resolved = with_defaults(request, device, choose_device(request.drafter_device or device))
     placement = _placement(request.device, device, resolved.dtype, report)
+    # As requested, not as resolved: only `auto` may spread a model, and it has been resolved to a device by now.
     drafter_name = request.drafter_device or request.device
     drafter_placement = _placement(drafter_name, str(resolved.drafter_device), resolved.dtype, report)
     check_request(resolved)
@@ -50,6 +51,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     target = _load_target(source, str(resolved.quantize), placement)
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
+        # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
         pair = _pair(request, resolved, target, drafter)
     report(loaded_message(pair))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))

@@ -53,6 +53,7 @@ def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
     """The pair that --target and --drafter name, or else a known pair."""
     config = arguments.config
     pair: PairSpec = config.pairs[arguments.pair or config.pair or "embedded"]
+    # --target alone must not get the drafter of the default pair; --drafter alone drafts for that pair's target.
     uses_pair = arguments.target is None and arguments.drafter is None
     return PairRequest(
         target=pair.target if arguments.target is None else arguments.target,
@@ -90,6 +91,7 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pairs lists."
         )
     if "target" in changes:
+        # The defaults come first, so that what the user wrote overrides them.
         changes = {"drafter": None, "cuda_quantize": "none"} | changes
     if changes.get("drafter", current.drafter) is None:  # options of the old drafter are dropped with it
         changes = dict.fromkeys(("drafter_quantize", "drafter_device")) | changes

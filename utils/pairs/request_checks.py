@@ -15,6 +15,7 @@ def with_defaults(request: PairRequest, device: str, drafter_device: str) -> Pai
     """The request with existing devices and the default quantizations filled in."""
 
     def default(device: str) -> str:
+        # The quantization of a known pair is a default, so it gives way where torchrun would refuse it.
         return request.cuda_quantize if device.startswith("cuda") and not is_tensor_parallel() else "none"
 
     return replace(

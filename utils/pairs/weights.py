@@ -74,6 +74,7 @@ def _is_slow(quantize: str, dtype: str, device: str) -> bool:
     """Whether a CPU unpacks the weights in every forward, which takes longer than to multiply float32 weights."""
     if device != "cpu" or quantize == "none":
         return False
+    # Only in bfloat16 is there no loss of time: with int8, and with nf4 where bitsandbytes has a kernel.
     return dtype != "bfloat16" or not (quantize == "int8" or (quantize == "nf4" and has_nf4_kernel()))
 
 
@@ -83,6 +84,7 @@ def _sizes(model: nn.Module) -> dict[tuple[str, int], int]:
     for tensor in (plain for module in model.modules() for held in _tensors(module) for plain in _plain(held)):
         # The address is 0 where accelerate keeps the data elsewhere until it is used.
         key = (str(tensor.device), tensor.data_ptr() or id(tensor))
+        # Tensors at one address may be views of different lengths.
         sizes[key] = max(tensor.nbytes, sizes.get(key, 0))
     return sizes
 
@@ -97,6 +99,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor itself, or the parts of a composed one: data and scales, or this process' shard."""
+    # PyTorch's protocol of tensor subclasses: the names of the attributes that hold the inner tensors come first.
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -94,7 +94,7 @@ def _names_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     """The names of special tokens in the messages, longest first."""
     names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
     present = (name for name in names if name and any(name in message["content"] for message in messages))
-    return tuple(sorted(present, key=len, reverse=True))
+    return tuple(sorted(present, key=len, reverse=True))  # a regex takes the first alternative that matches
 
 
 def _ids_with_names_as_text(
@@ -108,6 +108,7 @@ def _ids_with_names_as_text(
 
     def replace(name: re.Match[str]) -> str:
         replaced.append(name[0])
+        # END separates the number from digits that follow the name.
         return f"{placeholder}{len(replaced) - 1}END"
 
     pattern = "|".join(map(re.escape, names))
@@ -115,7 +116,7 @@ def _ids_with_names_as_text(
     rendered: str = _rendered(tokenizer, masked, tokenize=False)
     ids: list[int] = []
     for index, piece in enumerate(re.split(f"{placeholder}([0-9]+)END", rendered)):
-        is_name = index % 2 == 1
+        is_name = index % 2 == 1  # re.split alternates text and captured numbers
         text = replaced[int(piece)] if is_name else piece
         ids += tokenizer(text, add_special_tokens=False, split_special_tokens=is_name)["input_ids"]
     return ids

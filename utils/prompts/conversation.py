@@ -64,6 +64,7 @@ def diverging_turn(ours: Turns, theirs: Turns) -> int:
         (index for index, (own, other) in enumerate(zip(ours, theirs, strict=False)) if own != other),
         min(len(ours), len(theirs)),
     )
+    # Turn shared + 1 differs itself, after an equal history. The next one is the first with a different history.
     return shared + 2
 
 

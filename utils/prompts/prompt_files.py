@@ -29,6 +29,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     prompt.
     """
     try:
+        # utf-8-sig drops a byte order mark, which would hide the brace of a first JSON line.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

@@ -54,6 +54,7 @@ def split_lines(typed: str) -> list[str]:
     lines = [line for line in typed.splitlines() if line.strip()]
     if len(lines) < 2:
         return [typed]
+    # Pasted commands run one by one. Anything else is one prompt, sent through /say in case it begins with a slash.
     return lines if all(line.startswith("/") for line in lines) else [SAY + typed]
 
 
@@ -67,6 +68,7 @@ def key_bindings() -> KeyBindings:
     """Enter sends, except in an open block; Alt-Enter begins a new line; F1 on an empty line explains the figures."""
     keys = KeyBindings()
 
+    # With multiline=True prompt_toolkit's own binding of Enter would begin a new line.
     @keys.add("enter")
     def send(event: KeyPressEvent) -> None:
         if is_open_block(event.current_buffer.text):
@@ -74,6 +76,7 @@ def key_bindings() -> KeyBindings:
         else:
             event.current_buffer.validate_and_handle()
 
+    # Terminals send Alt-Enter as Escape followed by Enter.
     @keys.add("escape", "enter")
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
@@ -118,6 +121,7 @@ def typed_lines(
         key_bindings=key_bindings(),
         prompt_continuation=lambda width, number, wrapped: " " * width if wrapped else "." * (width - 1) + " ",
         bottom_toolbar=lambda: wrap_status(status(), get_app().output.get_size().columns) or None,
+        # Without it prompt_toolkit would decide on colours by itself.
         color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
     )
     while True:
@@ -132,6 +136,7 @@ def typed_lines(
 def piped_lines() -> Iterator[str]:
     """The lines of standard input. The last one may lack its newline."""
     if isinstance(sys.stdin, TextIOWrapper):
+        # A byte that is not UTF-8 must not end the program in the middle of the input.
         sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin or ():  # None if standard input is closed
         yield line.rstrip("\r\n")

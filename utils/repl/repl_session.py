@@ -108,6 +108,7 @@ class ReplSession:
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
+        # Nobody reads the output any more, so an error could not be shown either. The entry point ends the program.
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -186,15 +187,18 @@ class ReplSession:
         """Use other models from now on. If loading or preparing them fails, the session stays as it is."""
         assert self._tools.load is not None
         note, threads = self._renderer.note, torch.get_num_threads()
+        # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
         pair = self._tools.load(request, note)
         try:
             note(STARTING_ENGINE.format(self.settings.engine))
             kinds = surviving_kinds(self.settings.drafter_kind, pair)
+            # costs=None, because the present costs were measured with the old pair.
             loaded = LoadedPair.prepare(pair, self._tools, replace(self.settings, drafter_kind=kinds, costs=None))
             loaded.introduce(note)
         except BaseException:
             torch.set_num_threads(threads)  # the current engine was tested with this number of threads
             raise
+        # Before the switch, because it describes the state of the old pair.
         self._note_losses()
         self._loaded = loaded
         release_memory()

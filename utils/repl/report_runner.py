@@ -37,6 +37,7 @@ class ReportRunner:
             findings += _remaining_findings(report.events)
             self.renderer.note("Interrupted. Finished so far:" if findings else NOTHING_FINISHED)
         finally:
+            # Also after an error, which is raised again afterwards.
             if findings:
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
@@ -57,6 +58,8 @@ class ReportRunner:
 def _remaining_findings(events: Iterator[Progress | Finding]) -> Iterator[Finding]:
     """The findings that a report still yields after Ctrl-C, which came within or between its events."""
     try:
+        # The generator yields its last findings in finally blocks. If Ctrl-C has come from inside it, it has ended
+        # already, and `throw` raises at once.
         event: Progress | Finding = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         while True:
             if isinstance(event, Finding):

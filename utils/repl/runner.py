@@ -55,6 +55,7 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         release_memory()
     else:
         renderer.crash()
+    # Not for a UserError, which all ranks raise alike.
     abort_if_tensor_parallel()
 
 
@@ -88,7 +89,9 @@ class PromptRunner:
 
         Raises UserError for a prompt that the target cannot take.
         """
+        # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
         text = encodable(text)
+        # Before the storage is emptied, so that a prompt that is refused changes nothing.
         planned = self.harness.plan(text, settings, self.renderer.note)
         if settings.reset_in_between:
             self.harness.state.storage.reset()
@@ -98,7 +101,7 @@ class PromptRunner:
         return self._run_turn(text, planned) if settings.keeps_conversation else self._run_and_compare(text, planned)
 
     def _run_turn(self, text: str, planned: Sequence[PlannedRun]) -> Verdict:
-        verdict = Verdict.FAILED
+        verdict = Verdict.FAILED  # unless the runs return another one, so an exception counts as failed
         try:
             verdict = self._run_and_compare(text, planned)
         finally:
@@ -112,6 +115,7 @@ class PromptRunner:
         results: list[tuple[Strategy, Generation]] = []
         interrupted = self._run_all(planned, results)
         last = LastPrompt.of(text, planned, results)
+        # Before the comparison, which runs the target again and may be interrupted.
         self.harness.state.last = last
         self._compare(last, explain=not interrupted)
         if interrupted:
@@ -122,6 +126,7 @@ class PromptRunner:
         """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
         try:
             for strategy, job in planned:
+                # For each strategy, so that its result does not depend on which others are enabled.
                 fix_seeds(job.settings.seed)
                 try:
                     run = self._run_strategy(strategy, job, results)
@@ -137,6 +142,7 @@ class PromptRunner:
     def _run_strategy(self, strategy: Strategy, job: Job, results: list[tuple[Strategy, Generation]]) -> Generation:
         """Run one strategy and show it. The run is in `results` before its last lines are shown, which may fail."""
         settings = job.settings
+        # Only this rule accepts a draft by its own p/q; the others have no such probability to show.
         accepts_by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
         watch = Stopwatch()

@@ -49,6 +49,7 @@ class SessionSettings:
         if not self._earlier:
             raise UserError(NOTHING_TO_UNDO)
         before = self.current
+        # Not through `change`, which would store the reverted values as a change of its own.
         self._apply(self._earlier.pop())
         values = [(name, entry.show(before), entry.show(self.current)) for name, entry in setting_fields().items()]
         return "; ".join(f"{name}: {new}" for name, old, new in values if old != new) or "no setting differs"
@@ -59,10 +60,12 @@ class SessionSettings:
             settings = with_costs(harness, settings)  # raises for an unusable kind, so it comes before any change
         if settings.ngram_storage != before.ngram_storage:
             harness.state.storage = harness.new_storage(settings)
+        # After the storage may have been replaced, so the limit always reaches the one in use.
         harness.state.storage.limit = settings.ngram_limit
         if (settings.engine, settings.threads) != (before.engine, before.threads):
             harness.start_engine(settings)
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
+            # Costs depend on the kernels and the threads.
             settings = replace(settings, costs=None)
         self.current = self._with_costs(settings) if settings.costs is None else settings
         conversations = harness.state.conversations

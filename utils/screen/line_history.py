@@ -27,12 +27,14 @@ class LineHistory(FileHistory):
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
             path.touch(mode=PRIVATE_FILE)
+            # touch sets the mode of new files only.
             path.chmod(PRIVATE_FILE)
         except OSError as error:
             self._give_up("written", error)
 
     def load_history_strings(self) -> Iterable[str]:
         try:
+            # A list, because the file would otherwise be read, and fail, outside the try block.
             return list(super().load_history_strings())
         except OSError as error:
             self._give_up("read", error)
@@ -45,7 +47,7 @@ class LineHistory(FileHistory):
             self._give_up("written", error)
 
     def _give_up(self, action: str, error: OSError) -> None:
-        warn, self._warn = self._warn, lambda text: None
+        warn, self._warn = self._warn, lambda text: None  # the first failure is shown, later ones are not
         warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
 
 

@@ -15,7 +15,7 @@ FIGURE_SIZE, DPI = (7.0, 4.0), 150  # in inches
 
 def text_plot(chart: Chart, *, width: int) -> str:
     """A line for each series, with its own sign instead of a colour. The highest point of each is marked."""
-    plotext.clear_figure()
+    plotext.clear_figure()  # plotext draws on one global figure
     plotext.theme("clear")
     plotext.plot_size(min(max(width, MIN_TEXT_WIDTH), MAX_TEXT_WIDTH), TEXT_HEIGHT)
     peaks: list[tuple[int, float]] = []
@@ -47,10 +47,12 @@ def chart_figure(chart: Chart) -> Any:
     for (name, values), sign in zip(chart.series.items(), "os^Dv*Px", strict=False):
         points = _points(values)
         peak = max(points, key=itemgetter(1))
+        # matplotlib would set text between two dollar signs as a formula.
         (line,) = axes.plot(*zip(*points, strict=True), marker=sign, markersize=4, label=name.replace("$", r"\$"))
         axes.plot(*peak, marker=sign, markersize=10, color=line.get_color())
     axes.set_xticks(range(len(chart.ticks)), [tick.replace("$", r"\$") for tick in chart.ticks])
     axes.set(title=chart.title, xlabel=chart.x_label)
+    # From 0, so that heights show ratios of speeds, with room for the large marker of the peak.
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.margins(x=0.08)
     axes.legend()

@@ -95,6 +95,8 @@ class Renderer:
         text = start
         for piece, colour in pieces:
             size = 1 + cell_len(piece)
+            # A piece that is longer than a whole line is written all the same; hence the test that the line is not
+            # empty.
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size
@@ -176,6 +178,7 @@ class Renderer:
 
     def _line(self, console: Console, text: str, style: str = "") -> None:
         """One line, wrapped between words on a terminal only."""
+        # A Text object, because rich would interpret square brackets of a plain string as markup.
         console.print(Text(self._drawable(visible(text)), style=style), soft_wrap=not console.is_terminal)
 
     def _drawable(self, text: str) -> str:
@@ -183,6 +186,7 @@ class Renderer:
         return text.translate(IN_ASCII) if self._is_ascii else text
 
     def _paint(self, text: str, colour: str) -> str:
+        # Both flags, because termcolor would otherwise decide by environment variables, differently from rich.
         return colored(text, colour, no_color=not self.colour, force_color=self.colour)
 
     def _write(self, text: str) -> None:
@@ -214,11 +218,13 @@ def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = Fals
 def _console(stream: TextIO, plain: bool) -> Console:
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
+    # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for both libraries.
     probe = Console(file=stream)
     colour = probe.color_system is not None and not probe.no_color and not plain
     return Console(
         file=stream,
         no_color=not colour,
+        # None leaves it to rich whether the stream is a terminal, which also decides whether lines are wrapped.
         force_terminal=True if colour else None,
         color_system="auto" if colour else None,
         highlight=False,

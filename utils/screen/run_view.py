@@ -25,6 +25,8 @@ class RunView:
     def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, level: str) -> None:
         self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
         self._level = level if strategy.drafts else "off"
+        # Tokens become text first, and text is wrapped afterwards: a character may need several tokens, a line several
+        # words.
         self._text, self._lines = TextStream(tokenizer), WrappedText(renderer.stream_width, renderer.cells)
         self._count = 0
         self._pending = ""
@@ -41,7 +43,7 @@ class RunView:
         text = self._text.add(step.tokens)
         if self._level != "off":
             self._renderer.round(self._count, step, self._tokenizer, timing=timing, traces=traces)
-            self._pending += text
+            self._pending += text  # shown in one piece below the rounds
         else:
             self._renderer.stream(self._lines.add(text), self._strategy.colour)
 
@@ -59,6 +61,7 @@ def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, 
     for strategy, run, _ in last.compared:
         view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.traces else "on")
         view.begin()
+        # Not strict: a run without a tracer has no traces, so `repeat` fills in.
         for step, timing, traces in zip(run.steps, run.timings, run.traces or repeat(()), strict=False):
             view.show(step, timing, traces)
         view.end(run)
@@ -80,7 +83,7 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding])
     """Show the findings of a report as a table and a plot, and its conclusion."""
     cells = [finding.cells for finding in findings]
     if report.transposed:
-        renderer.rows(zip(report.headings, *cells, strict=True))
+        renderer.rows(zip(report.headings, *cells, strict=True))  # one row per heading, one column per finding
     else:
         renderer.table(report.headings, cells)
     if chart := report.chart(findings):

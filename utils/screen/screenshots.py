@@ -24,6 +24,8 @@ TITLE = "speculative decoding, side by side"
 
 def picture(show: Callable[[Renderer], None], form: str) -> str:
     """What `show` draws, as "html" or "svg"."""
+    # In two steps: streamed text is written past rich, so a recording console would miss it. Its escape sequences are
+    # captured and read back.
     captured = StringIO()
     console = Console(file=captured, color_system="standard", markup=False, emoji=False, **CONSOLE_OPTIONS)
     show(Renderer(console, console, colour=True))

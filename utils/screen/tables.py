@@ -39,9 +39,11 @@ def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     omitted = next(columns for least_width, columns in OMITTED if width >= least_width)
     for index, heading in enumerate(COLUMNS):
         if index not in omitted:
+            # rich would otherwise break words to make a column narrower.
             longest = max(len(word) for text in (heading, *(row[index] for row in rows)) for word in text.split())
             table.add_column(heading, justify="left" if index in (0, 8) else "right", min_width=longest)
     for (strategy, _, _), row in zip(compared, rows, strict=True):
+        # Text objects, because rich would interpret square brackets of plain strings as markup.
         cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
         table.add_row(*(cell for index, cell in enumerate(cells) if index not in omitted))
     return table
@@ -74,10 +76,12 @@ def headed_table(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width
     least = [max(cell_len(word) for text in texts for word in text.split() or [""]) for texts in columns]
     gap = next((gap for gap in (2, 1) if sum(least) + gap * len(least) <= width), None)
     if gap is None:
+        # A blank row separates the records; the one before the first is cut off.
         return list_table([pair for row in shown for pair in ((" ", ""), *zip(headings, row, strict=True))][1:], width)
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     left = width - sum(least) - gap * len(least)
     for heading, texts, size in zip(headings, columns, least, strict=True):  # rich would break words of some columns
+        # Each column takes what it can use of the columns that are left, the first one first.
         more = min(left, max(map(cell_len, texts)) - size)
         left -= more
         table.add_column(heading, overflow="fold", width=size + more)

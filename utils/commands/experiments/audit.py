@@ -42,6 +42,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     harness.enabled(settings)  # raises UserError where nothing is enabled
     short = replace(settings, length=min(settings.length, ANSWER))
     if last := harness.state.last:
+        # A new job, so that the storage and the conversations of the session stay as they are.
         text, job = last.text, harness.job(last.job.prompt, short, last.job.history)
     else:
         text, job = OWN_PROMPT, harness.job(harness.prompt_ids(OWN_PROMPT, settings), short)
@@ -111,6 +112,7 @@ def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
     rows: dict[str, Row] = {finding.figures["mode"]: finding.figures for finding in findings}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
+    # Where equal runs differ, a comparison of different runs means nothing, so there is no further sentence.
     if unsteady := ", ".join(row["mode"] for row in repeats if row["unique_outputs"] > 1):
         return [f"Not deterministic ({where}): equal runs gave different texts ({unsteady}). No texts can be promised."]
     lines = []
@@ -129,6 +131,7 @@ def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
 def _promise(rows: Sequence[Row], widest: int, dtype: str) -> str:
     difference = max(row["largest_logit_difference"] for row in rows)
     flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
+    # Equal bits are the only case in which equal texts can be promised; all others state what to expect.
     if difference == 0:
         return f"Logits are bit-identical at {positions} positions for verify widths up to {widest}: {EQUAL_TEXTS}."
     ways = f"Verify widths of 1 to {widest} tokens" if widest > 1 else "Decode steps and a prefill"

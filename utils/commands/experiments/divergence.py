@@ -44,6 +44,7 @@ def _divergence(argument: str, context: CommandContext) -> Outcome:
         for strategy, _, comparison in last.compared
         if strategy.lossless and not strategy.is_baseline
     ]
+    # None: no finished run of the target, or a conversation that differs from the target's.
     if all(comparison.same is None for _, comparison in others):
         raise UserError(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
     if not unlike_target(last):

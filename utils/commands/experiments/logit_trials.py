@@ -36,6 +36,7 @@ class TrialText:
         """The prompt and the target's answer, with the prompt repeated until two verify passes fit."""
         session = job.session("target", rewinds=False)
         context = [*session.begin(job.prompt), *tokens_of(harness.baseline.steps(job))]
+        # A short answer would leave no room for random cuts at the largest verify width.
         room, missing = session.room(context), max(0, 2 * (job.settings.max_drafts + 1) - len(context))
         context += islice(cycle(job.prompt), missing if room is None else min(missing, room))
         return cls(job, trials, random, context)
@@ -98,6 +99,7 @@ def prefixes(text: TrialText) -> Iterator[Trial]:
         known = len(context) - count
         cached = text.session(cache=True)
         if known:
+            # Any other tokens do as drafts: a rewind must leave no trace of them.
             cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
             cached.rewind(known)
         sessions = (cached, text.session(cache=False))
@@ -111,6 +113,7 @@ def batches(text: TrialText) -> Iterator[Trial]:
         others = [text.shuffled(context) for _ in range(size)]
         prompts = [text.shuffled(text.job.prompt) for _ in range(size)]
         alone = text.session(rewinds=False).feed(context, keep=count)
+        # Row 0 is the same text. All rows have the same length, so nothing is padded.
         batched = text.session(rewinds=False, others=prompts).feed_rows([context, *others], count)[0]
         yield Trial([alone, batched], len(context))
 

@@ -44,6 +44,7 @@ def _events(
     harness: Harness, last: Job, settings: Settings, strategies: Sequence[Strategy], *, draws: int
 ) -> Iterator[ReportEvent]:
     versions = _first_probs(harness, last.prompt, settings)
+    # The first round must not be shortened by the end of the run.
     short = replace(settings, length=settings.max_drafts + 1)
     for strategy in strategies:
         yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
@@ -57,6 +58,7 @@ def _events(
         except UserError as error:
             yield Progress(f"{strategy.name}: left out. {error}")
         except KeyboardInterrupt:
+            # The events are a generator, so this finding is consumed before Ctrl-C is raised again.
             if counts:
                 yield _finding(strategy, _best_fit(counts, versions))
             raise
@@ -73,6 +75,7 @@ def _first_probs(harness: Harness, prompt: list[int], settings: Settings) -> lis
     session = job.session("target", rewinds=False)
     context = session.begin(prompt)
     room = session.room(context)
+    # Which drafts follow does not matter: only the logits before them are read.
     drafts = context[-1:] * (settings.max_drafts if room is None else min(settings.max_drafts, room - 1))
     versions = [session.feed(context, keep=1)]
     with suppress(UserError):  # a recurrent model has no verify pass
@@ -88,6 +91,7 @@ def _best_fit(counts: Counter[int], versions: Sequence[Tensor]) -> Fit:
 
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     seed = (job.settings.seed + draw) % (MAX_SEED + 1)
+    # Every draw must start from the same state, or draws would not be independent.
     job.storage.reset()
     job.caches.texts.clear()
     rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))

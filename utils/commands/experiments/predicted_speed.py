@@ -29,6 +29,7 @@ class TargetTiming:
         """Read off the target's own run. Raises UserError where it has fewer than two tokens."""
         if len(run.steps) < 2 or run.first_seconds is None:
             raise UserError("the target's own run needs at least two tokens: send a prompt with a longer answer.")
+        # The first step contains the prefill, so only the others are averaged.
         step = (run.seconds - run.first_seconds) / (len(run.steps) - 1)
         return cls(max(0.0, run.first_seconds - step), step)
 

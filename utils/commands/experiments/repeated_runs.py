@@ -83,10 +83,12 @@ def repeat_in_turns(
     Each repeat starts with the next variant and the next strategy.
     """
     for variant in variants:
+        # All variants first: a warm-up between timed runs would disturb the ones after it.
         for strategy in harness.enabled(variant.settings):
             run_last(harness, last, strategy, shortened(variant.settings))
     time = RemainingTime()
     for repeat in range(repeats):
+        # Whoever goes first in a repeat finds the machine in a different state, so the first place rotates.
         for variant in rotated(variants, repeat):
             left = time.estimate(repeats * len(variants) - time.finished)
             label = f"{variant.label}, " if variant.label else ""
@@ -99,6 +101,7 @@ def _run_variant(harness: Harness, last: LastPrompt, variant: Variant, repeat: i
     enabled = harness.enabled(variant.settings)
     runs = {strategy.name: run_last(harness, last, strategy, variant.settings) for strategy in rotated(enabled, repeat)}
     target = next((runs[strategy.name] for strategy in enabled if strategy.is_baseline), None)
+    # Only complete repeats are added, so Ctrl-C cannot leave a run without the target's run of its repeat.
     for name, run in runs.items():
         variant.runs.setdefault(name, []).append(PairedRun(run, target))
     return sum(run.seconds for run in runs.values())

@@ -61,6 +61,7 @@ def _events(recorded: Sequence[RecordedRun], context: CommandContext) -> Iterato
 def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> dict[str, Any]:
     """Run a record again. Returns its figures, with the reason if it could not be run."""
     harness = context.harness
+    # A value that is not supported here becomes a difference and keeps its default, so the record can still run.
     settings, differences = from_json(past.settings, context.limits)
     differences += past.differences(circumstances(harness.pair, settings))
     try:
@@ -114,6 +115,7 @@ def _figures(past: RecordedRun, differences: list[str]) -> dict[str, Any]:
 
 def _run_figures(past: RecordedRun, run: Generation) -> dict[str, Any]:
     """Pairs are [then, now]. An interrupted run is compared up to its end, without its speed."""
+    # The present run is complete, and only its beginning has a counterpart.
     tokens = run.tokens[: len(past.tokens)] if past.interrupted else run.tokens
     rounds = replace(run, steps=run.steps[: past.rounds]) if past.interrupted and past.rounds is not None else run
     drafts = past.drafted is not None
@@ -129,6 +131,7 @@ def _run_figures(past: RecordedRun, run: Generation) -> dict[str, Any]:
         "drafted": [past.drafted, drafted],
         "tokens_per_target_forward": [past.tokens_per_target_forward, rounds.tokens_per_target_forward],
         "tokens_per_second": [before, speed],
+        # A file can be edited: a speed near 0 would give a ratio without meaning.
         "ratio": speed / before if speed and before and before > 1e-6 and not past.interrupted else None,
     }
 

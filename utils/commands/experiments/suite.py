@@ -65,8 +65,10 @@ def _events(
     results: list[list[Result]] = []  # of each prompt that could be run
 
     def run(index: int, prompt: Prompt) -> Generator[ReportEvent, None, float | None]:
+        # Rotated by the prompts that ran, so a prompt that is refused does not skip a turn.
         runs = yield from _runs(harness, prompt.text, rotated(enabled, len(results)), settings)
         if not runs:
+            # No seconds: a refused prompt says nothing about how long the others take.
             return None
         results.append(_results(index + 1, prompt.task, enabled, runs))
         return sum(run.seconds for run in runs.values())
@@ -111,6 +113,7 @@ def _findings(results: Sequence[Result], enabled: Sequence[Strategy], settings: 
     """A row for each task and strategy. If there are several tasks, a group for all prompts comes last."""
     tasks = list(dict.fromkeys(result.task for result in results))
     if len(tasks) > 1:
+        # Prompts that name no task have this one too, and their group must not appear twice.
         tasks = [*(task for task in tasks if task != ALL_TASKS), ALL_TASKS]
     for task in tasks:
         for strategy in enabled:
@@ -130,6 +133,7 @@ def _figures(task: str, strategy: Strategy, group: Sequence[Result], settings: S
         "new_tokens": len(total.tokens),
         "seconds": total.seconds,
         "tokens_per_second": total.tokens_per_second,
+        # Geometric, because ratios are averaged: twice as fast and half as fast cancel out.
         "speedup": geometric_mean(known) if known else None,
         "speedups": speedups,
         "drafted": total.drafted if strategy.drafts else None,
@@ -174,7 +178,7 @@ def _conclusion(harness: Harness, settings: Settings, prompts: int, findings: Se
     tasks: dict[str, list[Row]] = {}
     for finding in findings:
         tasks.setdefault(finding.figures["task"], []).append(finding.figures)
-    overall = list(tasks.values())[-1]
+    overall = list(tasks.values())[-1]  # all prompts, or the only task
     finished = max(row["prompts"] for row in overall)
     lines = [f"{finished} of {prompts} prompts were run."] if finished < prompts else []
     lines += [fastest(task, rows) for task, rows in tasks.items()]
@@ -215,6 +219,7 @@ def _required_texts(rows: Sequence[Row], harness: Harness) -> list[str]:
             for row in rows
             if row["other_texts_at_prompts"]
         )
+        # Under a verified engine logits do not depend on the verify width, so rounding is no explanation.
         cause = (
             "this should not happen"
             if harness.pair.engine.state.verified

@@ -59,6 +59,7 @@ EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x5 (five repeats), or /
 def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
     text, repeats = _repeats(text)
+    # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may do without.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
         raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
@@ -82,6 +83,7 @@ def _variant(name: str, word: str, context: CommandContext) -> Variant:
     settings, entry = context.settings, setting_fields()[PARTS.get(name, name)]
     text = word
     if name in PARTS:
+        # A temperature has no effect on greedy, so sweeping it implies sampling.
         kind, *rest = entry.show(settings).split()
         text = " ".join(["multinomial" if kind == "greedy" else kind, word, *rest[1:]])
     settings = entry.change(settings, text, context.limits)
@@ -102,6 +104,7 @@ def _findings(harness: Harness, variants: Sequence[Variant]) -> Iterator[Finding
         for strategy in harness.enabled(variant.settings):
             if runs := variant.runs.get(strategy.name):
                 figures = repeat_figures(strategy.name, runs) | _run_figures(strategy, runs)
+                # Two typed values may have the same label, so a chart needs the index.
                 figures |= {"setting": variant.label, "place": index}
                 yield Finding(_cells(strategy, figures), figures)
 
@@ -139,6 +142,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     speedup = f", {median(best['speedups']):.2f}x target-only with the same value" if best["speedups"] else ""
     lines = [f"fastest: {_name(best)}, {median(best['tokens_per_second']):.1f} tokens/s{speedup}"]
     slowest = min(best["tokens_per_second"])
+    # The ranges of two variants overlap.
     near = [_name(row) for row in rows if row is not best and max(row["tokens_per_second"]) >= slowest]
     lines += [f"within noise of it: {', '.join(near)}"] if near else []
     return [

@@ -29,6 +29,7 @@ Row = dict[str, Any]  # the figures of a finding
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
     timing = TargetTiming.of(target_run(last))
+    # The text was made under the old settings; what drafts along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     findings = _findings(harness, _rerun_job(last, harness, settings), target_run(last).tokens, timing)
     return [RunReport(Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, chart=_chart))]
@@ -38,6 +39,8 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
     """The last prompt as it would be run now."""
     job = harness.job(last.job.prompt, settings, last.job.history)
     return (
+        # With /reset_in_between off a real run would start from the session's storage, which may already hold this
+        # text.
         job if settings.reset_in_between else replace(job, storage=harness.state.storage, caches=harness.state.caches)
     )
 

@@ -87,6 +87,7 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
     harness = context.harness
     yield Progress("measuring the costs of drafts and verify passes ...")
     harness.pair.engine.measure(repeats=REPEATS)
+    # costs=None, because stored costs would be used instead of new measurements.
     settings = replace(context.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)
     costs = with_costs(harness, settings).costs
     assert costs is not None
@@ -144,8 +145,10 @@ def _cells(row: dict[str, Any], run: Generation) -> tuple[str, ...]:
 def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> str:
     """What reduces the speed-up most, in words."""
     rounds = len(run.steps)
+    # The order matters: a cause that hides the others comes before them.
     if run.declined_rounds > MANY_DECLINED * rounds:
         return f"the drafter declined {run.declined_rounds / rounds:.0%} of the rounds, which are then decode steps"
+    # The share of time is scaled to decode steps, the unit of the two it is compared with.
     if spent.other > MUCH_OVERHEAD and spent.other * spent.steps > max(spent.verifying, spent.drafting):
         return f"overhead outside the models takes {spent.other:.0%} of the time"
     drafts = round(run.drafted / rounds)
@@ -166,11 +169,12 @@ def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, f
     """
     tokens, reached, rates = 1.0, 1.0, [1.0]
     for position, (accepted, tried) in enumerate(run.accepted_by_position):
+        # Position 0 counts all rounds, because a round in which the drafter declined accepts nothing.
         tried = tried if position else len(run.steps)
         if tried < MIN_TRIALS:
             break
         reached *= accepted / tried
-        tokens += reached
+        tokens += reached  # expected tokens per round: 1 and the product of the rates so far, summed
         drafts = position + 1
         rates.append(tokens / (1 + costs.verify_cost(drafts) + drafts * draft_cost))
     best = max(range(len(rates)), key=rates.__getitem__)
