@@ -39,19 +39,21 @@ def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> No
     settings = Settings(gamma=1, length=30)
     harness = Harness.of(pair, settings)
     speculative = next(row for row in STRATEGIES if row.chooses_kind)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[2:]:
         job = harness.job(prompt_ids(pair.tokenizer, prompt, chat=True, system=None), settings)
         accepted, tried = collect(speculative.steps(job)).accepted_by_position[0]
         first = [first[0] + accepted, first[1] + tried]
-    assert first[1] > 60 and first[0] / first[1] > 0.5, first
+    assert first[1] > 40 and first[0] / first[1] > 0.5, first
 
 
-@pytest.mark.parametrize(("prompts", "length"), [(PROMPTS[3:], 12), pytest.param(PROMPTS, 40, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("prompts", "length"), [(PROMPTS[3::2], 12), pytest.param(PROMPTS, 40, marks=pytest.mark.full)]
+)
 def test_the_greedy_text_of_every_strategy_is_that_of_generate(
     pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int
 ) -> None:
     file = tmp_path / "runs.jsonl"
-    session = session_of(pair, view, file, measured=True)
+    session = session_of(pair, view, file, measured=len(prompts) > 2)
     for line in (f"/length {length}", "/drafter_kind loaded layers:10 chain"):
         session.handle(line)
     for prompt in prompts:

@@ -43,7 +43,7 @@ def reference(
 @pytest.mark.parametrize(("beams", "top_k", "alpha"), [(1, 1, 1.2), (3, 2, 0.0), (4, 3, 1.2), (6, 5, 2.0)])
 def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: float) -> None:
     prompt = [5, 9, 2, 11]
-    for seed in range(3):
+    for seed in range(2):
         model = BUILDERS[kind](seed=seed)
         end = autoregressive_generate(prompt, model, 6, eos_tokens_id=-1)[-1]
         for ending in (-1, end):

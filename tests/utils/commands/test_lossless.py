@@ -29,12 +29,12 @@ def test_correct_strategies_pass(view: Screen, tmp_path: Path) -> None:
     session = open_session(view, records=file)
     lines = ("/drafter on", "/length 4", "Hello", "/processor topk 1.5 12")
     for rule in ("rejection", "coupled", "block"):
-        record = checked(session, file, *lines, f"/verify {rule}", "/lossless 200")
+        record = checked(session, file, *lines, f"/verify {rule}", "/lossless 120")
         assert record["record"] == "lossless" and record["finished"] and record["settings"]["verify"] == rule
         rows = {row["strategy"]: row for row in record["findings"]}
         assert list(rows) == ["speculative", "ngram", "target", "drafter"]
         for name in ("speculative", "ngram", "target"):
-            assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 200 and rows[name]["freedom"] >= 5
+            assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 120 and rows[name]["freedom"] >= 5
             assert rows[name]["verdict"] == NO_DIFFERENCE
         assert rows["drafter"]["verdict"] == OTHER
         assert rows["ngram"]["statistic"] == rows["target"]["statistic"]  # exactly the same draws
@@ -66,7 +66,7 @@ def hotter(job: Job) -> Any:
 def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file, strategies=with_speculative(hotter))
-    record = checked(session, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 500")
+    record = checked(session, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 250")
     wrong, *right = record["findings"]
     assert wrong["p_value"] < 1e-8 and wrong["verdict"] == WRONG
     assert all(row["verdict"] == NO_DIFFERENCE for row in right)
@@ -131,7 +131,7 @@ def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_pa
         "Hello",
         "/lossless 30",
         "/processor topk 1 5",
-        "/lossless 300",
+        "/lossless 150",
     )
     for row in records_of(file)[-2]["findings"] + record["findings"]:
         assert row["verdict"] != WRONG, row

@@ -34,15 +34,22 @@ def drafted(timings: Any) -> list[tuple[int, str]]:
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
-@pytest.mark.parametrize("kind", ["model", "head", "t5"])
+GREEDY = Settings(length=24, costs=COSTS, processor=GreedyProcessor())
+COUPLED = Settings(length=24, costs=COSTS, processor=MultinomialProcessor(0.8), verify="coupled", seed=3)
+UNCACHED = Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9), verify="coupled", seed=5, cache=False)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "settings"),
     [
-        Settings(length=24, costs=COSTS, processor=GreedyProcessor()),
-        Settings(length=24, costs=COSTS, processor=MultinomialProcessor(0.8), verify="coupled", seed=3),
-        Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9), verify="coupled", seed=5, cache=False),
+        ("model", GREEDY),
+        ("model", COUPLED),
+        ("model", UNCACHED),
+        ("head", GREEDY),
+        ("head", COUPLED),
+        ("t5", GREEDY),
+        ("t5", UNCACHED),
     ],
-    ids=["greedy", "coupled", "coupled, nucleus, no cache"],
 )
 def test_the_rounds_of_every_gamma_are_those_of_real_runs(kind: str, settings: Settings) -> None:
     text = tokens_of(strategy_of("lookup", pair(kind)).steps(fresh(kind, replace(settings, gamma=0))))
