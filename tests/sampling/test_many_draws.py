@@ -138,7 +138,7 @@ def follows_given_prefixes(counts: Counter[tuple[int, ...]], length: int) -> boo
 def test_samples_follow_the_distribution_by_position_and_jointly(
     rule: str, gamma: int, length: int, trials: int
 ) -> None:
-    """Two chi-square tests per length; all of them pass by chance alone with a probability of at least 1 - 1e-5.
+    """Two chi-square tests per length. The probability of a false alarm is below 1e-5 for all of them together.
 
     Cells with an expected count below 5 are merged, and the threshold is df + 10 sqrt(2 df).
     """
