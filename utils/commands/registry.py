@@ -67,7 +67,9 @@ class Registry:
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
         # DOTALL, because the text of /say may have several lines. The pattern matches every line.
-        name, argument = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL).groups("")  # type: ignore[union-attr]
+        match = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL)
+        assert match is not None
+        name, argument = match.groups("")
         command = self.find(name)
         if not command.usage and argument.strip():
             raise UserError(f"/{name} takes no argument, but got '{argument.strip()}'.")

@@ -1,7 +1,6 @@
 """What a session computes: only what its cache lacks, and an encoder once. Which recurrent states are refused."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,8 +70,11 @@ def test_only_accepted_tokens_are_computed_again_after_a_rewind_of_a_recurrent_s
     widths: dict[str, list[int]] = {"target": [], "drafter": []}
     models = {"target": tiny_hybrid(), "drafter": tiny_hybrid(5)}
     for name, model in models.items():
-        hook: Callable[..., None] = lambda *call, name=name: widths[name].append(call[2]["input_ids"].shape[1])  # noqa: E731
-        model.register_forward_hook(hook, with_kwargs=True)
+
+        def record_width(*call: Any, name: str = name) -> None:
+            widths[name].append(call[2]["input_ids"].shape[1])
+
+        model.register_forward_hook(record_width, with_kwargs=True)
     ModelSession(models["target"]), ModelSession(models["drafter"])
     for calls in widths.values():
         calls.clear()  # of the test of the cache, once per model
