@@ -1,8 +1,8 @@
 """Verification rules: how many drafts are accepted, and which token the target adds.
 
 Pure functions of the target's distribution p, the draft and the noise; neither models nor caches are known here.
-Symbols as in Leviathan et al. 2023 (arXiv 2211.17192). Each rule returns (accepted, token). Tokens drawn from p
-itself always use the target's noise at their position, whatever the rule.
+Symbols as in Leviathan et al. 2023 (arXiv 2211.17192). Each rule returns (accepted, token). Bonus tokens, and all
+tokens of `verify_one_hot`, are drawn with the target's noise at their position.
 """
 
 from collections.abc import Callable
