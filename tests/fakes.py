@@ -116,7 +116,7 @@ def open_session(
     # These patches are stopped by a fixture in conftest.py.
     mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()
     mock.patch.object(engine, "verify_costs", constant_costs).start()
-    return ReplSession(pair, tools, Settings(engine="plain", gamma=4))
+    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=35))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class Settings:
         None, CostTable(), "costs of verifying and drafting, in decode steps of the target; auto gamma depends on them"
     )
     length: int = _setting(
-        35, WholeNumber(1, limit="context"), "maximum number of new tokens, 1 to the target's context length"
+        128, WholeNumber(1, limit="context"), "maximum number of new tokens, 1 to the target's context length"
     )
     processor: LogitsProcessor = _setting(
         GreedyProcessor(), ProcessorType(), "greedy [T] | multinomial T | topk T K | nucleus T P | topknucleus T K P"

@@ -146,7 +146,8 @@ class PromptRunner:
         accepts_by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
         watch = Stopwatch()
-        view = RunView(self.renderer, job.pair.tokenizer, strategy, settings.debug)
+        tokenizer = job.pair.tokenizer
+        view = RunView(self.renderer, tokenizer, strategy, level=settings.debug, length=settings.length)
         view.begin()
         steps = strategy.steps(job.with_observers(watch, tracer))
         run = collect(steps, view.show, stopwatch=watch, tracer=tracer)

@@ -19,6 +19,7 @@ from termcolor import colored
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
 from utils.comparison.strategies import Strategy
+from utils.comparison.summary import ending
 from utils.decode.steps import Step
 from utils.metrics.divergence import Candidate, Cause, Divergence
 from utils.metrics.draft_trace import DraftTrace
@@ -106,8 +107,8 @@ class Renderer:
     def _is_ascii(self) -> bool:
         return self._out.encoding == "ascii"
 
-    def figures(self, run: Generation, *, forwards: bool = True) -> None:
-        """The line of figures below the text of a strategy."""
+    def figures(self, run: Generation, length: int, *, forwards: bool = True) -> None:
+        """The line of figures below the text of a strategy. length: the maximum number of new tokens."""
         parts = []
         if run.drafted:
             parts.append(f"acceptance {run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}")
@@ -119,7 +120,9 @@ class Renderer:
             f"{run.seconds:.2f} s",
             "- tokens/s" if speed is None else f"{speed:.1f} tokens/s",
         ]
-        self._line(self._out, " · ".join(parts) + f" · {run.finish}", "dim")
+        if words := ending(run, length):
+            parts.append(words)
+        self._line(self._out, " · ".join(parts), "dim")
 
     def comparison(self, compared: Sequence[ComparedRun]) -> None:
         """The table below all texts: one row per strategy."""

@@ -20,11 +20,15 @@ OWN_CONVERSATION = "{}: its conversation differs since turn {}, so its text is n
 
 
 class RunView:
-    """Shows the text of a run as it grows, or with /debug every round and then the text. level: the value of /debug."""
+    """Shows the text of a run as it grows, or with /debug every round and then the text.
 
-    def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, level: str) -> None:
+    level: the value of /debug. length: the maximum number of new tokens.
+    """
+
+    def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, *, level: str, length: int) -> None:
         self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
         self._level = level if strategy.drafts else "off"
+        self._length = length
         # Tokens become text first, and text is wrapped afterwards: a character may need several tokens, a line several
         # words.
         self._text, self._lines = TextStream(tokenizer), WrappedText(renderer.stream_width, renderer.cells)
@@ -52,14 +56,15 @@ class RunView:
         rest = self._lines.add(self._pending + self._text.end()) + self._lines.end()
         self._renderer.stream(rest, self._strategy.colour)
         self._renderer.newline()
-        self._renderer.figures(run, forwards=self._strategy.uses_target)
+        self._renderer.figures(run, self._length, forwards=self._strategy.uses_target)
 
 
 def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, Divergence]) -> None:
     """Show the runs of a prompt again, round by round. causes: why texts differ, by the name of the strategy."""
     renderer.prompt(last.text)
     for strategy, run, _ in last.compared:
-        view = RunView(renderer, last.job.pair.tokenizer, strategy, "full" if run.traces else "on")
+        level = "full" if run.traces else "on"
+        view = RunView(renderer, last.job.pair.tokenizer, strategy, level=level, length=last.job.settings.length)
         view.begin()
         # Not strict: a run without a tracer has no traces, so `repeat` fills in.
         for step, timing, traces in zip(run.steps, run.timings, run.traces or repeat(()), strict=False):

@@ -43,7 +43,7 @@ def test_default_settings() -> None:
         "gamma": "auto",
         "drafter_kind": "loaded",
         "costs": "measure",
-        "length": 35,
+        "length": 128,
         "processor": "greedy",
         "seed": 42,
         "verify": "rejection",

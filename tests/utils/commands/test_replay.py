@@ -161,11 +161,11 @@ def test_settings_that_are_not_supported_here_are_named(view: Screen, tmp_path: 
         row["settings"] |= {"length": 100_000, "wings": 2, "cache": 1, "gamma": "", "verify": None}
         del row["settings"]["top_k_filler"]
 
-    rows, conclusion = replayed(view, edited(recorded(view, tmp_path, "/length 35", "/gamma auto", "Hello"), change))
+    rows, conclusion = replayed(view, edited(recorded(view, tmp_path, "/length 128", "/gamma auto", "Hello"), change))
     sentences = {line.split(":")[0]: line for line in conclusion.splitlines() if line.startswith("setting ")}
     for name, *words in (
         ("wings",),
-        ("length", "100000", "1 to 256", "35"),
+        ("length", "100000", "1 to 256", "128"),
         ("cache", "'1'", "on"),
         ("gamma", "''", "auto"),
         ("verify", "'None'", "rejection"),
