@@ -31,7 +31,9 @@ CIRCUMSTANCES = {
         "drafter_quantize",
     ),
     "engine": ("kind", "weights", "threads"),
+    "machine": ("cpu", "cores", "gpus", "system"),
 }
+NEWER_PARTS = ("machine",)  # that older records lack
 # Fields of a record by their type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 NUMBERS = ("tokens_per_second", "tokens_per_target_forward")
@@ -61,7 +63,7 @@ class RecordedRun:
     def differences(self, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each circumstance that differs from now."""
         for part, names in CIRCUMSTANCES.items():
-            if not self.circumstances[part]:
+            if not self.circumstances[part] and part not in NEWER_PARTS:
                 yield f"{part}: not recorded"
             for name in names:
                 # A field that the record lacks is not reported as a difference.
@@ -71,6 +73,8 @@ class RecordedRun:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))[:80] or "none"
     return "none" if value is None else str(value)[:80]
 
 

@@ -19,6 +19,7 @@ from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings, as_json
+from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import Generation
@@ -89,8 +90,13 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
-    """Everything that a run depends on: seed, settings, models, engine, versions."""
-    state = {"models": _models(pair), "engine": pair.engine.state.figures(), "versions": versions()}
+    """Everything that a run depends on: seed, settings, models, engine, versions, machine."""
+    state = {
+        "models": _models(pair),
+        "engine": pair.engine.state.figures(),
+        "versions": versions(),
+        "machine": dict(machine_facts()),
+    }
     return {"seed": settings.seed, "settings": as_json(settings), **state}
 
 

@@ -46,6 +46,7 @@ FIELDS = {
     "models",
     "engine",
     "versions",
+    "machine",
 }
 
 
@@ -97,7 +98,7 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
             "drafter_quantize": "none",
             "drafter_memory": pair.drafter_memory,
         }
-        assert row["versions"]["torch"]
+        assert row["versions"]["torch"] and row["machine"]["cpu"]
     speculative, ngram, target = records_of(file)
     assert target["speedup_vs_target"] == 1.0 and target["target_forwards"] == len(expected)
     assert all(

@@ -1,0 +1,49 @@
+"""What this machine is: processor, cores, memory and GPUs, as records and reports name it."""
+
+import platform
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+CPU_INFO = Path("/proc/cpuinfo")  # Linux
+CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
+
+
+@cache
+def machine_facts() -> dict[str, Any]:
+    """The machine as plain values.
+
+    cpu: its model. cores: physical, threads: logical, None if unknown. memory: in bytes. gpus: their names. system: of
+    the operating system.
+    """
+    return {
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "gpus": list(_gpus()),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """The name of the processor, or of its architecture if that is all that is known."""
+    try:
+        lines = [line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        lines = []  # not Linux
+    names = {key.strip(): value.strip() for key, _, value in reversed(lines)}  # the first processor's
+    named = next((names[key] for key in CPU_KEYS if names.get(key)), "")
+    return named or platform.processor() or platform.machine() or "unknown"
+
+
+def _gpus() -> Iterator[str]:
+    if torch.cuda.is_available():
+        yield from map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    elif sys.platform == "darwin" and torch.backends.mps.is_available():
+        yield "Apple GPU"
