@@ -20,12 +20,10 @@ SEED = 0
 CONFIDENCE = 0.95
 NORMAL = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom; beyond the end, the last one.
-STUDENT = tuple(
-    map(
-        float,
-        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131 "
-        "2.120 2.110 2.101 2.093 2.086 2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042".split(),
-    )
+STUDENT: tuple[float, ...] = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 
 FASTER, SLOWER, UNCLEAR = "faster", "slower", "not distinguishable from no difference"
