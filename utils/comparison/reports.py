@@ -9,6 +9,8 @@ from typing import Any
 
 from utils.config.settings import Settings
 
+SHOWN_PROMPT = 60  # characters of a prompt in a headline
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -48,13 +50,20 @@ class Chart:
     ticks: Sequence[str]
 
 
+def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
+    """A text on one line, cut to about this many characters."""
+    words = " ".join(text[: 4 * length].split())
+    return words if len(words) <= length and len(text) <= 4 * length else words[: length - 3].rstrip() + "..."
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """A report that is yet to be computed: consuming `events` runs the models.
 
     name: its `record` field in JSON. headings: of the cells of a finding. conclude: makes sentences from all findings.
     attachment: one line of data to copy, or "". transposed: each finding is a column instead of a row, for few findings
-    with many cells.
+    with many cells. optional: the headings of columns that a narrow screen lacks, the first ones first. title: replaces
+    the headline, for reports that are not about the last prompt.
     """
 
     name: str
@@ -66,6 +75,13 @@ class Report:
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
     chart: Callable[[Sequence[Finding]], Chart | None] = lambda findings: None
     transposed: bool = False
+    optional: tuple[str, ...] = ()
+    title: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What was run: the command, and the prompt or file that it used."""
+        return self.title or f'/{self.name} of "{shortened(self.prompt)}"'
 
     def concluded(self, findings: Sequence[Finding]) -> "Report":
         """The finished report. It holds its sentences and data, and releases what was needed to compute them."""

@@ -24,6 +24,11 @@ from utils.pairs.pair import Pair
 from utils.pairs.request import LOADED
 
 
+def is_greedy(settings: Settings) -> bool:
+    """Whether the processor always chooses the token with the highest logit."""
+    return isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A row of the table.
@@ -86,9 +91,8 @@ class Strategy:
 
     def repeats_target(self, settings: Settings) -> bool:
         """Whether its text must be identical to the target's: then rounds and acceptance follow from that text."""
-        greedy = isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
         # Shared noise, the one-hot rule, or no randomness at all: the target's own draw decides every token.
-        return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or greedy)
+        return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or is_greedy(settings))
 
     def build_drafter(self, job: Job, rule: Rule) -> BuiltDrafter:
         """Its drafter for one run, and the target's session. Raises UserError if the pair does not allow it."""

@@ -26,7 +26,8 @@ from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.debug_rounds import Piece, legend, round_pieces, round_timing, trace_lines
-from utils.screen.tables import comparison_table, headed_table, list_table, side_by_side
+from utils.screen.report_tables import report_table
+from utils.screen.tables import comparison_table, list_table, side_by_side
 from utils.text import token_piece, visible
 
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
@@ -139,9 +140,9 @@ class Renderer:
             f"(the target's top two: {', '.join(highest)}, {divergence.gap:.2g} apart in raw logits) · {cause}"
         )
 
-    def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
-        """Rows under headings."""
-        self._out.print(headed_table(headings, list(rows), self._out.width))
+    def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
+        """Rows under headings. optional: the headings of columns that a narrow screen lacks, the first ones first."""
+        self._out.print(report_table(headings, list(rows), self._out.width, optional))
 
     def result(self, text: str) -> None:
         """A sentence among the results."""

@@ -14,6 +14,7 @@ from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
+from utils.screen.report_tables import transposed_rows
 from utils.text import TextStream, WrappedText
 
 OWN_CONVERSATION = "{}: its conversation differs since turn {}, so its text is not compared"
@@ -85,12 +86,15 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
-    """Show the findings of a report as a table and a plot, and its conclusion."""
+    """Show what a report is about, its findings as a table and a plot, and its conclusion."""
     cells = [finding.cells for finding in findings]
+    renderer.result(report.headline)
     if report.transposed:
-        renderer.rows(zip(report.headings, *cells, strict=True))  # one row per heading, one column per finding
+        # One row per heading, and one column per finding.
+        for rows in transposed_rows(report.headings, cells, renderer.width):
+            renderer.rows(rows)
     else:
-        renderer.table(report.headings, cells)
+        renderer.table(report.headings, cells, report.optional)
     if chart := report.chart(findings):
         renderer.data(text_plot(chart, width=renderer.width))
     for line in report.conclude(findings):

@@ -5,7 +5,6 @@ All tables adapt to the width of the screen. They are written by `utils.screen.r
 
 from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -67,27 +66,6 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
         text,
     ]
-
-
-def headed_table(headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int) -> Table:
-    """Rows under headings. A narrow screen breaks cells between words; a very narrow one gets each row as a list."""
-    shown = [[visible(cell) for cell in row] for row in rows]
-    columns = list(zip(headings, *shown, strict=True))
-    least = [max(cell_len(word) for text in texts for word in text.split() or [""]) for texts in columns]
-    gap = next((gap for gap in (2, 1) if sum(least) + gap * len(least) <= width), None)
-    if gap is None:
-        # A blank row separates the records; the one before the first is cut off.
-        return list_table([pair for row in shown for pair in ((" ", ""), *zip(headings, row, strict=True))][1:], width)
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    left = width - sum(least) - gap * len(least)
-    for heading, texts, size in zip(headings, columns, least, strict=True):  # rich would break words of some columns
-        # Each column takes what it can use of the columns that are left, the first one first.
-        more = min(left, max(map(cell_len, texts)) - size)
-        left -= more
-        table.add_column(heading, overflow="fold", width=size + more)
-    for row in shown:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:

@@ -96,9 +96,9 @@ def test_refused_strategies_are_left_out_and_the_others_checked(view: Screen, tm
     record = checked(session, file, "/audit 1")
     assert record["findings"][0]["unique_by_strategy"] == {"target": 1}
     assert "repeat: ngram left out" in view.take()[1]
-    session.handle("/length 2")
-    session.handle("Hello")
-    record = checked(session, file, "/lossless 5")
+    for line in ("/length 2", "Hello"):  # the n-gram strategy refuses the prompt
+        session.handle(line)
+    record = checked(session, file, "/processor multinomial 1", "/lossless 5")
     assert [row["strategy"] for row in record["findings"]] == ["target"]
     assert "ngram: left out" in view.take()[1]
     record = checked(session, file, "/cache off", "/audit 1")
@@ -149,7 +149,8 @@ def test_an_interrupted_report_keeps_its_findings(view: Screen, tmp_path: Path) 
     assert not record["finished"]
     assert session.handle("/gamma 3") is Verdict.DONE
     calls.clear()
-    session.handle("Hi")
+    for line in ("Hi", "/processor multinomial 1"):
+        session.handle(line)
     assert session.handle("/lossless 20") is Verdict.INTERRUPTED
     assert [(row["strategy"], row["draws"]) for row in records_of(file)[-1]["findings"]] == [("speculative", 6)]
 

@@ -19,6 +19,7 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
+from utils.repl.runner import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 
@@ -42,9 +43,20 @@ def test_correct_strategies_pass(view: Screen, tmp_path: Path) -> None:
     assert "p-value" in view.take()[0]
 
 
-def test_under_greedy_matches_are_counted(view: Screen, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processor", ["greedy", "greedy 0.7", "multinomial 0", "nucleus 0 0.9"])
+def test_greedy_decoding_has_no_distribution_to_test(processor: str, view: Screen) -> None:
+    session = open_session(view)
+    for line in ("/length 2", f"/processor {processor}", "Hello"):
+        assert session.handle(line) is Verdict.DONE
+    view.take()
+    assert session.handle("/lossless 7") is Verdict.FAILED
+    assert "/processor multinomial 1" in view.take()[1]
+
+
+def test_where_one_token_is_possible_matches_are_counted(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    record = checked(open_session(view, records=file), file, "/length 2", "Hello", "/lossless 7")
+    lines = ("/length 2", "/processor topk 1 1", "Hello", "/lossless 7")
+    record = checked(open_session(view, records=file), file, *lines)
     names = ("matches", "draws", "cells", "p_value", "verdict")
     assert [[row[name] for name in names] for row in record["findings"]] == [[7, 7, 1, None, ALL_MATCH]] * 3
     assert "7/7" in view.take()[0]
@@ -115,13 +127,14 @@ def test_every_draw_has_its_own_seed(view: Screen, monkeypatch: pytest.MonkeyPat
         yield from STRATEGIES[2].steps(job)
 
     session = open_session(view, strategies=with_speculative(noted))
-    for line in ("/length 1", "Hello", "/seed 4294967290", "/ngram off", "/target off", "/lossless 12"):
+    lines = ("/length 1", "Hello", "/processor multinomial 1", "/seed 4294967290", "/ngram off", "/target off")
+    for line in (*lines, "/lossless 12"):
         session.handle(line)
     assert seeds[1:] == [(4294967290 + draw) % 2**32 for draw in range(12)]
 
 
 def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_path: Path) -> None:
-    """Verify passes that flip every greedy choice: each strategy follows the distribution that it computed."""
+    """Verify passes that flip the likeliest token: each strategy follows the distribution that it computed."""
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.target = Restless(pair.target, by_rows=2.0)
     record = checked(
@@ -129,6 +142,7 @@ def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_pa
         file,
         "/length 2",
         "Hello",
+        "/processor topk 1 1",
         "/lossless 30",
         "/processor topk 1 5",
         "/lossless 150",
@@ -140,7 +154,8 @@ def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_pa
 def test_a_drafter_that_cannot_read_the_prompt_does_not_prevent_the_test(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     pair.drafter = tiny_llama(seed=1, vocab_size=300, max_position_embeddings=8)
-    record = checked(open_session(view, pair, records=file), file, "/length 2", "Hello there", "/lossless 5")
+    lines = ("/length 2", "/processor multinomial 1", "Hello there", "/lossless 5")
+    record = checked(open_session(view, pair, records=file), file, *lines)
     assert [row["strategy"] for row in record["findings"]] == ["speculative", "ngram", "target"]
 
 

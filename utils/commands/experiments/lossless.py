@@ -16,7 +16,7 @@ from utils.commands.registry import Command, CommandContext
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
-from utils.comparison.strategies import Strategy
+from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.chi_square import Fit, fit
@@ -27,6 +27,10 @@ SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspiciou
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws for a test"
 OTHER = "differs, as expected: it is not meant to follow the target's distribution"
+GREEDY = (
+    "greedy decoding is deterministic, so there is no distribution to test. Type /processor multinomial 1 first, "
+    "or /audit to check that texts are equal."
+)
 WRONG = "NOT the target's distribution: please report"
 
 
@@ -36,6 +40,8 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     strategies = [strategy for strategy in context.harness.enabled(settings) if strategy.samples]
     if not strategies:
         raise UserError("no enabled strategy draws tokens (beam search does not): turn one on, for example /target on.")
+    if is_greedy(settings):
+        raise UserError(GREEDY)
     events = _events(context.harness, last.job, settings, strategies, draws=draws)
     return [RunReport(Report("lossless", last.text, settings, HEADINGS, events, _conclusion))]
 
