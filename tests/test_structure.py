@@ -33,7 +33,13 @@ EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
 # Started by --help, so they must not import torch.
 LIGHT = ("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request")
 SCREEN_LIBRARIES = {"rich", "termcolor"}
-LAYS_OUT = {"utils.screen.renderer", "utils.screen.report_tables", "utils.screen.tables", "utils.screen.screenshots"}
+LAYS_OUT = {
+    "utils.screen.renderer",
+    "utils.screen.report_tables",
+    "utils.screen.tables",
+    "utils.screen.screenshots",
+    "utils.screen.writer",
+}
 # Signatures that users of the library call by position, and overrides whose caller is another library.
 PUBLIC = (
     "speculative_generate",

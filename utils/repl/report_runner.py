@@ -14,7 +14,8 @@ from utils.repl.runner import ResultLog, Verdict
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import show_report
 
-NOTHING_FINISHED = "Interrupted before anything was finished."
+NOTHING_FINISHED = "Stopped; no repeat had finished, so there is nothing to report."
+FINISHED = "Stopped. Finished so far:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class ReportRunner:
             finished = True
         except KeyboardInterrupt:
             findings += _remaining_findings(report.events)
-            self.renderer.note("Interrupted. Finished so far:" if findings else NOTHING_FINISHED)
+            self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
         finally:
+            self.renderer.end_progress()
             # Also after an error, which is raised again afterwards.
             if findings:
                 self._conclude(report, findings, finished=finished)
@@ -46,7 +48,7 @@ class ReportRunner:
         if isinstance(event, Finding):
             findings.append(event)
         else:
-            self.renderer.note(event.text)
+            self.renderer.progress(event.text)
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         report = report.concluded(findings)

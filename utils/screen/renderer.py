@@ -1,17 +1,16 @@
-"""The only module that writes to the terminal: titles, streamed text, rounds, tables, replies and errors.
+"""What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich lays out tables, termcolor colours streamed text; `_console` decides for both whether a stream has colours. Text of
-models and users is shown literally: without markup and control characters.
+rich lays out tables, termcolor colours streamed text; `utils.screen.writer` decides for both whether a stream has
+colours. Text of models and users is shown literally: without markup and control characters.
 """
 
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 from termcolor import colored
@@ -28,6 +27,7 @@ from utils.metrics.stopwatch import RoundTiming
 from utils.screen.debug_rounds import Piece, legend, round_pieces, round_timing, trace_lines
 from utils.screen.report_tables import report_table
 from utils.screen.tables import comparison_table, list_table, side_by_side
+from utils.screen.writer import ProgressLine, Writer, has_width, open_console
 from utils.text import token_piece, visible
 
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
@@ -40,20 +40,25 @@ CAUSES = {
 
 
 class Renderer:
-    """Writes results to `out` and messages to `messages`. colour: whether results may contain escape sequences."""
+    """Writes results to `out` and messages to `messages`.
 
-    def __init__(self, out: Console, messages: Console, *, colour: bool) -> None:
-        self._out, self._messages, self.colour = out, messages, colour
+    colour: whether results may contain escape sequences. wraps: whether tables must fit into the width of `out`.
+    """
+
+    def __init__(self, out: Console, messages: Console, *, colour: bool, wraps: bool = True) -> None:
+        self._progress = ProgressLine(messages)
+        self._out, self._messages = Writer(out, self._progress, wraps=wraps), Writer(messages, self._progress)
+        self.colour = colour
 
     @property
     def width(self) -> int:
         """Width of the results in columns."""
-        return self._out.width
+        return self._out.console.width
 
     @property
     def stream_width(self) -> int | None:
         """Width of streamed text in columns; None if its lines must not be broken."""
-        return self._out.width if self._out.is_terminal else None
+        return self.width if self._out.console.is_terminal else None
 
     @staticmethod
     def cells(text: str) -> int:
@@ -61,7 +66,7 @@ class Renderer:
         return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
-        self._out.print(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
+        self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
     def prompt(self, text: str) -> None:
         """The prompt of the following answers, for a screen on which it was not typed."""
@@ -106,7 +111,7 @@ class Renderer:
 
     @property
     def _is_ascii(self) -> bool:
-        return self._out.encoding == "ascii"
+        return self._out.console.encoding == "ascii"
 
     def figures(self, run: Generation, length: int, *, forwards: bool = True) -> None:
         """The line of figures below the text of a strategy. length: the maximum number of new tokens."""
@@ -127,8 +132,8 @@ class Renderer:
 
     def comparison(self, compared: Sequence[ComparedRun]) -> None:
         """The table below all texts: one row per strategy."""
-        self._out.print()
-        self._out.print(comparison_table(compared, self._out.width))
+        self.newline()
+        self._draw(comparison_table(compared, self._out.table_width))
 
     def divergence(self, strategy: Strategy, divergence: Divergence, tokenizer: Any, *, rule: str) -> None:
         """One line that explains why a text differs from the target's."""
@@ -142,7 +147,7 @@ class Renderer:
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
         """Rows under headings. optional: the headings of columns that a narrow screen lacks, the first ones first."""
-        self._out.print(report_table(headings, list(rows), self._out.width, optional))
+        self._draw(report_table(headings, list(rows), self._out.table_width, optional))
 
     def result(self, text: str) -> None:
         """A sentence among the results."""
@@ -151,6 +156,22 @@ class Renderer:
     def data(self, text: str) -> None:
         """Lines to copy, or of a plot. They are never broken."""
         self._write(self._drawable(visible(text)) + "\n")
+
+    def progress(self, text: str) -> None:
+        """What is being done now: a line of a terminal that the next output replaces, elsewhere a line that stays."""
+        if self._progress.is_possible:
+            self._progress.show(self._drawable(visible(text)))
+        else:
+            self.note(text)
+
+    def count(self, text: str) -> None:
+        """How far the work has got, many times a second. It is shown on a terminal only."""
+        if self._progress.is_possible:
+            self._progress.count(self._drawable(visible(text)))
+
+    def end_progress(self) -> None:
+        """Clear the line of `progress` and `count`."""
+        self._progress.clear()
 
     def reply(self, text: str) -> None:
         self._line(self._messages, text)
@@ -163,16 +184,18 @@ class Renderer:
 
     def crash(self) -> None:
         """The traceback of a bug."""
-        self._messages.print_exception()
+        self._messages.crash()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Rows without headings; the first column is bold."""
-        self._out.print(list_table(list(rows), self._out.width))
+        self._draw(list_table(list(rows), self._out.table_width))
 
     def columns(self, columns: Sequence[Column]) -> None:
         """Texts side by side."""
-        for table in side_by_side(columns, self._out.width, ">>" if self._is_ascii else "»"):
-            self._out.print(table)
+        # A file gets them one below the other, because texts are as wide as their longest line there.
+        width = self.width if self._out.wraps else 0
+        for table in side_by_side(columns, width, ">>" if self._is_ascii else "»"):
+            self._draw(table)
 
     def newline(self) -> None:
         self._write("\n")
@@ -180,10 +203,11 @@ class Renderer:
     def clear(self) -> None:
         self._out.clear()
 
-    def _line(self, console: Console, text: str, style: str = "") -> None:
-        """One line, wrapped between words on a terminal only."""
-        # A Text object, because rich would interpret square brackets of a plain string as markup.
-        console.print(Text(self._drawable(visible(text)), style=style), soft_wrap=not console.is_terminal)
+    def _line(self, writer: Writer, text: str, style: str = "") -> None:
+        writer.line(self._drawable(visible(text)), style)
+
+    def _draw(self, content: RenderableType) -> None:
+        self._out.draw(content, self._out.table_width)
 
     def _drawable(self, text: str) -> str:
         """Frames and dots replaced by ASCII characters if the screen has no others."""
@@ -195,8 +219,7 @@ class Renderer:
 
     def _write(self, text: str) -> None:
         # Not through rich, which would wrap the text and break the escape sequences of termcolor.
-        self._out.file.write(text)
-        self._out.file.flush()
+        self._out.write(text)
 
 
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
@@ -213,25 +236,8 @@ def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = Fals
     discards everything, for processes other than rank zero.
     """
     if silent:
-        nowhere = _console(open(os.devnull, "w", encoding="utf-8"), plain)  # noqa: SIM115 (open until the process ends)
+        nowhere = open_console(open(os.devnull, "w", encoding="utf-8"), plain=plain)  # noqa: SIM115 (open until the end)
         return Renderer(nowhere, nowhere, colour=False)
-    out = _console(sys.stdout, plain)
-    return Renderer(out, out if interactive else _console(sys.stderr, plain), colour=not out.no_color)
-
-
-def _console(stream: TextIO, plain: bool) -> Console:
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
-    # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for both libraries.
-    probe = Console(file=stream)
-    colour = probe.color_system is not None and not probe.no_color and not plain
-    return Console(
-        file=stream,
-        no_color=not colour,
-        # None leaves it to rich whether the stream is a terminal, which also decides whether lines are wrapped.
-        force_terminal=True if colour else None,
-        color_system="auto" if colour else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    out = open_console(sys.stdout, plain=plain)
+    messages = out if interactive else open_console(sys.stderr, plain=plain)
+    return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
