@@ -12,6 +12,7 @@ from utils.config.settings import Setting, setting_fields
 from utils.config.value_types import Toggle, ToggleOrChoice
 
 NO_EFFECT = "no effect while /{} is off"
+NO_TEMPLATE = "no effect: this tokenizer has no chat template"
 
 
 def setting_commands() -> Iterator[Command]:
@@ -36,6 +37,7 @@ def _set_or_show(name: str, entry: Setting, argument: str, context: CommandConte
         state = "" if fact is None else f"; now {fact}"
         return [Reply(f"{name}: {entry.show(context.settings)}{state}   ({entry.help})")]
     settings = entry.change(context.settings, argument, context.limits)
-    has_effect = not entry.needs or getattr(settings, entry.needs)
-    hint = "" if has_effect else f"   ({NO_EFFECT.format(entry.needs)})"
+    hint = "" if entry.has_effect(settings) else f"   ({NO_EFFECT.format(entry.needs)})"
+    if name == "chat" and settings.chat is not False and not settings.chat_template:
+        hint = f"   ({NO_TEMPLATE})"
     return [ChangeSettings(settings, f"{name}: {entry.show(settings)}{hint}")]

@@ -84,7 +84,7 @@ class Harness:
         return prompt_ids(
             self.pair.tokenizer,
             text,
-            chat=settings.chat,
+            chat=settings.uses_chat,
             system=settings.system,
             special=settings.special,
             history=history,

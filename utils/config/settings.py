@@ -19,6 +19,7 @@ from utils.config.value_types import (
     SystemPrompt,
     ThreadCount,
     Toggle,
+    ToggleOrAuto,
     ToggleOrChoice,
     ValueType,
     WholeNumber,
@@ -74,7 +75,12 @@ class Settings:
     )
     threads: int = _setting(0, ThreadCount(), "number of CPU threads; auto: the fastest number", fact="engine now")
     cache: bool = _setting(True, Toggle(), "keep keys and values; off: recompute everything, with the same text")
-    chat: bool = _setting(True, Toggle(), "put the prompt into the tokenizer's chat template")
+    chat: bool | None = _setting(
+        None,
+        ToggleOrAuto(),
+        "put the prompt into the tokenizer's chat template; auto: if it has one",
+        fact="chat now",
+    )
     system: str | None = _setting(None, SystemPrompt(), "system prompt of the chat template", needs="chat")
     turns: bool = _setting(
         False, Toggle(), "continue the conversation with each prompt; every strategy keeps its own", needs="chat"
@@ -100,6 +106,14 @@ class Settings:
         "on: show every round (+ accepted, - rejected, = corrected, * bonus); full: also why drafts were rejected",
     )
 
+    # Not a setting: whether the loaded tokenizer has a chat template. The session sets it.
+    chat_template: bool = True
+
+    @property
+    def uses_chat(self) -> bool:
+        """Whether prompts are put into a chat template."""
+        return self.chat_template and self.chat is not False
+
     @property
     def max_drafts(self) -> int:
         """Maximum number of drafts per round."""
@@ -108,7 +122,7 @@ class Settings:
     @property
     def keeps_conversation(self) -> bool:
         """Whether each prompt continues the conversation."""
-        return self.turns and self.chat
+        return self.turns and self.uses_chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +144,10 @@ class Setting:
         """The value as it would be typed."""
         return self.value_type.show(getattr(settings, self.name))
 
+    def has_effect(self, settings: Settings) -> bool:
+        """Whether the setting that this one needs is on."""
+        return self.needs != "chat" or settings.uses_chat
+
     def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
         """New settings with the value that `text` describes. Raises UserError if it is not valid."""
         return replace(settings, **{self.name: self.value_type.parse(text, getattr(settings, self.name), limits)})
@@ -138,7 +156,7 @@ class Setting:
 @cache
 def setting_fields() -> Mapping[str, Setting]:
     """The fields of Settings by the names of their commands."""
-    settings = (Setting(entry.name, entry.default, **entry.metadata) for entry in fields(Settings))
+    settings = (Setting(entry.name, entry.default, **entry.metadata) for entry in fields(Settings) if entry.metadata)
     return {setting.command or setting.name: setting for setting in settings}
 
 
@@ -167,9 +185,10 @@ def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
 def as_json(settings: Settings) -> dict[str, bool | int | str]:
     """Settings for a record: numbers and booleans as they are, everything else as it would be typed."""
     values = ((setting, getattr(settings, setting.name)) for setting in setting_fields().values())
-    return {
+    recorded = {
         setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
     }
+    return recorded | {"chat": settings.uses_chat}  # what was done, not `auto`
 
 
 def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, list[str]]:
@@ -194,7 +213,7 @@ def _typed(value: object, setting: Setting) -> str:
         return Toggle().show(value)  # older records have true and false
     if (
         not isinstance(value, bool | int | str)
-        or isinstance(value, bool) != isinstance(setting.default, bool)
+        or isinstance(value, bool) != isinstance(setting.value_type, Toggle)
         # An empty text would switch a toggle instead of setting it.
         or value == ""
     ):

@@ -67,6 +67,23 @@ class Toggle:
 
 
 @dataclass(frozen=True, slots=True)
+class ToggleOrAuto(Toggle):
+    """on, off, or auto, which is None; an empty text switches."""
+
+    usage: str = "[on|off|auto]"
+    words: tuple[str, ...] = ("on", "off", "auto")
+
+    def parse(self, text: str, current: bool | None, limits: Limits) -> Any:
+        if text.lower() == "auto":
+            return None
+        # auto is on wherever it can be, so a switch turns it off.
+        return Toggle().parse(text, current is not False, limits)
+
+    def show(self, value: bool | None) -> str:
+        return "auto" if value is None else Toggle().show(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of a few words."""
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, check_device
 from utils.errors import UserError, check_choice
@@ -69,14 +69,16 @@ def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
 
 
 def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
-    """The current request, changed by `NAME=VALUE ...` or the name of a known pair. A new target drops the old drafter.
+    """The current request, changed by `NAME=VALUE ...`, or a known pair by its name with such changes.
 
-    Raises UserError for unknown names and invalid values.
+    A new target drops the old drafter, and the other options stay. A pair by name has its own options. Raises UserError
+    for unknown names and invalid values.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f"a quotation mark is not closed in {text}.") from error
+    known: dict[str, str | None] = {}
     changes: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -85,17 +87,35 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             changes[name] = check_field(name, value)
         else:
             pair = pairs[check_choice(word, tuple(pairs), "pair")]
-            changes |= {"target": pair.target, "drafter": pair.drafter, "cuda_quantize": pair.cuda_quantize}
-    if not changes:
+            # Every option, so that a pair by name is the same pair whatever was loaded before.
+            known = asdict(PairRequest(pair.target, pair.drafter, cuda_quantize=pair.cuda_quantize))
+    if not words:
         raise UserError(
             "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pairs lists."
         )
     if "target" in changes:
         # The defaults come first, so that what the user wrote overrides them.
         changes = {"drafter": None, "cuda_quantize": "none"} | changes
+    changes = known | changes
     if changes.get("drafter", current.drafter) is None:  # options of the old drafter are dropped with it
         changes = dict.fromkeys(("drafter_quantize", "drafter_device")) | changes
     return replace(current, **changes)  # type: ignore[arg-type]
+
+
+def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
+    """Messages for the user: which options a request has from the one before it, and which it dropped."""
+    default = PairRequest(request.target, request.drafter)
+    options = [
+        (name.replace("_", "-"), getattr(request, name), getattr(before, name), getattr(default, name))
+        for name in REQUEST_FIELDS
+        if name not in ("target", "drafter")
+    ]
+    kept = [f"{name} {now}" for name, now, old, usual in options if now == old != usual]
+    dropped = [f"{name} {old}" for name, now, old, usual in options if now == usual != old]
+    if kept:
+        yield f"kept from before: {', '.join(kept)}"
+    if dropped:
+        yield f"not kept from before: {', '.join(dropped)}"
 
 
 def check_field(name: str, value: str) -> str:

@@ -33,12 +33,12 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair
-from utils.pairs.request import PairRequest
+from utils.pairs.request import PairRequest, option_changes
 from utils.prompts.conversation import format_turns
 from utils.repl.loaded_pair import STARTING_ENGINE, LoadedPair
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
-from utils.repl.status import model_facts, status_line
+from utils.repl.status import model_facts, pair_names, status_line
 from utils.repl.tools import SessionTools
 from utils.text import unescape
 
@@ -116,7 +116,7 @@ class ReplSession:
         return Verdict.FAILED
 
     def _run_command(self, line: str) -> Verdict:
-        registry, facts = self._tools.registry, model_facts(self.pair)
+        registry, facts = self._tools.registry, model_facts(self.pair, self.settings)
         context = CommandContext(self.settings, registry, self.harness, self.limits, facts, self._tools.pairs)
         return self._apply(registry.run(line, context))
 
@@ -187,9 +187,11 @@ class ReplSession:
         """Use other models from now on. If loading or preparing them fails, the session stays as it is."""
         assert self._tools.load is not None
         note, threads = self._renderer.note, torch.get_num_threads()
-        # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
-        pair = self._tools.load(request, note)
+        for message in option_changes(request, self.pair.request):
+            note(message)
         try:
+            # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
+            pair = self._tools.load(request, note)
             note(STARTING_ENGINE.format(self.settings.engine))
             kinds = surviving_kinds(self.settings.drafter_kind, pair)
             # costs=None, because the present costs were measured with the old pair.
@@ -197,6 +199,7 @@ class ReplSession:
             loaded.introduce(note)
         except BaseException:
             torch.set_num_threads(threads)  # the current engine was tested with this number of threads
+            note(f"Still loaded: {pair_names(self.pair)}.")
             raise
         # Before the switch, because it describes the state of the old pair.
         self._note_losses()

@@ -16,6 +16,7 @@ from utils.prompts.chat_template import has_chat_template
 from utils.prompts.conversation import format_turns
 
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent without one)"
+TEMPLATE = "chat: on (this tokenizer has a chat template; without it: /chat off)"
 CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "There is no change of settings to revert."
 
@@ -28,21 +29,22 @@ class SessionSettings:
         self._harness, self._note = harness, note
         self._earlier: list[Settings] = []
         shortened = replace(requested, length=min(requested.length, limits.context))
-        settings = self._with_usable_chat(reset_unsupported(shortened, limits))
+        # Decided anew for each tokenizer: a target without a template must not turn it off for the next one.
+        template = has_chat_template(harness.pair.tokenizer)
+        settings = replace(reset_unsupported(shortened, limits), chat_template=template)
         harness.start_engine(settings)
         self.current = self._with_costs(settings)
-        if requested.chat and not self.current.chat:
-            note(NO_TEMPLATE)
+        if requested.uses_chat != settings.uses_chat:
+            note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
         harness.state.storage = harness.new_storage(self.current)
 
     def change(self, requested: Settings, reply: str) -> str:
-        """Use these settings. Returns the reply, or why chat stays off. Nothing is changed if it raises UserError."""
-        allowed = self._with_usable_chat(requested)
+        """Use these settings. Returns the reply. Nothing is changed if it raises UserError."""
         before = self.current
-        self._apply(allowed)
+        self._apply(requested)
         if self.current != before:
             self._earlier.append(before)
-        return reply if allowed == requested else NO_TEMPLATE
+        return reply
 
     def undo(self) -> str:
         """Revert the last change. Returns the values that this changes. Raises UserError if there was no change."""
@@ -78,7 +80,3 @@ class SessionSettings:
         with suppress(UserError):  # raised again when the drafter is run
             return with_costs(self._harness, settings)
         return settings
-
-    def _with_usable_chat(self, settings: Settings) -> Settings:
-        usable = not settings.chat or has_chat_template(self._harness.pair.tokenizer)
-        return settings if usable else replace(settings, chat=False)

@@ -10,7 +10,7 @@ from utils.pairs.weights import describe_drafter, describe_target
 SEPARATOR = " | "  # between the parts of the toolbar
 
 
-def model_facts(pair: Pair) -> tuple[tuple[str, str], ...]:
+def model_facts(pair: Pair, settings: Settings) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs for /show."""
     bound = context_length(pair.target)
     same_device = pair.drafter_device in (None, pair.device)
@@ -21,9 +21,22 @@ def model_facts(pair: Pair) -> tuple[tuple[str, str], ...]:
         ("target weights", describe_target(pair)),
         ("drafter weights", describe_drafter(pair)),
         ("engine now", pair.engine.state.sentence()),
+        ("chat now", _chat(settings)),
         ("context", f"{bound} tokens" if bound is not None else "unlimited"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
     )
+
+
+def _chat(settings: Settings) -> str:
+    """Whether a chat template is used, and why not."""
+    if not settings.chat_template:
+        return "off, this tokenizer has no chat template"
+    return "on" if settings.uses_chat else "off"
+
+
+def pair_names(pair: Pair) -> str:
+    """Target and drafter by name."""
+    return f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
 
 
 def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: int = 0) -> str:
@@ -36,7 +49,7 @@ def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: 
     runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in last.compared] if last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
     parts = [
-        f"{pair.target_name} + {pair.drafter_name or 'no drafter'}",
+        pair_names(pair),
         *values,
         pair.engine.state.kind,
         f"turn {turns}" if turns and settings.keeps_conversation else "",

@@ -18,7 +18,6 @@ from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.session_settings import NO_TEMPLATE
 
 PAIR = tiny_pair()
 
@@ -62,7 +61,7 @@ def test_default_settings() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "chat", "reset_in_between"])
+@pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "reset_in_between"])
 def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -> None:
     before = getattr(session.settings, name)
     assert session.handle(f"/{name}") is Verdict.DONE
@@ -194,11 +193,10 @@ def test_help_of_one_command_and_show(session: ReplSession, view: Screen) -> Non
 
 def test_chat_stays_off_without_a_template(view: Screen) -> None:
     session = open_session(view, tiny_pair(chat=False))
-    assert not session.settings.chat
-    assert NO_TEMPLATE in view.take()[1]
-    session.handle("/chat on")
-    assert not session.settings.chat
-    assert NO_TEMPLATE in view.take()[1]
+    for line in ("/chat on", "/chat auto", "/chat on"):
+        assert not session.settings.uses_chat and not as_json(session.settings)["chat"]
+        assert "no chat template" in view.take()[1]
+        session.handle(line)
 
 
 def test_a_setting_without_effect_is_reported(session: ReplSession, view: Screen) -> None:

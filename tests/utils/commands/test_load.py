@@ -9,12 +9,13 @@ from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.config.settings import setting_fields
+from utils.pairs.known_pairs import PAIRS
 from utils.pairs.load_pair import load_pair
-from utils.pairs.request import PairRequest
+from utils.pairs.request import PairRequest, parse_request
 from utils.repl.loaded_pair import LoadedPair
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.session_settings import NO_TEMPLATE
+from utils.repl.session_settings import NO_TEMPLATE, TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,51 @@ def test_settings_that_no_longer_fit_are_reset(shelf):
         f"/load target={shelf / 'short'}",
     ):
         assert session.handle(line) is Verdict.DONE
-    assert (session.settings.drafter_kind, session.settings.length, session.settings.chat) == (("lookup",), 20, False)
+    assert (session.settings.drafter_kind, session.settings.length, session.settings.uses_chat) == (
+        ("lookup",),
+        20,
+        False,
+    )
     assert setting_fields()["processor"].show(session.settings) == "greedy" and session.settings.seed == 5
     assert NO_TEMPLATE in view.take()[1]
+
+
+def test_chat_is_decided_anew_for_each_tokenizer_unless_the_user_turned_it_off(shelf, tmp_path):
+    view, file = screen(), tmp_path / "r.jsonl"
+    session = opened(view, file)
+    with_template, without = (f"/load target={shelf / name}" for name in ("single", "short"))
+    for line, chats in ((without, False), (with_template, True)):
+        for typed in (line, "/length 2", "hello"):
+            assert session.handle(typed) is Verdict.DONE, view.take()
+        assert records_of(file)[-1]["settings"]["chat"] is chats
+    messages = view.take()[1]
+    assert NO_TEMPLATE in messages and TEMPLATE in messages
+    for line in (without, "/chat off", with_template, "hello"):
+        assert session.handle(line) is Verdict.DONE
+    assert records_of(file)[-1]["settings"]["chat"] is False
+    assert TEMPLATE not in view.take()[1]
+
+
+@pytest.mark.parametrize(
+    "line", ["smollm2", "smollm2 drafter=layers:2", "smollm2 quantize=int4", "quantize=int4 smollm2"]
+)
+def test_a_pair_by_name_has_its_own_options(line):
+    before = PairRequest("here", "there", "cpu", "bfloat16", "bnb-int8", "int8", engine_weights="int8")
+    request = parse_request(line, before, PAIRS)
+    pair = PAIRS["smollm2"]
+    drafter = "layers:2" if "layers" in line else pair.drafter
+    assert request == PairRequest(pair.target, drafter, quantize="int4" if "int4" in line else None)
+
+
+def test_kept_and_dropped_options_are_reported(shelf):
+    view = screen()
+    session = opened(view)
+    session.handle(f"/load target={shelf / 'target'} drafter={shelf / 'drafter'} quantize=int8 drafter_quantize=int8")
+    view.take()
+    session.handle(f"/load target={shelf / 'single'}")
+    messages = view.take()[1]
+    assert "kept from before: device cpu, quantize int8" in messages
+    assert "not kept from before: drafter-quantize int8" in messages
 
 
 @pytest.mark.parametrize(
@@ -97,6 +140,8 @@ def test_a_load_that_fails_leaves_the_old_pair_as_it_was(shelf, tmp_path, argume
     assert session.handle(f"/load {argument.format(shelf=shelf)}") is Verdict.FAILED
     message = view.take()[1]
     assert part in message and "Traceback" not in message
+    if "{shelf}" in argument:  # found wrong only while loading
+        assert "Still loaded: tiny-target + tiny-drafter" in message
     assert session.harness.pair is before and session.handle("hello") is Verdict.DONE
     assert records_of(file)[-1]["models"]["target"] == "tiny-target"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from fakes import Screen, open_session, screen
 from recordings import Row, recorded
 
-from utils.config.settings import Settings, as_json, from_json
+from utils.config.settings import Settings, as_json, from_json, setting_fields
 from utils.config.value_types import Limits, StorageSpec
 from utils.logits_processor import GreedyProcessor, TopKNucleusProcessor
 from utils.metrics.costs import Costs
@@ -45,9 +45,10 @@ def test_all_settings_are_restored_from_a_record() -> None:
         turns=True,
     )
     empty = Settings(system="", processor=GreedyProcessor(0.5), gamma=None, drafter_kind=("chain",))
-    for settings in (other, empty, Settings()):
+    # A record holds whether chat was on, not that it was `auto`.
+    for settings in (other, replace(empty, chat=True), Settings(chat=True)):
         assert from_json(json.loads(json.dumps(as_json(settings))), Limits()) == (settings, [])
-    same = [entry.name for entry in fields(Settings) if getattr(other, entry.name) == entry.default]
+    same = [entry.name for entry in setting_fields().values() if getattr(other, entry.name) == entry.default]
     assert same == ["ngram", "target"]
 
 

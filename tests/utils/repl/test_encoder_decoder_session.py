@@ -77,7 +77,7 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
     assert len({tuple(row["token_ids"]) for (strategy, _), row in rows.items() if strategy != "beam"}) == 1
     assert session.handle("/drafter_kind layers:1") is Verdict.FAILED
     assert "encoder-decoder" in view.take()[1]
-    assert session.handle("/chat on") is Verdict.DONE and session.settings.chat is False
+    assert session.handle("/chat on") is Verdict.DONE and session.settings.uses_chat is False
 
 
 def test_the_engine_stays_plain_and_reports_why() -> None:
