@@ -1,25 +1,26 @@
 """/export: write the last result to a file: a picture in colours, its plot, or its records."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from utils.commands.outcomes import Outcome, Reply
 from utils.commands.paths import path_in, write_new
 from utils.commands.registry import Command, CommandContext
+from utils.comparison.charts import Chart, caption, prompt_charts
 from utils.comparison.session_state import ShownResult
 from utils.errors import UserError
-from utils.screen.plots import png_plot
+from utils.screen.figures import png_plot, svg_plot
 from utils.screen.run_view import show_prompt_runs, show_report
 from utils.screen.screenshots import picture
 
-FORMS = ("html", "svg", "png", "json")
+FORMS = ("html", "plot.svg", "svg", "png", "json")
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:
     path = path_in(argument, "/export evening.svg")
-    form = path.suffix.lower().removeprefix(".")
-    if form not in FORMS:
+    form = next((form for form in FORMS if path.name.lower().endswith(f".{form}")), "")
+    if not form:
         endings = ", ".join(f".{name}" for name in FORMS)
         raise UserError(f"'{argument}' does not end in one of {endings}; write for example evening.svg.")
     shown = context.harness.state.shown
@@ -37,13 +38,11 @@ def _picture(form: str, shown: ShownResult, context: CommandContext) -> str:
     return picture(lambda renderer: show_prompt_runs(renderer, context.harness.last(), shown.causes), form)
 
 
-def _chart(shown: ShownResult, context: CommandContext) -> bytes:
-    chart = shown.report.chart(shown.findings) if shown.report else None
-    if chart is None:
-        raise UserError(
-            "the last result has no plot for a PNG: run /whatif, /race or /sweep first, or export .svg or .html."
-        )
-    return png_plot(chart)
+def _plot(draw: Callable[[Sequence[Chart], str], str | bytes], shown: ShownResult, _: CommandContext) -> str | bytes:
+    charts = shown.report.charts(shown.findings) if shown.report else prompt_charts(shown.records)
+    if not charts:
+        raise UserError("the last result has no plot: run /whatif, /race or /why first, or export .svg or .html.")
+    return draw(charts, caption(shown.records[0]))
 
 
 def _records(shown: ShownResult, context: CommandContext) -> str:
@@ -54,12 +53,13 @@ def _records(shown: ShownResult, context: CommandContext) -> str:
 EXPORTERS: dict[str, Callable[[ShownResult, CommandContext], str | bytes]] = {
     "html": partial(_picture, "html"),
     "svg": partial(_picture, "svg"),
-    "png": _chart,
+    "png": partial(_plot, png_plot),
+    "plot.svg": partial(_plot, svg_plot),
     "json": _records,
 }
 EXPORT = Command(
     "export",
     "FILE",
-    "write the last result to a file: .svg or .html in colours, .png for its plot, .json for its records",
+    "write the last result to a file: .svg or .html in colours, .png or .plot.svg for plots, .json for records",
     _export,
 )

@@ -3,10 +3,11 @@
 Whoever consumes the events draws and records them. Closing the stream early keeps the findings that were already made.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from utils.comparison.charts import Chart
 from utils.config.settings import Settings
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
@@ -40,16 +41,6 @@ class Column:
     other: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One line per series over common ticks. A value of None leaves a gap."""
-
-    series: Mapping[str, Sequence[float | None]]
-    title: str
-    x_label: str
-    ticks: Sequence[str]
-
-
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
     """A text on one line, cut to about this many characters."""
     words = " ".join(text[: 4 * length].split())
@@ -73,7 +64,7 @@ class Report:
     events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
-    chart: Callable[[Sequence[Finding]], Chart | None] = lambda findings: None
+    charts: Callable[[Sequence[Finding]], Sequence[Chart]] = lambda findings: ()
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
@@ -85,5 +76,11 @@ class Report:
 
     def concluded(self, findings: Sequence[Finding]) -> "Report":
         """The finished report. It holds its sentences and data, and releases what was needed to compute them."""
-        lines, attached = self.conclude(findings), self.attachment(findings)
-        return replace(self, events=iter(()), conclude=lambda findings: lines, attachment=lambda findings: attached)
+        lines, attached, charts = self.conclude(findings), self.attachment(findings), tuple(self.charts(findings))
+        return replace(
+            self,
+            events=iter(()),
+            conclude=lambda findings: lines,
+            attachment=lambda findings: attached,
+            charts=lambda findings: charts,
+        )

@@ -86,7 +86,7 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
-    """Show what a report is about, its findings as a table and a plot, and its conclusion."""
+    """Show what a report is about, its findings as a table and plots, and its conclusion."""
     cells = [finding.cells for finding in findings]
     renderer.result(report.headline)
     if report.transposed:
@@ -95,7 +95,7 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding])
             renderer.rows(rows)
     else:
         renderer.table(report.headings, cells, report.optional)
-    if chart := report.chart(findings):
+    for chart in report.charts(findings):
         renderer.data(text_plot(chart, width=renderer.width))
     for line in report.conclude(findings):
         renderer.result(line)

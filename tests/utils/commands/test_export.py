@@ -6,7 +6,6 @@ import json
 import re
 from html import unescape
 from pathlib import Path
-from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,9 +13,9 @@ import pytest
 from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 from recordings import interrupt_after
 
+from utils.comparison.charts import DotChart
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen.plots import chart_figure, text_plot
 
 
 @pytest.fixture
@@ -48,49 +47,44 @@ def test_the_rounds_of_the_last_prompt_in_their_colours(session: ReplSession, vi
     assert len(colours) >= 4, "accepted, rejected, corrected, figures"
 
 
-def test_a_report_becomes_a_picture_and_its_plot_a_png(session: ReplSession, view: Screen, tmp_path: Path) -> None:
-    assert session.handle(f"/export {tmp_path / 'none.png'}") is Verdict.FAILED and "/whatif" in view.take()[1]
+def test_a_report_becomes_a_picture_and_its_plots_pictures(session: ReplSession, view: Screen, tmp_path: Path) -> None:
     for command, word in (
-        ("/whatif", "predicted tokens/s"),
-        ("/race 2", "within each repeat"),
-        ("/sweep gamma 1 2", "fastest:"),
+        ("/whatif", "predicted speed-up"),
+        ("/race 2", "speed-up over target-only"),
+        ("/sweep gamma 1 2", "gamma 2, speculative"),
+        ("/why", "where the time went"),
     ):
         assert session.handle(command) is Verdict.DONE
-        name = tmp_path / word.replace("/", "").replace(" ", "").replace(":", "")
-        for form in ("png", "svg"):
+        assert word in view.take()[0]
+        name = tmp_path / "".join(letter for letter in word if letter.isalnum())
+        for form in ("png", "svg", "plot.svg"):
             assert session.handle(f"/export {name}.{form}") is Verdict.DONE
-        assert "".join(word.split()) in "".join(words_of(Path(f"{name}.svg").read_text(encoding="utf-8")).split())
+        for form in ("svg", "plot.svg"):
+            assert "".join(word.split()) in "".join(words_of(Path(f"{name}.{form}").read_text("utf-8")).split())
         png = Path(f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 5000
 
 
-def test_a_plot_has_the_measured_values_at_their_positions(session: ReplSession) -> None:
-    for line in ("/sweep drafter_kind loaded, loaded suffix, loaded x1",):
-        assert session.handle(line) is Verdict.DONE
+def test_the_runs_of_a_prompt_have_plots_too(session: ReplSession, tmp_path: Path) -> None:
+    assert session.handle(f"/export {tmp_path / 'x.plot.svg'}") is Verdict.DONE
+    words = words_of((tmp_path / "x.plot.svg").read_text("utf-8"))
+    assert all(word in words for word in ("acceptance by position", "not split", "tiny-target + tiny-drafter"))
+
+
+def test_a_plot_has_the_measured_values(session: ReplSession) -> None:
+    assert session.handle("/sweep drafter_kind loaded, loaded suffix, loaded x2") is Verdict.DONE
     shown = session.harness.state.shown
     assert shown is not None and shown.report is not None
-    chart = shown.report.chart(shown.findings)
-    assert (
-        chart is not None
-        and list(chart.ticks) == ["loaded", "loaded suffix", "loaded"]
-        and chart.x_label == "drafter_kind"
-    )
-    speeds = {
-        (row["setting"], row["strategy"]): median(row["tokens_per_second"])
+    (chart,) = shown.report.charts(shown.findings)
+    assert isinstance(chart, DotChart)
+    measured = sorted(
+        (f"{row['setting']}, {row['strategy']}", row["speedups"])
         for row in (finding.figures for finding in shown.findings)
-    }
-    suffix = speeds["drafter_kind loaded suffix", "speculative suffix"]
-    assert chart.series["speculative suffix"] == [None, suffix, None] and None not in chart.series["target"]
-    assert chart.series["speculative"][1] is None and chart.series["speculative"][0] is not None
-    lines = {
-        line.get_label(): line
-        for line in chart_figure(chart).axes[0].get_lines()
-        if not line.get_label().startswith("_")
-    }
-    points = lines["speculative suffix"]
-    assert list(points.get_xdata()) == [1] and list(points.get_ydata()) == [suffix]
-    assert list(lines["target"].get_xdata()) == [0, 1, 2]
-    assert "speculative suffix" in text_plot(chart, width=80)
+        if row["strategy"] != "target"
+    )
+    assert sorted((row.label, list(row.values)) for row in chart.rows) == measured
+    assert "drafter_kind loaded suffix, speculative suffix" in [row.label for row in chart.rows]
+    assert [row.series for row in chart.rows] == sorted(row.series for row in chart.rows)
 
 
 def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: Path) -> None:
@@ -125,8 +119,8 @@ def test_a_prompt_after_a_report_is_the_last_result(session: ReplSession, tmp_pa
     ("name", "part"),
     [
         ("", "/export evening.svg"),
-        ("x.bmp", ".html, .svg, .png, .json"),
-        ("x", ".html, .svg, .png, .json"),
+        ("x.bmp", ".html, .plot.svg, .svg, .png, .json"),
+        ("x", ".html, .plot.svg, .svg, .png, .json"),
         ("nowhere/x.svg", "nowhere/x.svg"),
         ("there.svg", "there.svg"),
     ],

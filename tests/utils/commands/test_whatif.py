@@ -8,13 +8,13 @@ import pytest
 from fakes import Screen, open_session, records_of, tiny_pair
 
 from utils.commands.experiments.predicted_speed import TargetTiming
-from utils.commands.experiments.whatif import ESTIMATE, EXACT
-from utils.comparison.reports import Chart
+from utils.commands.experiments.whatif import ESTIMATE, EXACT, _charts
+from utils.comparison.charts import LineChart
+from utils.comparison.reports import Finding
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 from utils.repl.runner import Verdict
-from utils.screen.plots import text_plot
 
 
 def test_every_gamma_is_shown_and_recorded(view: Screen, tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_every_gamma_is_shown_and_recorded(view: Screen, tmp_path: Path) -> None
             row = rows[run["drafter_kind"], 3]
             names = ("rounds", "drafted", "accepted", "tokens_per_target_forward")
             assert [row[name] for name in names] == [run[name] for name in names]
-    assert "predicted tokens/s" in shown and "** model" in shown and "the best of each" in shown
+    assert "predicted speed-up" in shown and "* model" in shown and "A auto" in shown and "M measured" in shown
     assert "model: best at gamma " in shown and EXACT in shown
     assert all(row["exact"] and row["speedup"] > 0 for row in rows.values())
     assert rows["model", 0]["speedup"] == pytest.approx(1)
@@ -78,8 +78,29 @@ def test_times_are_decode_steps_plus_costs() -> None:
     assert timing.predict(rounds, Costs((0.1, 0.3)), 3 * 0.25) == pytest.approx(0.5 + 0.5 * steps)
 
 
-def test_a_plot_is_plain_text_of_limited_width() -> None:
-    drawn = text_plot(Chart({"one": [1, 2, 3, 2], "two": [2, 2, 1]}, "speed", "gamma", list("0123")), width=60)
-    lines = drawn.splitlines()
-    assert max(map(len, lines)) <= 60 and "\x1b" not in drawn and drawn.count("^") == 4
-    assert "speed" in lines[0] and lines[-1].strip() == "gamma"
+def test_the_chart_has_predictions_and_what_was_measured(view: Screen, tmp_path: Path) -> None:
+    session = open_session(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 20", "/gamma 3", "a b a b a b", "/whatif"):
+        assert session.handle(line) is Verdict.DONE
+    shown = session.harness.state.shown
+    assert shown is not None and shown.report is not None
+    (chart,) = shown.report.charts(shown.findings)
+    assert isinstance(chart, LineChart) and chart.reference == 1.0
+    rows = records_of(tmp_path / "records.jsonl")
+    speedups = {run["drafter_kind"]: run["speedup_vs_target"] for run in rows[:-1] if run["drafter_kind"]}
+    measured = {(point.series, point.x): point.y for point in chart.markers if point.name == "measured"}
+    assert measured == {(kind, 3): speedup for kind, speedup in speedups.items()}
+    figures = [row for row in rows[-1]["findings"] if row["drafter"] == "ngram"]
+    assert chart.series["ngram"] == [row["speedup"] for row in figures if row["gamma"] is not None][: len(chart.ticks)]
+
+
+def test_the_chart_ends_where_rounds_no_longer_change() -> None:
+    def finding(kind: str, gamma: int | None, rounds: int) -> Finding:
+        row = {"drafter": kind, "gamma": gamma, "rounds": rounds, "drafted": rounds, "accepted": 0}
+        return Finding((), row | {"speedup": 1.0 + (gamma or 0) / 10, "measured_speedup": None})
+
+    rounds = {"a": [9, 5, 4, 4, 4], "b": [9, 8, 8, 8, 8]}
+    findings = [finding(kind, gamma, count) for kind, row in rounds.items() for gamma, count in enumerate(row)]
+    (chart,) = _charts([*findings, finding("a", None, 4)])
+    assert list(chart.ticks) == ["0", "1", "2"] and chart.series["b"] == [1.0, 1.1, 1.2]
+    assert [(point.name, point.x, point.y) for point in chart.markers] == [("auto", 1, 1.0)]

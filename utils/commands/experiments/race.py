@@ -16,9 +16,10 @@ from utils.commands.experiments.repeated_runs import (
 )
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Chart, Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.config.settings import Settings
 
 REPEATS, MAX_REPEATS = 5, 1000
@@ -39,7 +40,7 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     last, harness, settings = context.harness.last(), context.harness, context.settings
     names = [strategy.name for strategy in harness.enabled(settings)]  # raises UserError where nothing is enabled
     events = _events(harness, last, settings, names=names, repeats=repeats)
-    return [RunReport(Report("race", last.text, settings, HEADINGS, events, _conclusion, chart=_chart))]
+    return [RunReport(Report("race", last.text, settings, HEADINGS, events, _conclusion, charts=_charts))]
 
 
 def _events(
@@ -76,10 +77,8 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def _chart(findings: Sequence[Finding]) -> Chart:
-    series = {finding.figures["strategy"]: finding.figures["tokens_per_second"] for finding in findings}
-    ticks = [str(repeat + 1) for repeat in range(max(map(len, series.values())))]
-    return Chart(series, "tokens/s", "repeat", ticks)
+def _charts(findings: Sequence[Finding]) -> list[DotChart]:
+    return [repeats_chart([(finding.figures["strategy"], finding.figures) for finding in findings])]
 
 
 RACE = Command(

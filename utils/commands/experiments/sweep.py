@@ -20,9 +20,10 @@ from utils.commands.experiments.repeated_runs import (
 )
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Chart, Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import setting_fields
@@ -69,7 +70,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     for variant in variants:
         harness.enabled(variant.settings)  # a value that cannot run is refused before anything runs
     events = _events(harness, last, variants, repeats=repeats)
-    return [RunReport(Report("sweep", last.text, context.settings, HEADINGS, events, conclusion, chart=_chart))]
+    return [RunReport(Report("sweep", last.text, context.settings, HEADINGS, events, conclusion, charts=_charts))]
 
 
 def _repeats(text: str) -> tuple[str, int]:
@@ -156,17 +157,10 @@ def _name(row: dict[str, Any]) -> str:
     return f"{row['strategy']} with {row['setting']}"
 
 
-def _chart(findings: Sequence[Finding]) -> Chart:
-    """Throughput over the values in the order they were typed. There is no point where a strategy did not run."""
-    rows = [finding.figures for finding in findings]
-    values = max(row["place"] for row in rows) + 1
-    name = rows[0]["setting"].partition(" ")[0]
-    series: dict[str, list[float | None]] = {row["strategy"]: [None] * values for row in rows}
-    ticks = [""] * values
-    for row in rows:
-        series[row["strategy"]][row["place"]] = median(row["tokens_per_second"])
-        ticks[row["place"]] = row["setting"].removeprefix(f"{name} ")
-    return Chart(series, "tokens/s", name, ticks)
+def _charts(findings: Sequence[Finding]) -> list[DotChart]:
+    """A row for each value and strategy, the values of a strategy next to each other."""
+    rows = sorted((finding.figures for finding in findings), key=lambda row: str(row["strategy"]))
+    return [repeats_chart([(f"{row['setting']}, {row['strategy']}", row) for row in rows])]
 
 
 SWEEP = Command(

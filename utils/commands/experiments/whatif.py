@@ -11,11 +11,12 @@ from typing import Any
 from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext
+from utils.comparison.charts import LineChart, Marker
 from utils.comparison.gamma_replay import replay_gammas
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Chart, Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.costs import Costs
@@ -31,8 +32,8 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
     timing = TargetTiming.of(target_run(last))
     # The text was made under the old settings; what drafts along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
-    findings = _findings(harness, _rerun_job(last, harness, settings), target_run(last).tokens, timing)
-    return [RunReport(Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, chart=_chart))]
+    findings = _findings(harness, _rerun_job(last, harness, settings), last, timing)
+    return [RunReport(Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, charts=_charts))]
 
 
 def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
@@ -45,7 +46,8 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
     )
 
 
-def _findings(harness: Harness, job: Job, tokens: list[int], timing: TargetTiming) -> Iterator[ReportEvent]:
+def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming) -> Iterator[ReportEvent]:
+    tokens, measured = target_run(last).tokens, _measured(last)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
     yield Progress(f"replaying the target's {len(tokens)} tokens with {len(drafting)} drafters ...")
     costs, baseline = job.settings.costs or Costs(), len(tokens) / timing.alone(len(tokens))
@@ -58,9 +60,19 @@ def _findings(harness: Harness, job: Job, tokens: list[int], timing: TargetTimin
             **_round_figures(steps),
             "tokens_per_second": speed,
             "speedup": speed / baseline,
+            "measured_speedup": measured.get(kind) if gamma == last.job.settings.gamma else None,
             "exact": strategy.repeats_target(job.settings),
         }
         yield Finding(_cells(row), row)
+
+
+def _measured(last: LastPrompt) -> dict[str, float | None]:
+    """The speed-up of the last prompt's own runs, by drafter kind."""
+    return {
+        str(strategy.drafter_label(last.job.pair)): comparison.speedup
+        for strategy, _, comparison in last.compared
+        if strategy.drafts
+    }
 
 
 def _round_figures(steps: Sequence[Step]) -> Row:
@@ -102,13 +114,32 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     return [*lines, EXACT if exact else ESTIMATE]
 
 
-def _chart(findings: Sequence[Finding]) -> Chart:
-    series = {
-        kind: [row["tokens_per_second"] for row in rows if row["gamma"] is not None]
-        for kind, rows in _by_drafter(findings).items()
-    }
-    ticks = [str(gamma) for gamma in range(max(map(len, series.values())))]
-    return Chart(series, "predicted tokens/s", "gamma", ticks)
+def _charts(findings: Sequence[Finding]) -> list[LineChart]:
+    """The predicted speed-up over gamma, up to the gamma from which no drafter's rounds change any more."""
+    rows = _by_drafter(findings)
+    fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
+    last = max(map(_last_change, fixed.values()))
+    series = {kind: [row["speedup"] for row in of_kind[: last + 1]] for kind, of_kind in fixed.items()}
+    markers = [
+        Marker(name, kind, min(_mean_drafts(row), last), row[figure])
+        for name, figure in (("auto", "speedup"), ("measured", "measured_speedup"))
+        for kind, of_kind in rows.items()
+        for row in of_kind
+        if row[figure] is not None and (name != "auto" or row["gamma"] is None)
+    ]
+    ticks = [str(gamma) for gamma in range(last + 1)]
+    return [LineChart("predicted speed-up by gamma", "gamma", ticks, series, markers, 1.0)]
+
+
+def _last_change(rows: Sequence[Row]) -> int:
+    """The smallest gamma whose rounds all larger ones repeat."""
+    rounds = [(row["rounds"], row["drafted"], row["accepted"]) for row in rows]
+    return next(gamma for gamma in range(len(rounds)) if all(other == rounds[gamma] for other in rounds[gamma:]))
+
+
+def _mean_drafts(row: Row) -> float:
+    """Where a row belongs on the axis: its gamma, or the drafts per round where that is adaptive."""
+    return float(row["drafted"] / row["rounds"] if row["gamma"] is None else row["gamma"])
 
 
 WHATIF = Command(

@@ -11,6 +11,7 @@ from typing import Any, Self
 from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext
+from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.warm_up import with_costs
@@ -79,7 +80,7 @@ def _why(argument: str, context: CommandContext) -> Outcome:
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
     events = _events(last, TargetTiming.of(target), context)
-    report = Report("why", last.text, last.job.settings, HEADINGS, events, _conclusion, transposed=True)
+    report = Report("why", last.text, last.job.settings, HEADINGS, events, _conclusion, charts=_charts, transposed=True)
     return [RunReport(report)]
 
 
@@ -199,6 +200,12 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
         "Draft cost and verify cost are in decode steps of the target, measured now. "
         "/whatif predicts every gamma for this text.",
     ]
+
+
+def _charts(findings: Sequence[Finding]) -> list[Chart]:
+    rows = {finding.figures["strategy"]: finding.figures for finding in findings}
+    rates = {name: row["by_position"] for name, row in rows.items()}
+    return [*acceptance_chart(rates), *time_chart({name: row["seconds"] for name, row in rows.items()})]
 
 
 WHY = Command(

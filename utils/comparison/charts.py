@@ -1,0 +1,154 @@
+"""Charts as plain values: what a report or the runs of a prompt show as a plot. `utils.screen` draws them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from utils.metrics.intervals import speedup_interval
+
+Record = Mapping[str, Any]
+BASELINE, TARGET_ONLY = "target", "target-only"  # its name in records and on the screen
+MIN_REPEATS = 3  # with fewer, an interval is wider than the chart
+
+
+@dataclass(frozen=True, slots=True)
+class DotRow:
+    """Repeated measurements of one thing. interval: of their mean. series: rows of one series share a colour."""
+
+    label: str
+    values: Sequence[float]
+    interval: tuple[float, float] | None = None
+    series: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DotChart:
+    """A row of dots for each thing that was measured. reference: the value of the target alone, if it is shown."""
+
+    title: str
+    x_label: str
+    rows: Sequence[DotRow]
+    reference: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One point of a series that is not on its line. name: what it is, such as `auto`. x: in ticks."""
+
+    name: str
+    series: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """One line per series over common ticks, from the first one. A value of None leaves a gap."""
+
+    title: str
+    x_label: str
+    ticks: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+    markers: Sequence[Marker] = ()
+    reference: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """A group of bars for each tick, one bar per series, from 0 to 1. A value of None leaves a gap."""
+
+    title: str
+    x_label: str
+    ticks: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedChart:
+    """A bar for each label that consists of parts."""
+
+    title: str
+    x_label: str
+    labels: Sequence[str]
+    parts: Mapping[str, Sequence[float]]
+
+
+Chart = DotChart | LineChart | BarChart | StackedChart
+
+
+def repeats_chart(findings: Sequence[tuple[str, Record]]) -> DotChart:
+    """The speed-up of each repeat, or its throughput if the target alone did not run.
+
+    findings: a label, and the figures of repeated runs with their strategy.
+    """
+    rows = [
+        DotRow(label, row["speedups"], _interval(row["speedups"]), row["strategy"])
+        for label, row in findings
+        if row["speedups"] and row["strategy"] != BASELINE
+    ]
+    if rows:
+        return DotChart(f"speed-up over {TARGET_ONLY}", "speed-up", rows, 1.0)
+    speeds = [DotRow(label, row["tokens_per_second"], series=row["strategy"]) for label, row in findings]
+    return DotChart("throughput", "tokens/s", speeds)
+
+
+def _interval(speedups: Sequence[float]) -> tuple[float, float] | None:
+    if len(speedups) < MIN_REPEATS or min(speedups) <= 0:
+        return None
+    interval = speedup_interval([speedups])
+    return interval.low, interval.high
+
+
+def acceptance_chart(rates: Mapping[str, Sequence[float | None]]) -> Iterator[BarChart]:
+    """Acceptance by position, by strategy. No chart if nothing was drafted."""
+    rates = {name: row for name, row in rates.items() if row}
+    if rates:
+        columns = list(zip_longest(*rates.values()))
+        series = {name: [column[index] for column in columns] for index, name in enumerate(rates)}
+        ticks = [str(position + 1) for position in range(len(columns))]
+        yield BarChart("acceptance by position", "position in the round", ticks, series)
+
+
+def time_chart(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[StackedChart]:
+    """Seconds by part and strategy. seconds: those of each part, by strategy. No chart without a strategy."""
+    if seconds:
+        names = dict.fromkeys(part for parts in seconds.values() for part in parts)
+        parts = {name: [row.get(name, 0.0) for row in seconds.values()] for name in names}
+        yield StackedChart("where the time went", "seconds", list(seconds), parts)
+
+
+def prompt_charts(records: Sequence[Record]) -> list[Chart]:
+    """The charts of the runs of one prompt, from their records."""
+    rates = {
+        row["strategy"]: [accepted / tried if tried else None for accepted, tried in row["accepted_by_position"] or ()]
+        for row in records
+    }
+    # Without a run that drafts there is no split to show.
+    drafting = any(row["draft_seconds"] is not None for row in records)
+    seconds = {row["strategy"]: _seconds(row) for row in records if drafting}
+    return [*acceptance_chart(rates), *time_chart(seconds)]
+
+
+def _seconds(row: Record) -> dict[str, float]:
+    drafting, verifying = row["draft_seconds"], row["verify_seconds"]
+    if drafting is None or verifying is None:
+        return {"not split": row["seconds"]}
+    other = max(0.0, row["seconds"] - drafting - verifying)
+    return {"draft": drafting, "verify": verifying, "other": other}
+
+
+def caption(record: Record) -> str:
+    """The circumstances of a record in one line: the pair, the machine and the prompt."""
+    models, engine, machine = (record.get(part, {}) for part in ("models", "engine", "machine"))
+    pair = f"{models.get('target')} + {models.get('drafter') or 'no drafter'}"
+    threads = engine.get("threads")
+    place = "" if models.get("device") != "cpu" else f", {threads} thread{'s' * (threads != 1)}"
+    computer = machine.get("cpu") if models.get("device") == "cpu" else ", ".join(machine.get("gpus", ()))
+    prompt = " ".join(str(record.get("prompt", "")).split())
+    return f"{pair} · {computer or models.get('device')}{place} · {shortened_text(prompt, 60)}"
+
+
+def shortened_text(text: str, length: int) -> str:
+    """The text, or its beginning and three dots."""
+    return text if len(text) <= length else text[: length - 3].rstrip() + "..."
