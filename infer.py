@@ -27,7 +27,7 @@ from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import request_from_flags
 from utils.prompts.prompt_files import read_prompts
-from utils.repl.line_input import piped_lines, typed_lines
+from utils.repl.line_input import input_waits, piped_lines, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -37,6 +37,7 @@ from utils.screen.line_history import LineHistory, history_path
 from utils.screen.renderer import Renderer, make_renderer
 
 FIRST_NOTE = "Type a prompt, or /help for the commands; /quit or Ctrl-D leaves."
+INPUT_IGNORED = "Standard input is not read when prompts are given: pass its lines with -c."
 Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
 
@@ -83,13 +84,23 @@ def serve(work: Iterator[Work], *, interactive: bool) -> int:
 def lines_for(
     arguments: argparse.Namespace, session: ReplSession, renderer: Renderer, *, interactive: bool
 ) -> Iterable[str]:
-    """The lines of -c, of the keyboard or of standard input."""
+    """The lines of -c, of the keyboard, or of standard input if nothing else says what to run."""
     if interactive:
         renderer.note(FIRST_NOTE)
         history = LineHistory(history_path(), renderer.note)
         return typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status)
     lines: list[str] = arguments.lines
-    return lines if lines or arguments.prompts else piped_lines()
+    if not lines and arguments.prompt is None and not arguments.prompts:
+        return piped_lines()
+    if not lines and input_waits():
+        renderer.note(INPUT_IGNORED)
+    return lines
+
+
+def given_prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts of the command line and of --prompts."""
+    texts = [arguments.prompt] if arguments.prompt is not None else []
+    return texts + ([prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else [])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,10 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = parse_arguments(argv)
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    interactive = on_terminal and not arguments.lines and not arguments.prompts
+    interactive = on_terminal and not arguments.lines and not arguments.prompts and arguments.prompt is None
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_rank_zero())
     try:
-        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else []
+        texts = given_prompts(arguments)  # before anything slow
         session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)
         return serve(work_of(session, broadcast_lines(lines), shard_prompts(texts)), interactive=interactive)

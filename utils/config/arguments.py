@@ -1,24 +1,44 @@
 """The command line: flags and their checks. Nothing heavy is imported, so that --help answers at once."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from utils import __version__
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, THREADS, check_device
 from utils.config.config_file import config_file, read_config
 from utils.errors import UserError, check_choice
 from utils.pairs.known_pairs import PAIRS
+from utils.text import visible
 
 Value = TypeVar("Value")
+# Commands that are often taken for flags: the settings (a test compares them), and parts of /processor.
+SETTINGS = (
+    *("speculative", "ngram", "target", "drafter", "beams", "gamma", "drafter_kind", "costs", "length", "processor"),
+    *("seed", "verify", "engine", "threads", "cache", "chat", "system", "turns", "special", "set_ngramstorage"),
+    *("ngram_limit", "top_k_filler", "reset_in_between", "debug", "temperature", "top_p", "top_k"),
+)
+WITH_C = 'a setting is given with -c, as in -c "/{} {}"'
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line. argparse would print the usage of every flag first."""
+
+    def error(self, message: str) -> NoReturn:
+        # Values can come from a file, so control characters must not reach the terminal.
+        self.exit(2, f"{self.prog}: {visible(message).rstrip('.')}. --help lists the flags.\n")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with defaults from the config file. argparse exits with status 2 if either is invalid."""
     parser = _parser()
     # Parsed twice: --config names the file whose values become defaults, and flags must override these.
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown_words(unknown, sys.argv[1:] if argv is None else argv, parser))
     try:
         config = read_config(arguments.config)
         if arguments.pair:
@@ -32,6 +52,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
+
+
+def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What is wrong with words that are no flags, and how to write what was probably meant."""
+    flag, equals, value = next((word for word in unknown if word.startswith("-")), "").partition("=")
+    if not flag:
+        return f'only one prompt can be given; put it into quotation marks: "... {" ".join(unknown)}"'
+    if not equals:
+        following = [*argv][[*argv].index(flag) + 1 :]
+        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    name = flag.lstrip("-").replace("-", "_").lower()
+    if name in SETTINGS:
+        return f"there is no flag {flag}; {WITH_C.format(name, value)}"
+    flags = [option for action in parser._actions for option in action.option_strings]
+    nearest = get_close_matches(flag, flags, n=1, cutoff=0.7)
+    hint = f"the nearest is {nearest[0]}; " if nearest else ""
+    return f"there is no flag {flag}; {hint}{WITH_C.format('gamma', 3)}"
 
 
 def flag_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -51,14 +88,16 @@ device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
 
 def _parser() -> argparse.ArgumentParser:
     pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="infer.py",
+        allow_abbrev=False,  # --prompt would be taken for --prompts
         description="Compare speculative decoding with other decoding strategies: speed, acceptance, equal text.",
         epilog=f"Pairs: {pairs}; and those of the config file",
     )
     _add_models(parser)
     _add_computation(parser)
     add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="run this prompt and exit, after the lines of -c")
     add("-c", dest="lines", action="append", default=[], metavar="LINE", help="run this line and exit; repeatable")
     add(
         "--prompts",

@@ -140,3 +140,18 @@ def piped_lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin or ():  # None if standard input is closed
         yield line.rstrip("\r\n")
+
+
+def input_waits() -> bool:
+    """Whether standard input is a file or a pipe with something to read. Nothing is read."""
+    # Not select, which also reports the end of the input.
+    try:
+        import fcntl
+        import termios
+
+        number = sys.stdin.fileno()
+        if sys.stdin.isatty():
+            return False
+        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder) > 0
+    except (ImportError, OSError, ValueError, AttributeError):  # Windows; closed, or not a file of the system
+        return False
