@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import hidden_features
+from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
 
 SAMPLED_ROWS = 16  # rows sampled at once, few enough for the CPU cache
@@ -87,7 +87,7 @@ class PageGenerator:
         tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
         sources = torch.zeros(self._rows, self._length, dtype=torch.uint8)
         features: Tensor | None = None
-        cache = new_cache(self._model.config)
+        cache = empty_cache(self._model)
         sampled = [0] * self._rows  # a placeholder: rows begin with tokens of the template
         with torch.no_grad():
             # Every row gets one token per pass, inserted or sampled. So rows stay equally long, and nothing is padded.

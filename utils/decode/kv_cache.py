@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_SPARE = 256  # positions
 
@@ -58,11 +58,15 @@ class GrowingLayer(DynamicLayer):
         super().reset()
 
 
-def new_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model. Full attention layers grow in place; other layer types are those of transformers."""
+def new_cache(config: Any, *, keeps_all: bool = False) -> DynamicCache:
+    """An empty cache for a model. Full attention layers grow in place; other layer types are those of transformers.
+
+    keeps_all: sliding layers do not drop the tokens outside their window.
+    """
     cache = DynamicCache(config=config)
     # The exact type: sliding-window layers are a subclass with an `update` of their own.
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    replaced = (DynamicLayer, DynamicSlidingWindowLayer) if keeps_all else (DynamicLayer,)
+    cache.layers = [GrowingLayer() if type(layer) in replaced else layer for layer in cache.layers]
     # A cache made without layers creates them from this class on first use.
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer

@@ -16,9 +16,9 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from utils.decode.generation_rules import GenerationRules
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import context_length, hidden_features, model_name, vocabulary_size
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
+from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import ContextOverflow, UserError
 
 
@@ -65,9 +65,11 @@ class ModelSession:
         self._recurrent = use_cache and is_recurrent(model)
         # Some hybrid models would otherwise count the positions of every feed from 0.
         self._passes_positions = self._recurrent and "position_ids" in parameters
+        if use_cache:
+            # Copies made here have neither cache nor checkpoint, so the checks leave this session untouched.
+            check_sliding_window(model, self._fresh)
         if self._recurrent:
-            # A copy made here has neither cache nor checkpoint, so the probe leaves this session untouched.
-            check_cache_support(model, lambda: copy.copy(self), verifies=rewinds)
+            check_cache_support(model, lambda: self._fresh(True), verifies=rewinds)
             self._checkpoint = StateCheckpoint() if rewinds else None
 
     def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
@@ -178,6 +180,11 @@ class ModelSession:
         """How rejected drafts leave the cache: "cropped", or "copied, and computed again" for recurrent states."""
         return "copied, and computed again" if self._recurrent else "cropped"
 
+    def _fresh(self, use_cache: bool) -> "ModelSession":
+        twin = copy.copy(self)
+        twin._use_cache = use_cache
+        return twin
+
     def _arguments(self, new: Tensor, keep: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {"use_cache": self._use_cache, "return_dict": True}
         if self._use_cache:
@@ -197,10 +204,10 @@ class ModelSession:
         return arguments | {"encoder_outputs": self._encoded, "decoder_input_ids": new}
 
     def _empty_cache(self) -> Any:
-        cache: Any = new_cache(self.model.config)
+        cache: Any = empty_cache(self.model)
         if self._encoder_ids is not None:
             # Self-attention and cross-attention. A crop shortens only the first, which is what a rewind needs.
-            cache = EncoderDecoderCache(cache, new_cache(self.model.config))
+            cache = EncoderDecoderCache(cache, empty_cache(self.model))
         if self._rewinds and not self._recurrent:
             cache.activate_past_recording()  # sliding windows keep what a rewind may need
         return cache

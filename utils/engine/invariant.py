@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import is_spread
+from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
 from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
@@ -79,7 +79,7 @@ class InvariantEngine:
                 return DIFFERENT_LOGITS
             # A model whose layers do not pass `sliding_window` on would attend to the whole context instead. The sample
             # text may be too short for that to change its logits.
-            if any(new_cache(model.config).is_sliding) and not attention.seen_sliding_windows - {None}:
+            if any(empty_cache(model).is_sliding) and not attention.seen_sliding_windows - {None}:
                 return UNKNOWN_WINDOW
             # The layers of a drafter that was cut out of the target have been tested with the target.
             every_width = index == 0 or not self._shares_weights_with_target(model)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.decode.layer_cut import default_depth, first_layers
 from utils.decode.model_info import is_spread
+from utils.decode.sliding_window import window_notes
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement
@@ -116,7 +117,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         model,
         source.name,
         "model",
-        remote_code_notes(model, source.name) + compatibility.notes(),
+        remote_code_notes(model, source.name) + window_notes(model, source.name) + compatibility.notes(),
         stored_quantization(model.config) or plan.quantize,
         compatibility,
         # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.

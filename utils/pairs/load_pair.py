@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.generation_rules import ignored_settings
 from utils.decode.model_info import is_spread
+from utils.decode.sliding_window import window_notes
 from utils.distributed import is_tensor_parallel, world_size
 from utils.engine import Engine
 from utils.errors import UserError
@@ -77,7 +78,8 @@ def _load_target(source: Source, quantize: str, placement: Placement) -> LoadedT
 
 def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter) -> Pair:
     model, tokenizer, name = target.model, target.tokenizer, target.name
-    own_notes = remote_code_notes(model, name) + ignored_settings(model, name) + unknown_ids(model, tokenizer, name)
+    own_notes = remote_code_notes(model, name) + ignored_settings(model, name) + window_notes(model, name)
+    own_notes += unknown_ids(model, tokenizer, name)
     return Pair(
         target=model,
         drafter=drafter.model,
