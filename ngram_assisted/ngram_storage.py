@@ -120,10 +120,7 @@ class NGramStorage:
         self._check([*context, *counts])
         if level is None or context in level or not counts or min(counts.values()) < 1:
             raise UserError("it does not hold n-grams of this order")
-        # The same scores as `_add` leaves, so that ties are broken as before the file was written.
-        scores = {token: count * _ONCE - rank for rank, (token, count) in enumerate(counts.items())}
-        scores[_LEADER] = max(scores, key=scores.__getitem__)
-        level[context] = scores
+        level[context] = _followers(counts)
         self._ages.append(context)
         self._grams += len(counts)
         self._forget()
@@ -168,6 +165,15 @@ class OneLevelNGramStorage(NGramStorage):
 
     def _context_sizes(self) -> Sequence[int]:
         return (self.n - 1,)
+
+
+def _followers(counts: dict[int, int]) -> Followers:
+    """The inverse of `_counts`: the same scores as `_add` leaves, so that ties are broken as before."""
+    if len(counts) == 1 and (first := next(iter(counts.items())))[1] == 1:
+        return first[0]  # a dict would take three times the memory
+    scores = {token: count * _ONCE - rank for rank, (token, count) in enumerate(counts.items())}
+    scores[_LEADER] = max(scores, key=scores.__getitem__)
+    return scores
 
 
 def _counts(followers: Followers) -> dict[int, int]:

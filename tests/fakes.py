@@ -121,7 +121,7 @@ def open_session(
 
 def records_of(path: Path) -> list[dict[str, Any]]:
     """The JSON records of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def checked(session: ReplSession, file: Path, *lines: str) -> dict[str, Any]:

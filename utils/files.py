@@ -1,33 +1,133 @@
-"""Atomic file replacement, and the user's folders for cache, config and state."""
+"""Files of users: read with bounds, written whole or not at all, and never replaced unless that was asked for.
 
+Also the user's folders for cache, config and state. Nothing heavy is imported.
+"""
+
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
+
+from utils.errors import UserError
 
 DEFAULT_FOLDERS = {"cache": ".cache", "config": ".config", "state": ".local/state"}
 PRIVATE_FILE = 0o600
+NEW_FILE = 0o666  # the umask applies, as for any new file
+MAX_TEXT_BYTES = 256_000_000  # a device such as /dev/zero never ends
+
+
+def read_text(path: Path, what: str = "") -> str:
+    """The text of a UTF-8 file without a byte order mark. Line ends are kept, so that only "\\n" separates lines.
+
+    what: what messages call the file, such as "The config file". Raises UserError if it cannot be read.
+    """
+    name = f"{what} {path}".strip()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise UserError(f"{name} is larger than {MAX_TEXT_BYTES // 1_000_000} MB: use a smaller file.")
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} cannot be read: it is not UTF-8 text.") from error
+    except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{name} cannot be read: {os_reason(error)}.") from error
+
+
+def os_reason(error: Exception) -> str:
+    """Why the operating system refused something, without the path that most messages repeat."""
+    return getattr(error, "strerror", None) or str(error).rstrip(".")
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless the path is a regular file that can be opened: reading a pipe could wait without an end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    path.open("rb").close()
+
+
+def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Write a file, whole or not at all. Raises UserError if it cannot be written, or may not be replaced."""
+    try:
+        with replacing(path, overwrite=overwrite) as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise UserError(f"{path} already exists: choose a different name, or add the word 'overwrite'.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written: {os_reason(error)}. Choose a different place.") from error
 
 
 @contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary file in the folder of `path` that replaces `path` when the block ends without an error.
+def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that becomes `path` when the block ends without an error.
 
-    After an error or an interruption the temporary file is removed and `path` is unchanged. private: only the owner may
-    read the new file. Raises OSError if the file cannot be created or renamed.
+    Where the system allows it, the file has no name until then, so nothing is left behind, however the program ends.
+    Only regular files are replaced, never devices, pipes or folders. A new file has the mode that the umask gives, and
+    a replaced file keeps its mode. Raises OSError if the file cannot be created, FileExistsError if it exists and
+    `overwrite` is False.
     """
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    # A link stays a link, and the file that it names is replaced.
+    path = Path(os.path.realpath(path)) if overwrite else path
+    mode = _replaceable_mode(path, overwrite=overwrite)
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    descriptor, named = _open_temporary(part)
     try:
-        # The mode is set before anything is written. The umask applies to 0o666, as for any new file.
-        temporary.touch(mode=PRIVATE_FILE if private else 0o666, exist_ok=False)
-        yield temporary
-        os.replace(temporary, path)
+        with open(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            yield file
+            file.flush()
+            if not named:
+                _link(descriptor, part if overwrite else path)
+        if named and not overwrite and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        if named or overwrite:
+            os.replace(part, path)
     except BaseException:  # Ctrl-C included
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise
+
+
+def _replaceable_mode(path: Path, *, overwrite: bool) -> int | None:
+    """The mode of the file to be replaced, or None if there is none. Raises OSError if it must not be replaced."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(status.st_mode):
+        if overwrite:
+            return stat.S_IMODE(status.st_mode)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    if stat.S_ISLNK(status.st_mode):  # only without `overwrite`
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def _open_temporary(part: Path) -> tuple[int, bool]:
+    """A new file for writing, and whether it has the name `part`. Raises OSError."""
+    if hasattr(os, "O_TMPFILE"):
+        # Not every file system has files without a name. The second attempt reports errors such as a missing folder.
+        with suppress(OSError):
+            return os.open(part.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, NEW_FILE), False
+    return os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, NEW_FILE), True
+
+
+def _link(descriptor: int, path: Path) -> None:
+    """Give a name to a file without one. Raises OSError, FileExistsError if the name is taken."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # With a descriptor of a folder Python calls linkat with AT_SYMLINK_FOLLOW, which /proc/self/fd needs.
+        os.link(f"/proc/self/fd/{descriptor}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def user_folder(kind: Literal["cache", "config", "state"]) -> Path:

@@ -4,6 +4,8 @@ Model output is data: control characters could move the cursor, recolour the ter
 visible symbols before anything is shown.
 """
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,8 @@ _UNSAFE: dict[int, str] = (
     | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
     | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # not characters, and not allowed in XML
 )
+_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_SHORT_ESCAPES = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 def visible(text: str) -> str:
@@ -35,6 +39,38 @@ def byte_size(size: int) -> str:
 def unescape(typed: str) -> str:
     """A typed line as a prompt: the escapes \\n and \\t become newline and tab."""
     return typed.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def escaped(text: str) -> str:
+    """The text on one line of printable characters: `unescaped` restores it exactly.
+
+    The backslash, all control characters and separators, and lone surrogates become escapes as in Python. So do blanks
+    at the ends, which editors remove.
+    """
+    core = text.strip(" ")
+    start = len(text) - len(text.lstrip(" "))
+    if not core:
+        return r"\x20" * len(text)
+    inner = "".join(_escape(character) for character in core)
+    return r"\x20" * start + inner + r"\x20" * (len(text) - start - len(core))
+
+
+def _escape(character: str) -> str:
+    printable = character.isprintable() and character != "\\"
+    return character if printable else character.encode("unicode_escape").decode("ascii")
+
+
+def unescaped(line: str) -> str:
+    """The inverse of `escaped`. A backslash that begins no escape is kept."""
+    return _ESCAPE.sub(_unescape, line)
+
+
+def _unescape(escape: re.Match[str]) -> str:
+    code = escape[0][1:]
+    if code in _SHORT_ESCAPES:
+        return _SHORT_ESCAPES[code]
+    number = int(code[1:], 16)
+    return chr(number) if number <= sys.maxunicode else escape[0]
 
 
 def encodable(text: str) -> str:

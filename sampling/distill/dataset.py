@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from sampling.distill.generate import Page
 from utils.files import replacing
@@ -43,8 +43,8 @@ class Corpus:
             "voices": page.sources,
             "warmths": page.temperatures,
         }
-        with replacing(self._path(len(self))) as temporary:
-            save_file(tensors, temporary, metadata={"count": str(int(page.generated.sum()))})
+        with replacing(self._path(len(self))) as file:
+            file.write(save(tensors, metadata={"count": str(int(page.generated.sum()))}))
 
     def page(self, number: int) -> Page:
         """One page, memory-mapped."""

@@ -61,8 +61,8 @@ class ProgressReporter:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON; an interruption leaves the old file in place."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode())
 
 
 def duration_text(seconds: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from sampling.distill.acceptance import Acceptance, measure_acceptance
@@ -87,8 +87,8 @@ class Trainer:
                     tensors[f"optimizer.{number}.{index}.{name}"] = torch.as_tensor(value).contiguous()
         # safetensors stores texts only.
         metadata = {"step": str(self.step), "total": str(self.total), "loss": repr(self.loss)}
-        with replacing(folder / STATE_FILE) as temporary:
-            save_file(_without_shared(tensors), temporary, metadata=metadata)
+        with replacing(folder / STATE_FILE) as file:
+            file.write(save(_without_shared(tensors), metadata=metadata))
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote."""

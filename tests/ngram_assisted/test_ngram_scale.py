@@ -1,5 +1,6 @@
 """N-gram storages at scale: bounded, in constant time per token, and unchanged by saving and loading."""
 
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -145,23 +146,76 @@ def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
             load_storage(path, 50, 100)
 
     refused(good, about | {"version": "2"}, "version 2")
-    refused(good, about | {"format": "weights"}, "/ngram_save")
+    refused(good, about | {"format": "weights"}, "/ngram save")
     refused(good, about | {"vocabulary": "60"}, "60 .*50")
     refused(good, about | {"kind": "tree"}, DAMAGED)
     refused(good, about | {"order": "two"}, DAMAGED)
-    refused(good, about | {"order": "2"}, "order")
-    refused(good | {"counts": -good["counts"]}, about, "order")
+    refused(good, about | {"order": "2"}, DAMAGED)
+    refused(good | {"counts": -good["counts"]}, about, DAMAGED)
     refused(good | {"followers": good["followers"] + 50}, about, r"\b49\b")
     refused(good | {"followers": good["followers"][:-1]}, about, DAMAGED)
     refused({name: good[name] for name in ARRAYS[1:]}, about, DAMAGED)
     refused(good | {"sizes": np.append(good["sizes"], 1)}, about, DAMAGED)
+    for name in ARRAYS:
+        rest = {other: good[other] for other in ARRAYS if other != name}
+        refused(rest | {name: np.append(good[name], 1)}, about, DAMAGED)  # more than is used
+        refused(rest | {name: good[name][:-1]}, about, DAMAGED)
+        refused(rest | {name: np.append(good[name][:-1], 2**62)}, about, f"{DAMAGED}|outside")
+        refused(rest | {name: good[name].astype(np.float64) * np.nan}, about, DAMAGED)
+        for kind in (np.float64, np.uint64, bool):
+            refused(rest | {name: good[name].astype(kind)}, about, DAMAGED)
+        refused(rest | {name: good[name][None]}, about, DAMAGED)
+    twice = {"sizes": [1], "contexts": [3], "branches": [2], "followers": [4, 4], "counts": [1, 2]}
+    refused({name: np.array(values) for name, values in twice.items()}, about, DAMAGED)
     path.write_bytes(b"\x80\x04 a pickle, which must not be opened")
     with pytest.raises(UserError, match=DAMAGED):
         load_storage(path, 50, 100)
-    with pytest.raises(UserError, match="none"):
+    with pytest.raises(UserError, match="none") as missing:
         load_storage(tmp_path / "none", 50, 100)
-    with pytest.raises(UserError, match=r"a\.ngrams"):
-        save_storage(storage, tmp_path / "none" / "a.ngrams")
+    assert str(missing.value).count("none") == 1, "the path is said once"
+    os.mkfifo(tmp_path / "pipe")  # would be waited for without an end
+    for odd in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(UserError, match="regular"):
+            load_storage(odd, 50, 100)
+
+
+@pytest.mark.parametrize("place", ["none/a.ngrams", "file/x", "x" * 256, "folder", "pipe", "link", "a\0b"])
+def test_places_that_cannot_be_written(tmp_path: Path, place: str) -> None:
+    storage = NGramStorage(3, 50)
+    storage.initialize([1, 2, 3, 1, 2, 4])
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")  # a device is treated alike, and this one may be lost
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    before = sorted(tmp_path.iterdir())
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="cannot be written|already exists"):
+            save_storage(storage, tmp_path / place, overwrite=overwrite)
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_existing_file_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    path, storage = tmp_path / "a.ngrams", NGramStorage(3, 50)
+    storage.initialize([1, 2, 3])
+    path.write_text("mine")
+    with pytest.raises(UserError, match="overwrite"):
+        save_storage(storage, path)
+    assert path.read_text() == "mine"
+    save_storage(storage, path, overwrite=True)
+    assert contents_of(load_storage(path, 50, 100)[0]) == contents_of(storage)
+
+
+def test_a_loaded_storage_takes_no_more_memory_than_the_one_that_was_saved(tmp_path: Path) -> None:
+    storage = NGramStorage(4, 1000)
+    storage.initialize(np.random.default_rng(0).integers(0, 1000, 3000).tolist())
+    save_storage(storage, tmp_path / "a.ngrams")
+    loaded = load_storage(tmp_path / "a.ngrams", 1000, 10**6)[0]
+
+    def dicts(one: NGramStorage) -> int:
+        return sum(isinstance(followers, dict) for level in one._levels.values() for followers in level.values())
+
+    assert dicts(loaded) == dicts(storage) < len(storage) / 3
 
 
 def test_a_storage_can_be_used_in_a_later_session(view: Screen, tmp_path: Path) -> None:

@@ -1,36 +1,53 @@
 """Files are written whole or not at all, and the user's folders follow the XDG Base Directory specification."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-from utils.files import replacing, user_folder
+from utils import files
+from utils.errors import UserError
+from utils.files import read_text, replacing, user_folder, write_file
 
 
-def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path) -> None:
+@pytest.fixture(params=["without a name", "named"])
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files of both kinds: some file systems support only those with a name."""
+    if request.param == "named":
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+
+
+def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path, named: None) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
     with replacing(path) as temporary:
-        temporary.write_text("new")
-        assert temporary.parent == tmp_path and path.read_text() == "old"
+        temporary.write(b"new")
+        temporary.flush()
+        assert path.read_text() == "old"
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failure_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, named: None, error: type[BaseException]
+) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
     with pytest.raises(error), replacing(path) as temporary:
-        temporary.write_text("half")
+        temporary.write(b"half")
         raise error
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_rename_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(OSError), replacing(folder) as temporary:
-        temporary.write_text("new")
+        temporary.write(b"new")
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -39,12 +56,58 @@ def test_a_missing_folder_is_reported_before_anything_is_written(tmp_path: Path)
         pytest.fail("the block must not run")
 
 
-def test_a_private_file_is_readable_for_its_owner_only(tmp_path: Path) -> None:
-    for private in (True, False):
-        with replacing(tmp_path / "file", private=private) as temporary:
-            temporary.write_bytes(b"x")
-        mode = (tmp_path / "file").stat().st_mode & 0o777
-        assert (mode == 0o600) == private
+def test_new_files_follow_the_umask_and_replaced_ones_keep_their_mode(tmp_path: Path) -> None:
+    path, before = tmp_path / "file", os.umask(0o027)
+    try:
+        write_file(path, b"x", overwrite=False)
+        assert path.stat().st_mode & 0o777 == 0o640
+        path.chmod(0o600)
+        write_file(path, b"y", overwrite=True)
+        assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == b"y"
+    finally:
+        os.umask(before)
+
+
+def test_an_existing_file_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    path, link, gone = tmp_path / "file", tmp_path / "link", tmp_path / "gone"
+    path.write_text("old")
+    link.symlink_to(path)
+    gone.symlink_to(tmp_path / "nothing")
+    for name in (path, link, gone):
+        with pytest.raises(UserError, match="overwrite"):
+            write_file(name, b"new", overwrite=False)
+    assert path.read_text() == "old" and not (tmp_path / "nothing").exists()
+    write_file(link, b"new", overwrite=True)
+    assert path.read_text() == "new" and link.is_symlink(), "a link stays a link"
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, named: None) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(FileExistsError), replacing(path, overwrite=False) as temporary:
+        temporary.write(b"mine")
+        path.write_text("theirs")
+    assert path.read_text() == "theirs" and list(tmp_path.iterdir()) == [path]
+
+
+def test_killing_the_program_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys; from utils.files import replacing\n"
+        "with replacing(pathlib.Path(sys.argv[1]) / 'file') as file:\n"
+        "    file.write(b'x' * 10**6); file.flush(); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())
+
+
+def test_reading_has_bounds_and_keeps_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes("\ufeffa\r\nb\rc\u2028d\n".encode())
+    assert read_text(path) == "a\r\nb\rc\u2028d\n"
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
+    for bad in (Path("/dev/zero"), tmp_path, tmp_path / "none", tmp_path / "a\0b", path):
+        with pytest.raises(UserError) as refused:
+            read_text(bad)
+        assert str(refused.value).count(str(bad)) == 1
 
 
 @pytest.mark.parametrize(("kind", "default"), [("cache", ".cache"), ("config", ".config"), ("state", ".local/state")])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from utils.commands.outcomes import Outcome, Reply
-from utils.commands.paths import path_in, write_new
+from utils.commands.paths import output_in, write_output
 from utils.commands.registry import Command, CommandContext
 from utils.comparison.charts import Chart, caption, prompt_charts
 from utils.comparison.session_state import ShownResult
@@ -18,18 +18,20 @@ FORMS = ("html", "plot.svg", "svg", "png", "json")
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:
-    path = path_in(argument, "/export evening.svg")
-    form = next((form for form in FORMS if path.name.lower().endswith(f".{form}")), "")
+    file = output_in(argument, "/export evening.svg")
+    form = next((form for form in FORMS if file.path.name.lower().endswith(f".{form}")), "")
     if not form:
         endings = ", ".join(f".{name}" for name in FORMS)
-        raise UserError(f"'{argument}' does not end in one of {endings}; write for example evening.svg.")
+        raise UserError(f"'{file.path}' does not end in one of {endings}; write for example evening.svg.")
     shown = context.harness.state.shown
     if shown is None or not shown.records:
         raise UserError("there is no result to export yet: send a prompt first.")
     content = EXPORTERS[form](shown, context)
     # Model output can hold lone surrogates, which strict UTF-8 refuses.
-    write_new(path, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
-    return [Reply(f"{f'/{shown.report.name}' if shown.report else 'the runs of the last prompt'} written to {path}")]
+    write_output(file, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
+    return [
+        Reply(f"{f'/{shown.report.name}' if shown.report else 'the runs of the last prompt'} written to {file.path}")
+    ]
 
 
 def _picture(form: str, shown: ShownResult, context: CommandContext) -> str:
@@ -59,7 +61,7 @@ EXPORTERS: dict[str, Callable[[ShownResult, CommandContext], str | bytes]] = {
 }
 EXPORT = Command(
     "export",
-    "FILE",
+    "FILE [overwrite]",
     "write the last result to a file: .svg or .html in colours, .png or .plot.svg for plots, .json for records",
     _export,
 )

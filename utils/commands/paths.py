@@ -1,11 +1,26 @@
-"""Files named in commands: the path in an argument, and writing a file whole or not at all."""
+"""Files named in commands: the path in an argument, and whether an existing file may be replaced.
 
+The convention of every command that writes a file: `/save FILE` refuses a file that exists, and `/save FILE overwrite`
+replaces it. A command parses its argument with `output_in` and writes with `write_output`.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.distributed import run_once
 from utils.errors import UserError
-from utils.files import replacing
+from utils.files import write_file
 from utils.models.sources import parse_path
+
+OVERWRITE = "overwrite"  # the word after a file name that allows to replace the file
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write, and whether the user allowed to replace an existing one."""
+
+    path: Path
+    overwrite: bool
 
 
 def path_in(argument: str, example: str) -> Path:
@@ -15,26 +30,14 @@ def path_in(argument: str, example: str) -> Path:
     return parse_path(argument)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Write a file that does not exist yet. Raises UserError if it exists or cannot be written."""
-
-    def write() -> None:
-        # Checked inside run_once: with several ranks, one could already see the file that another one writes.
-        if path.exists():
-            raise UserError(f"{path} already exists: choose a different name.")
-        _write(path, content)
-
-    run_once(write)
+def output_in(argument: str, example: str) -> OutputFile:
+    """The file of `FILE` or `FILE overwrite`, the argument of a command that writes. Raises UserError without one."""
+    name, _, last = argument.rpartition(" ")
+    overwrite = last == OVERWRITE and bool(name.strip())
+    return OutputFile(path_in(name.strip() if overwrite else argument, example), overwrite)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all, readable for its owner only. Raises UserError if it cannot be written."""
-    run_once(lambda: _write(path, content))
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        with replacing(path, private=True) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Choose a different folder.") from error
+def write_output(file: OutputFile, content: bytes) -> None:
+    """Write a file, whole or not at all. Raises UserError if it may not be replaced or cannot be written."""
+    # Checked inside run_once: with several ranks, one could already see the file that another one writes.
+    run_once(lambda: write_file(file.path, content, overwrite=file.overwrite))

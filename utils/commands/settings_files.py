@@ -1,39 +1,113 @@
 """/save and /run write settings to a file of commands and run such a file; /set, /undo and /history."""
 
+import re
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from pathlib import Path
+
 from utils.bounds import WholeRange
-from utils.commands.outcomes import Outcome, Reply, RunLines, ShowRows, UndoSettings
-from utils.commands.paths import path_in, write_file
-from utils.commands.registry import Command, CommandContext
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RunLines, ShowRows, UndoSettings
+from utils.commands.paths import output_in, path_in, write_output
+from utils.commands.registry import Command, CommandContext, Registry
 from utils.config.settings import setting_fields
 from utils.errors import UserError
+from utils.files import read_text
 from utils.screen.line_history import history_path, recent_lines
+from utils.text import escaped, unescaped
 
-HEADER = "# settings, for /run"  # the first line of a file that /save may overwrite
+# The first line of a file whose values have escapes. Files of earlier versions have no escapes.
+HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ a backslash"
+EARLIER_HEADER = "# settings, for /run"
+# Changing these can fail for reasons outside of a value, and measures costs again, so they are run as lines.
+LATE = ("engine", "threads", "drafter_kind", "costs")
+PROMPTS = "prompts"  # the word after a file name that says that its lines are prompts
+FEW_LINES = 10  # a file with fewer lines is always run
+MARKUP = re.compile(r"\s|[|<>*{}\[\]+=-]|```|\d+\. |(import|from|def|class) ")
 DEFAULT_LINES, MAX_LINES = 20, 10_000
 
 
 def _save(argument: str, context: CommandContext) -> Outcome:
-    path = path_in(argument, "/save evening.txt")
-    lines = [f"/{name} {entry.show(context.settings)}" for name, entry in setting_fields().items()]
-    try:
-        # Only a file that /save wrote may be overwritten; it could be the user's notes.
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
-            raise UserError(f"{path} already exists and is not a settings file: choose a different name.")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Choose a different folder.") from error
-    # /run reads one command per line, so a value of several lines, a system prompt, cannot be saved.
-    write_file(path, ("\n".join([HEADER, *(line for line in lines if "\n" not in line)]) + "\n").encode())
-    return [Reply(f"settings saved to {path}; /run {argument} restores them")]
+    file = output_in(argument, "/save evening.txt")
+    values = ((name, entry.show(context.settings)) for name, entry in setting_fields().items())
+    lines = [HEADER, *(f"/{name} {escaped(value)}" for name, value in values)]
+    write_output(file, ("\n".join(lines) + "\n").encode())
+    return [Reply(f"settings saved to {file.path}; /run {file.path} restores them")]
 
 
 def _run(argument: str, context: CommandContext) -> Outcome:
-    path = path_in(argument, "/run evening.txt")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # drops the byte order mark of Windows editors
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"{path} cannot be read: {reason}.") from error
-    return [RunLines([line for line in lines if line.strip() and not line.startswith("#")])]
+    name, _, last = argument.rpartition(" ")
+    confirmed = last == PROMPTS and bool(name.strip())
+    path = path_in(name.strip() if confirmed else argument, "/run evening.txt")
+    # Windows ends lines with "\r\n". Other separators, such as a form feed, may be part of a prompt.
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    header, body = lines[0], [line for line in lines if line.strip() and not line.startswith("#")]
+    if header.startswith((HEADER, EARLIER_HEADER)):
+        return _run_settings(path, body, context, has_escapes=header.startswith(HEADER))
+    if not confirmed and _is_text(lines, context.registry):
+        raise UserError(
+            f"{path} looks like a text or a program, not like commands and prompts; "
+            f"'/run {path} {PROMPTS}' sends each of its lines."
+        )
+    return [RunLines(body)]
+
+
+def _run_settings(path: Path, lines: Sequence[str], context: CommandContext, *, has_escapes: bool) -> Outcome:
+    """Apply the settings at the start of the file in one change, and run everything else as lines."""
+    decoded: Callable[[str], str] = unescaped if has_escapes else str
+    fields, settings = setting_fields(), context.settings
+    late: list[str] = []
+    changes: list[str] = []
+    values = sorted((line[1:].split(" ", 1) for line in takewhile(_is_setting, lines)), key=_is_costs)
+    for name, text in values:
+        # Blanks at the ends of a value are escaped, so those found here were typed by somebody.
+        entry, value = fields[name], decoded(text.strip())
+        # The lines that measure costs may change them, so these are set again after any of them.
+        if value == entry.show(settings) and not (name == "costs" and late):
+            continue
+        try:
+            changed = entry.change(settings, value, context.limits)
+        except UserError:
+            late.append(f"/{name} {value}")  # fails again as a line, which shows why
+            continue
+        if name in LATE:
+            late.append(f"/{name} {value}")
+        else:
+            settings = changed
+            changes.append(f"{name} {escaped(entry.show(settings))}")
+    summary = f"{len(values)} settings read from {path}: {', '.join(changes) or 'nothing changes'}"
+    rest = [*late, *(decoded(line) if line.startswith("/") else line for line in lines[len(values) :])]
+    return [ChangeSettings(settings, summary), *([RunLines(rest)] if rest else [])]
+
+
+def _is_costs(value: Sequence[str]) -> bool:
+    """Whether a pair of name and value is the last to apply."""
+    return value[0] == "costs"
+
+
+def _is_setting(line: str) -> bool:
+    """Whether a line sets a setting to a value. Without a value it would switch or show the setting."""
+    name, _, value = line.removeprefix("/").partition(" ")
+    return line.startswith("/") and name in setting_fields() and bool(value)
+
+
+def _is_text(lines: Sequence[str], registry: Registry) -> bool:
+    """Whether a file is evidently something else than lines of commands and prompts: Markdown, a program, prose.
+
+    Such files have hardly any commands, and many of their lines begin with markup or continue a sentence.
+    """
+    names = {command.name for command in registry}
+    filled = [line for line in lines if line.strip()]
+    commands = sum(line.startswith("/") and line[1:].split(" ")[0] in names for line in filled)
+    if len(filled) < FEW_LINES or 10 * commands > len(filled):
+        return False
+    pairs = zip(["", *lines], lines, strict=False)
+    odd = sum(bool(MARKUP.match(line)) or _continues(before, line) for before, line in pairs if line.strip())
+    return 4 * odd > len(filled)
+
+
+def _continues(before: str, line: str) -> bool:
+    """Whether a line continues the sentence of a long line before it."""
+    return len(before) > 50 and before[-1] not in ".?!:" and line[0].islower()
 
 
 def _set(argument: str, context: CommandContext) -> Outcome:
@@ -59,7 +133,7 @@ def _history(argument: str, context: CommandContext) -> Outcome:
 FILE_COMMANDS = (
     Command("set", "NAME VALUE", "the same as /NAME VALUE", _set, words=tuple(setting_fields())),
     Command("undo", "", "revert the last change of a setting; repeatable", _undo),
-    Command("save", "FILE", "write all settings to a file of commands", _save),
-    Command("run", "FILE", "run a file of commands and prompts, one per line; # begins a comment", _run),
+    Command("save", "FILE [overwrite]", "write all settings to a file of commands", _save),
+    Command("run", "FILE [prompts]", "run a file of commands and prompts, one per line; # begins a comment", _run),
     Command("history", "[N]", f"the last N typed lines (default: {DEFAULT_LINES})", _history),
 )

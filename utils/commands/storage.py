@@ -6,9 +6,10 @@ from heapq import nlargest
 from ngram_assisted import load_storage, save_storage
 from utils.bounds import WholeRange
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
-from utils.commands.paths import path_in
+from utils.commands.paths import output_in, path_in
 from utils.commands.registry import Command, CommandContext
 from utils.config.value_types import StorageSpec
+from utils.distributed import run_once
 from utils.errors import UserError
 from utils.text import token_piece
 
@@ -17,11 +18,12 @@ DEFAULT_ROWS, MAX_ROWS = 20, 1000
 
 
 def _save(argument: str, context: CommandContext) -> Outcome:
-    path, storage = path_in(argument, EXAMPLE), context.harness.state.storage
+    file, storage = output_in(argument, EXAMPLE), context.harness.state.storage
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
-    save_storage(storage, path, context.harness.pair.target_name)
-    return [Reply(f"{len(storage)} n-grams written to {path} ({path.stat().st_size / 1e6:.1f} MB)")]
+    model = context.harness.pair.target_name
+    run_once(lambda: save_storage(storage, file.path, model, overwrite=file.overwrite))
+    return [Reply(f"{len(storage)} n-grams written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")]
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -55,7 +57,7 @@ def _ngrams(argument: str, context: CommandContext) -> Outcome:
 
 STORAGE_COMMANDS = (
     Command("ngrams", "[N]", f"the N most frequent n-grams of the storage (default: {DEFAULT_ROWS})", _ngrams),
-    Command("ngram_save", "FILE", "write the n-gram storage to a file", _save),
+    Command("ngram_save", "FILE [overwrite]", "write the n-gram storage to a file", _save),
     Command(
         "ngram_load", "FILE", "use the n-gram storage from a file from now on, and turn off /reset_in_between", _load
     ),

@@ -15,6 +15,7 @@ from typing import Any
 from utils.comparison.records import SCHEMA
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
+from utils.files import read_text
 from utils.prompts.conversation import Turns, turns_from_messages
 
 # The circumstances that can change a run. Memory use, for example, cannot.
@@ -83,12 +84,8 @@ def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
 
     Raises UserError for a file that cannot be read, is damaged, or holds no generation.
     """
-    try:
-        # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"The records file {path} cannot be read: {reason}.") from error
+    # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
+    lines = read_text(path, "The records file").split("\n")
     runs: list[RecordedRun] = []
     others: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):

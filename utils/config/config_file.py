@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError, check_choice
-from utils.files import user_folder
+from utils.files import read_text, user_folder
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import REQUEST_FIELDS, check_field
 
@@ -44,13 +44,11 @@ def read_config(path: Path | None) -> Config:
         path = config_file()
         if not path.is_file():
             return Config()
+    text = read_text(path, "The config file")
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"The config file {path} cannot be read: {reason}.") from error
-    # Deeply nested arrays exceed the recursion limit of tomllib.
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        entries = tomllib.loads(text)
+    # Deeply nested arrays exceed the recursion limit of tomllib, and int() refuses numbers of thousands of digits.
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
         raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
     try:
         return _parse(entries)
@@ -95,4 +93,6 @@ def _text(value: object, name: str) -> str:
         return "on" if value else "off"
     if not isinstance(value, str | int | float):
         raise UserError(f"{name} must be a text, a number, true or false.")
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        raise UserError(f"{name} is a number of more than 64 bits, which no entry allows.")
     return str(value)

@@ -165,6 +165,8 @@ def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -
     for name, text in values.items():
         setting = setting_fields()[check_choice(name, tuple(setting_fields()), "setting")]
         try:
+            if not text:  # would switch a toggle instead of setting it
+                raise UserError("it is empty: write a value, or leave the entry out.")
             settings = setting.change(settings, text, limits)
         except UserError as error:
             raise UserError(f"settings.{name}: {error}") from error

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from utils.errors import UserError
-from utils.files import replacing
+from utils.files import os_reason, replacing
 from utils.models.draft_head import Head, HeadShape, TargetHead
 
 FORMAT, VERSION = "speculative head", 1
@@ -60,14 +60,13 @@ def save_head(folder: Path, file: HeadFile) -> None:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / WEIGHTS) as temporary:
-            save_file(tensors, temporary)
+        with replacing(folder / WEIGHTS) as weights:
+            weights.write(save(tensors))
         # Last, because a folder with this file counts as a head.
-        (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): choose a different folder."
-        ) from error
+        with replacing(folder / CONFIG) as config:
+            config.write((json.dumps(about, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({os_reason(error)}): choose a different folder.") from error
 
 
 def is_head(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import UserError
+from utils.files import read_text
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt that names none
@@ -28,12 +29,8 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     A JSON line may name a `task` (or `category`). Raises UserError if the file cannot be read or a JSON line has no
     prompt.
     """
-    try:
-        # utf-8-sig drops a byte order mark, which would hide the brace of a first JSON line.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"The prompts file {path} cannot be read: {reason}.") from error
+    # Without the byte order mark, which would hide the brace of a first JSON line.
+    lines = read_text(path, "The prompts file").split("\n")
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith("{"):
             yield _json_prompt(line, f"{path}, line {number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html import unescape
 from pathlib import Path
@@ -26,6 +27,12 @@ def session(view: Screen, tmp_path: Path) -> ReplSession:
     return made
 
 
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def words_of(svg: str) -> str:
     return "".join(
         "".join(part.itertext()) for part in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
@@ -36,7 +43,7 @@ def test_the_rounds_of_the_last_prompt_in_their_colours(session: ReplSession, vi
     shown = view.take()[0]
     for form in ("svg", "html"):
         assert session.handle(f"/export {tmp_path / form}.{form}") is Verdict.DONE
-        assert (tmp_path / f"{form}.{form}").stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / f"{form}.{form}").stat().st_mode & 0o777 == 0o666 & ~umask()
     svg, html = (tmp_path / "svg.svg").read_text(encoding="utf-8"), (tmp_path / "html.html").read_text(encoding="utf-8")
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")
     pictured = "".join(words_of(svg).split())

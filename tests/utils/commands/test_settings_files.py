@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import hypothesis
 import pytest
-from fakes import Screen, open_session, records_of
+from fakes import Screen, open_session, records_of, screen
+from hypothesis import strategies as st
+from paths import ROOT
 
+from utils.bounds import MAX_NGRAMS, RULES
+from utils.config.settings import Settings
+from utils.config.value_types import StorageSpec
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor, TopKNucleusProcessor, TopKProcessor
+from utils.metrics.costs import Costs
 from utils.repl.repl_session import MAX_NESTED_FILES
 from utils.repl.runner import Verdict
 from utils.repl.session_settings import NOTHING_TO_UNDO
@@ -25,12 +34,13 @@ def test_settings_are_saved_and_restored(view: Screen, tmp_path: Path) -> None:
     ):
         assert session.handle(line) is Verdict.DONE, view.take()
     saved, chosen = file.read_text(), session.settings
-    assert "/gamma 7\n" in saved and "/processor nucleus 0.7 0.9\n" in saved and file.stat().st_mode & 0o777 == 0o600
+    assert "/gamma 7\n" in saved and "/processor nucleus 0.7 0.9\n" in saved
     for line in ("/gamma 1", "/processor greedy", "/seed 9", "/drafter off", "/system default"):
         session.handle(line)
     assert session.settings != chosen
     assert session.handle(f"/run {file}") is Verdict.DONE and session.settings == chosen
-    assert session.handle(f"/save {file}") is Verdict.DONE, "a settings file may be overwritten"
+    assert session.handle(f"/save {file}") is Verdict.FAILED and "overwrite" in view.take()[1]
+    assert session.handle(f"/save {file} overwrite") is Verdict.DONE
     (tmp_path / "letter.txt").write_text("Dear all")
     view.take()
     for path in (tmp_path / "letter.txt", tmp_path / "no" / "x"):
@@ -113,3 +123,118 @@ def test_the_toolbar_shows_pair_settings_and_last_speeds(view: Screen) -> None:
     session.handle("/length 3")
     session.handle("Hello")
     assert "| tokens/s: speculative " in session.status() and ", target " in session.status()
+
+
+SEPARATORS = ("\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\udcff")
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_the_text_of_a_setting_never_becomes_a_command(view: Screen, tmp_path: Path, separator: str) -> None:
+    session, file = open_session(view), tmp_path / "file"
+    for line in (f"/system hello{separator}/seed 7", f"/save {file}"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    chosen = session.settings
+    assert chosen.system == f"hello{separator}/seed 7"
+    for line in ("/system default", "/seed 1", f"/run {file}"):
+        assert session.handle(line) is Verdict.DONE
+    assert session.settings == chosen
+
+
+PROCESSORS = st.one_of(
+    st.floats(0, 100).map(GreedyProcessor),
+    st.floats(0, 100).map(MultinomialProcessor),
+    st.builds(TopKProcessor, st.floats(0, 100), st.integers(1, 300)),
+    st.builds(TopKNucleusProcessor, st.floats(0, 100), st.integers(1, 300), st.floats(1e-9, 1)),
+)
+SYSTEMS = st.none() | st.text(st.characters(codec=None) | st.sampled_from([*SEPARATORS, "\\", "n", " "]))
+ALL_SETTINGS = st.builds(
+    Settings,
+    **dict.fromkeys(("speculative", "ngram", "target", "drafter", "cache", "turns", "special"), st.booleans()),
+    beams=st.integers(0, 16),
+    gamma=st.none() | st.integers(0, 63),
+    drafter_kind=st.sampled_from([("loaded",), ("lookup", "suffix"), ("model",)]),
+    costs=st.builds(Costs.of, st.lists(st.floats(0, 1100)), st.dictionaries(st.just("model"), st.floats(0, 1100))),
+    length=st.integers(1, 128),
+    processor=PROCESSORS,
+    seed=st.integers(0, 2**32 - 1),
+    verify=st.sampled_from(RULES),
+    engine=st.just("plain"),
+    threads=st.just(0),
+    system=SYSTEMS.filter(lambda text: text not in ("none", "default")),
+    ngram_storage=st.builds(StorageSpec, st.sampled_from(["basic", "onelevel"]), st.integers(2, 16)),
+    ngram_limit=st.integers(1, MAX_NGRAMS),
+    top_k_filler=st.integers(1, 64),
+    reset_in_between=st.booleans(),
+    debug=st.sampled_from(["off", "on", "full"]),
+)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_any_settings_are_restored(tmp_path: Path, count: int) -> None:
+    session, file = open_session(screen()), tmp_path / "file"
+    # The conditions of a session in which nothing is measured.
+    settings = session._loaded.settings
+
+    @hypothesis.settings(max_examples=count, deadline=None)
+    @hypothesis.given(ALL_SETTINGS, ALL_SETTINGS)
+    def restore(chosen: Settings, other: Settings) -> None:
+        settings.change(chosen, "")
+        chosen = settings.current
+        assert session.handle(f"/save {file} overwrite") is Verdict.DONE
+        settings.change(other, "")
+        assert session.handle(f"/run {file}") is Verdict.DONE
+        assert settings.current == chosen
+
+    restore()
+
+
+def test_a_settings_file_is_one_change_and_one_line(view: Screen, tmp_path: Path) -> None:
+    session, file = open_session(view), tmp_path / "file"
+    session.handle("/gamma 7")
+    session.handle(f"/save {file}")
+    session.handle("/gamma 3")
+    session.handle("/seed 3")
+    before = session.settings
+    view.take()
+    assert session.handle(f"/run {file}") is Verdict.DONE
+    shown = "".join(view.take())
+    assert len(shown.splitlines()) == 1 and "gamma 7" in shown and "seed 42" in shown and "beams" not in shown
+    assert session.handle("/undo") is Verdict.DONE and session.settings == before
+    file.write_text(re.sub("/length .*", "/length 999999", file.read_text()) + "/top_k_filler 9\nHello\n")
+    assert session.handle(f"/run {file}") is Verdict.FAILED, "the target does not support this length"
+    assert "999999" in view.take()[1]
+    assert session.settings.gamma == 7 and session.settings.top_k_filler == 9 and session.harness.last().text == "Hello"
+
+
+def test_files_of_earlier_versions_have_no_escapes(view: Screen, tmp_path: Path) -> None:
+    session, file = open_session(view), tmp_path / "file"
+    file.write_text("# settings, for /run\n/gamma 9\n/system C:\\new\\x41\n")
+    assert session.handle(f"/run {file}") is Verdict.DONE
+    assert session.settings.gamma == 9 and session.settings.system == "C:\\new\\x41"
+
+
+def test_only_newlines_separate_lines(view: Screen, tmp_path: Path) -> None:
+    session, file = open_session(view, records=tmp_path / "records.jsonl"), tmp_path / "file"
+    session.handle("/length 1")
+    file.write_bytes("one\u2028/seed 7\r\n".encode() + b"two\x0c/seed 8\nthree\r/seed 9\n")
+    assert session.handle(f"/run {file}") is Verdict.DONE
+    prompts = dict.fromkeys(row["prompt"] for row in records_of(tmp_path / "records.jsonl"))
+    assert list(prompts) == ["one\u2028/seed 7", "two\x0c/seed 8", "three\r/seed 9"] and session.settings.seed == 42
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "infer.py", "pyproject.toml"])
+def test_a_file_that_is_no_command_file_is_refused(view: Screen, tmp_path: Path, name: str) -> None:
+    session, records = open_session(view, records=tmp_path / "records.jsonl"), tmp_path / "records.jsonl"
+    assert session.handle(f"/run {ROOT / name}") is Verdict.FAILED
+    assert not records_of(records) and f"/run {ROOT / name} prompts" in view.take()[1]
+
+
+def test_files_of_prompts_are_run(view: Screen, tmp_path: Path) -> None:
+    session, file = open_session(view, records=tmp_path / "records.jsonl"), tmp_path / "file"
+    for line in ("/length 1", "/ngram off", "/speculative off"):
+        session.handle(line)
+    for source in (ROOT / "sampling" / "distill" / "openings").glob("*.txt"):
+        file.write_text("\n".join(source.read_text().split("\n")[:30]))
+        assert session.handle(f"/run {file}") is Verdict.DONE, source
+    file.write_text("\n".join(["- one", "  two", "> three", "| four |"] * 4))
+    assert session.handle(f"/run {file}") is Verdict.FAILED and session.handle(f"/run {file} prompts") is Verdict.DONE
