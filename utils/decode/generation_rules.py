@@ -5,12 +5,16 @@ Translation models forbid their padding token, summarizers begin with a fixed to
 so far, or on a wanted length, are not applied; `ignored_settings` names them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from utils.decode.model_info import model_name, vocabulary_size
+from utils.errors import UserError
 
 # Settings that `generate` applies in greedy decoding too, and the value that switches each of them off.
 IGNORED: dict[str, Any] = {
@@ -40,16 +44,30 @@ class GenerationRules:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """The rules in a model's generation settings. Ids outside the vocabulary are dropped."""
+        """The rules in a model's generation settings. Ids outside the vocabulary are dropped.
+
+        Raises UserError for settings that are not token ids, and for rules that forbid every token.
+        """
         settings = getattr(model, "generation_config", None)
-        size = model.config.get_text_config(decoder=True).vocab_size
-        single = {words[0] for words in getattr(settings, "bad_words_ids", None) or () if len(words) == 1}
+        size = vocabulary_size(model)
+        words = _valid(model, "bad_words_ids", lambda value: _is_list(value, partial(_is_list, is_item=_is_id))) or []
+        single = {word[0] for word in words if len(word) == 1}
         # As in `generate`, bad_words_ids cannot forbid an end token.
-        never = {*(getattr(settings, "suppress_tokens", None) or ()), *(single - _end_ids(settings))}
-        begins = getattr(settings, "begin_suppress_tokens", None) or ()
+        never = {*(_valid(model, "suppress_tokens", _is_ids) or ()), *(single - _end_ids(settings))}
+        begins = _valid(model, "begin_suppress_tokens", _is_ids) or ()
         # `generate` forces it after exactly one token of context: the start token of an encoder-decoder.
-        forced = getattr(settings, "forced_bos_token_id", None) if model.config.is_encoder_decoder else None
-        return cls(_within(sorted(never), size), _within(begins, size), next(iter(_within([forced], size)), None))
+        forced = _valid(model, "forced_bos_token_id", _is_id) if model.config.is_encoder_decoder else None
+        rules = cls(_within(sorted(never), size), _within(begins, size), next(iter(_within([forced], size)), None))
+        rules._check_some_allowed(model_name(model), size)
+        return rules
+
+    def _check_some_allowed(self, name: str, size: int) -> None:
+        at_first = () if self.forced is not None else self.at_first
+        for ids, setting in ((self.never, "suppress_tokens"), ((*self.never, *at_first), "begin_suppress_tokens")):
+            if len(set(ids)) == size:
+                raise UserError(
+                    f"'{name}' forbids all of its {size:,} tokens: shorten {setting} in its generation_config.json."
+                )
 
     def __call__(self, logits: Tensor, first: int) -> Tensor:
         """Apply the rules to logits (B, k, V) whose first row predicts the run's new token number `first`, counted
@@ -69,6 +87,29 @@ class GenerationRules:
             logits[:, 0] = -torch.inf
             logits[:, 0, self.forced] = 0
         return logits
+
+
+def _valid(model: Any, field: str, is_valid: Callable[[Any], bool]) -> Any:
+    """A generation setting, or None. Raises UserError if its value is not valid."""
+    value = getattr(getattr(model, "generation_config", None), field, None)
+    if value is None or is_valid(value):
+        return value
+    raise UserError(
+        f"{field} {str(value)[:40]!r} of '{model_name(model)}' does not consist of token ids: "
+        "correct or delete its generation_config.json."
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int  # not bool, which is a subclass
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_item, value))
+
+
+def _is_ids(value: Any) -> bool:
+    return _is_list(value, _is_id)
 
 
 def _within(ids: Iterable[Any], size: int) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ checkpoints make a pair is decided in `utils.pairs`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +25,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from utils.decode.generation_rules import GenerationRules
+from utils.errors import UserError
 from utils.models.devices import Placement
 from utils.models.hub import verified_download
 from utils.models.load_checks import check_causal, check_complete, check_finite, check_runs
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
-from utils.models.sources import Source, has_tokenizer
+from utils.models.sources import Source, found_file, has_tokenizer
 from utils.models.tensor_parallel import check_tensor_parallel
 from utils.text import byte_size
 
@@ -39,6 +43,7 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
     plan = plan_memory(source, kind, where)
     where.report(_progress_line(source, kind, where, plan))
     with _loading(source):
+        _check_generation_config(source)
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
         check_not_quantized(config, kind, source.name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -52,16 +57,17 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
             **_format_arguments(source, kind, where.dtype),
             **placement_arguments(config, source.name, where, plan),
         )
+        model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
         check_complete(model, loading_info, source.name)
         check_finite(model, source.name)
         quantize_loaded(model, kind, source.name)
+        GenerationRules.of(model)  # raises UserError for rules that are not valid
         check_runs(model, source.name)
         check_causal(model, source.name)
     # Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have.
     if unused := sorted(loading_info["unexpected_keys"]):
         where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
-    model.name_or_path = source.name  # for messages; the config keeps the location
     # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
     return model.eval().requires_grad_(False)
 
@@ -100,6 +106,25 @@ def _loading(source: Source) -> Iterator[None]:
     # verified_download is the innermost, so the UserError for a damaged file passes through explained_errors unchanged.
     with explained_errors(source.name), quiet(), verified:
         yield
+
+
+def _check_generation_config(source: Source) -> None:
+    """Refuse a damaged generation_config.json.
+
+    transformers ignores it, and then texts end at other tokens, and no token is forbidden.
+    """
+    path = found_file(source, "generation_config.json")
+    if source.gguf or path is None:
+        return
+    try:
+        valid = isinstance(json.loads(Path(path).read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise UserError(
+            f"'{source.name}' has a damaged generation_config.json: fetch or copy it again, or delete it; then "
+            "config.json alone says where texts end."
+        )
 
 
 def _progress_line(source: Source, kind: str, where: Placement, plan: MemoryPlan) -> str:

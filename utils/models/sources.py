@@ -90,11 +90,16 @@ def parse_path(word: str) -> Path:
 
 def has_tokenizer(source: Source) -> bool:
     """Whether the checkpoint has a tokenizer. A GGUF file always has one."""
-    return source.gguf is not None or any(
-        # Without this private flag a missing file raises instead of returning None.
-        cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {})
-        for name in TOKENIZER_FILES
+    return source.gguf is not None or any(found_file(source, name) for name in TOKENIZER_FILES)
+
+
+def found_file(source: Source, name: str) -> str | None:
+    """The path of a file of the checkpoint, downloaded if necessary, or None if there is no such file."""
+    # Without this private flag a missing file raises instead of returning None.
+    path: str | None = cached_file(
+        source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {}
     )
+    return path
 
 
 def _check_folder(path: Path) -> None:

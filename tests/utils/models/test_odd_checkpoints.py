@@ -51,7 +51,6 @@ def folder(shelf: Path, tmp_path: Path) -> Path:
         {"suppress_tokens": [5000, -5000]},
         {"begin_suppress_tokens": [10**9]},
         {"bad_words_ids": [[9999]]},
-        {"suppress_tokens": "all"},
         {"eos_token_id": [2, 10**6]},
     ],
 )
@@ -60,6 +59,36 @@ def test_ids_outside_the_vocabulary_forbid_nothing(folder: Path, fields: dict[st
     pair = load(folder, "layers:1")
     session = open_session(screen(), pair)
     assert session.handle("/length 4") is session.handle("Hello") is Verdict.DONE
+
+
+@pytest.mark.parametrize("tokens", ["x", "all", ["x"], [1.5], [True], {"a": 1}])
+@pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"])
+def test_rules_that_are_not_token_ids_are_refused(folder: Path, field: str, tokens: Any) -> None:
+    edit(folder, "generation_config.json", **{field: [tokens] if field == "bad_words_ids" else tokens})
+    assert field in refusal(folder, "layers:1")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"eos_token_id": [0, 2], "suppress_to', b"[1, 2]", b"null", b"\xff\xfe{}", b"[" * 100_000],
+    ids=["empty", "cut", "list", "null", "not UTF-8", "deep"],
+)
+def test_a_damaged_generation_config_is_refused(shelf: Path, folder: Path, content: bytes) -> None:
+    """transformers falls back to config.json without a word, and texts would end at other tokens."""
+    (folder / "generation_config.json").write_bytes(content)
+    for sentence in (refusal(folder, shelf / "drafter"), refusal(shelf / "target", folder)):
+        assert "'odd'" in sentence and "generation_config.json" in sentence
+    (folder / "generation_config.json").unlink()
+    assert load(folder, "layers:1")
+
+
+@pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens"])
+def test_rules_that_forbid_every_token_are_refused_with_the_remedy(folder: Path, field: str) -> None:
+    edit(folder, "generation_config.json", **{field: list(range(299))})
+    assert load(folder, "layers:1")
+    edit(folder, "generation_config.json", **{field: list(range(300))})
+    sentence = refusal(folder, "layers:1")
+    assert field in sentence and "float32" not in sentence
 
 
 @pytest.mark.parametrize("end", ["a", 1.5, {"a": 1}, [[1]]])
