@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from utils.commands import Registry, default_registry
 from utils.comparison.records import RecordFile
-from utils.config.settings import Settings, apply_typed
+from utils.config.setting_parts import apply_typed
+from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.distributed import broadcast_lines, is_rank_zero, reads_and_writes, shard_prompts, shutdown
 from utils.errors import UserError

@@ -116,6 +116,8 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.predicted_speed",
         "utils.commands.experiments.logit_trials",
         "utils.commands.paths",
+        "utils.commands.setting_changes",
+        "utils.commands.setting_pages",
     }
     for name in SOURCES:
         if name.startswith("utils.commands.") and name not in shared:

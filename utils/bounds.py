@@ -3,6 +3,7 @@
 Nothing heavy is imported, so that the command line can use them before torch is loaded.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from operator import index
@@ -79,7 +80,8 @@ NGRAM_ORDER = WholeRange(2, 16)
 MAX_NGRAMS = 100_000_000
 NGRAM_LIMIT = WholeRange(1, MAX_NGRAMS)
 FILLER_TOP_K = WholeRange(1, 64)
-THREADS = WholeRange(1, 1024)
+# More threads than cores make every layer slower. A process may be restricted to some of the cores.
+THREADS = WholeRange(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 ENGINES = ("auto", "plain", "invariant")
 ENGINE_WEIGHTS = ("float32", "int8")

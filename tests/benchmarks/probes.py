@@ -17,8 +17,8 @@ from arms import Arm
 from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import STRATEGIES
+from utils.config.processor_value_type import ProcessorType
 from utils.config.settings import Settings
-from utils.config.value_types import ProcessorType
 from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor

@@ -232,7 +232,7 @@ def test_a_storage_can_be_used_in_a_later_session(view: Screen, tmp_path: Path) 
         second.handle(line)
     assert second.handle("/ngram_save nowhere.ngrams") is Verdict.FAILED  # it is still empty
     assert second.handle(f"/ngram_load {path}") is Verdict.DONE
-    assert "/reset_in_between" in view.take()[1]
+    assert "/ngram keep" in view.take()[1]
     assert not second.settings.reset_in_between
     warm = checked(second, file, "Hello there")
     assert warm["token_ids"] == cold["token_ids"]

@@ -11,20 +11,22 @@ from utils.commands.experiments.whatif import WHATIF
 from utils.commands.experiments.why import WHY
 from utils.commands.explain import COLUMNS, EXPLAIN
 from utils.commands.export import EXPORT
+from utils.commands.help import HELP
+from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.registry import Command, CommandContext, Registry
-from utils.commands.session import RESET, SESSION_COMMANDS
+from utils.commands.session import SESSION_COMMANDS, TURNS
 from utils.commands.settings import setting_commands
 from utils.commands.settings_files import FILE_COMMANDS
-from utils.commands.storage import STORAGE_COMMANDS
+from utils.commands.texts import TEXTS
 
 __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry"]
 
 
 def default_registry() -> Registry:
-    """All commands, in the order in which /help lists them."""
-    experiments = (EXPLAIN, COLUMNS, DIVERGENCE, AUDIT, LOSSLESS, WHY, WHATIF, RACE, SWEEP, SUITE, REPLAY, EXPORT)
-    return Registry(
-        [*setting_commands(), *STORAGE_COMMANDS, *PAIR_COMMANDS, *experiments, RESET, *FILE_COMMANDS, *SESSION_COMMANDS]
-    )
+    """All commands. /help orders them by their groups and ranks, and in this order if these are equal."""
+    experiments = (RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
+    results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT)
+    settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
+    return Registry([*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, HELP, *SESSION_COMMANDS])

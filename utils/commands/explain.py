@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from utils.commands.outcomes import Outcome, ShowRows, ShowTexts
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.glossary import FIGURES
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Column
@@ -59,9 +59,23 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
 
 EXPLAIN = Command(
     "explain",
-    "[NAME]",
-    "the definitions of all figures, or of one with its value in the last runs",
+    "[FIGURE]",
+    "what a figure means, and its fraction",
     _explain,
+    group="results",
+    rank=2,
+    page=Page(
+        "The definitions of all figures on the screen, or the definition of one and its value in the last runs.",
+        ("> /explain acceptance", "acceptance    accepted drafts / drafts, ...", "speculative   22/35 = 0.629"),
+        see_also=("texts", "why"),
+    ),
     words=FIGURE_NAMES,
 )
-COLUMNS = Command("columns", "", "the last texts side by side, marked where they differ from the target's", _columns)
+COLUMNS = Command(
+    "columns",
+    "",
+    "the last texts side by side",
+    _columns,
+    page=Page("The last texts side by side.", ("> /columns",)),
+    instead="texts",
+)

@@ -6,7 +6,7 @@ from functools import partial
 
 from utils.commands.outcomes import Outcome, Reply
 from utils.commands.paths import output_in, write_output
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, caption, prompt_charts
 from utils.comparison.session_state import ShownResult
 from utils.errors import UserError
@@ -61,7 +61,21 @@ EXPORTERS: dict[str, Callable[[ShownResult, CommandContext], str | bytes]] = {
 }
 EXPORT = Command(
     "export",
-    "FILE [overwrite]",
-    "write the last result to a file: .svg or .html in colours, .png or .plot.svg for plots, .json for records",
+    "FILE",
+    "write the last result to a file",
     _export,
+    group="results",
+    rank=3,
+    page=Page(
+        "Write the last result to a file. The ending of its name decides the format.",
+        ("> /export evening.svg", "the runs of the last prompt written to evening.svg"),
+        (
+            "/export FILE.svg         a picture in colours",
+            "/export FILE.html        the same as a page",
+            "/export FILE.png         the plots; FILE.plot.svg: the same as SVG",
+            "/export FILE.json        the records, as --json writes them",
+            "/export FILE overwrite   replaces a file",
+        ),
+        ("texts", "save"),
+    ),
 )

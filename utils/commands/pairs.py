@@ -1,9 +1,12 @@
-"""/load, /pair and /pairs: load other models within the session, and check whether two models fit together."""
+"""/load and /pair: load other models within the session, and check whether two models fit together."""
 
 from utils.commands.outcomes import Outcome, ShowRows, UsePair
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page, renamed
+from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import parse_request
+
+LIST = "list"
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -11,12 +14,16 @@ def _load(argument: str, context: CommandContext) -> Outcome:
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:
+    if argument.lower() == LIST:
+        return _known(context)
+    if argument:
+        raise UserError(f"'{argument}' is unknown; /pair checks the loaded pair, /pair {LIST} lists others for /load.")
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
 
 
-def _pairs(argument: str, context: CommandContext) -> Outcome:
+def _known(context: CommandContext) -> Outcome:
     loaded = context.harness.pair.request
     rows = [
         (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _description(pair))
@@ -32,11 +39,35 @@ def _description(pair: PairSpec) -> str:
 PAIR_COMMANDS = (
     Command(
         "load",
-        "PAIR | target=... drafter=... quantize=...",
-        "load other models; what is not named stays the same, and the old pair stays if loading fails",
+        "PAIR",
+        "load other models",
         _load,
+        group="models",
+        rank=1,
+        page=Page(
+            "Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a new "
+            "target drops the old drafter. If loading fails, the old pair stays.",
+            ("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
+            ("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
+            ("pair", "drafter_kind"),
+        ),
         words=tuple(PAIRS),
+        meanings={name: pair.summary for name, pair in PAIRS.items()},
     ),
-    Command("pair", "", "whether the two loaded models fit together, and why", _pair),
-    Command("pairs", "", "the pairs that can be loaded by name", _pairs),
+    Command(
+        "pair",
+        f"[{LIST}]",
+        "whether the two models fit together",
+        _pair,
+        group="models",
+        page=Page(
+            "Whether the two loaded models fit together, why, and what to change: vocabularies, special tokens, chat "
+            "template, sizes, context lengths and caches.",
+            ("> /pair", "verdict   fine"),
+            ("/pair", f"/pair {LIST}    the pairs that can be loaded by name"),
+            ("load",),
+        ),
+        words=(LIST,),
+    ),
+    renamed("pairs", f"pair {LIST}"),
 )

@@ -1,4 +1,4 @@
-"""The registry of slash commands: it finds a command by its name, runs it and lists all commands for /help.
+"""The registry of slash commands: it finds a command by its name, runs it and lists commands for /help.
 
 A command is a function of its argument and a CommandContext. It returns an Outcome (`utils.commands.outcomes`) or
 raises a UserError with one sentence.
@@ -16,6 +16,11 @@ from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
 
+# Headings of /help, in this order. A command without one of them is hidden: it works, but no list names it.
+GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
+FIRST_PAGE = 16  # maximum number of commands that /help shows; it must fit into 24 lines
+SECOND_PAGE = 32  # maximum number of further commands that /help all shows
+
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
@@ -30,29 +35,66 @@ class CommandContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """What /help NAME shows.
+
+    text: what the command does, in a few sentences. example: a line to type and what it shows. syntax: a row for each
+    form, if there is more than the usage. see_also: names of commands and figures.
+    """
+
+    text: str
+    example: tuple[str, ...]
+    syntax: tuple[str, ...] = ()
+    see_also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """One slash command.
 
-    name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: one line for /help.
-    current: the current value, for commands that set something. words: completions of the argument.
-    verbatim: whether the argument keeps its leading and trailing blanks.
+    name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: a few words for
+    /help. group: one of GROUPS, or empty for a hidden command. rank: its place on the first page of /help, from 1; 0
+    for those that only /help all lists. page: what /help NAME shows. instead: what a hidden name is called now.
+    current: the current value, for commands that set something. words: completions of the argument, and meanings:
+    descriptions of them. free_text: whether the argument may begin with "=". verbatim: whether it keeps its leading and
+    trailing blanks.
     """
 
     name: str
     usage: str
     summary: str
     run: Callable[[str, CommandContext], Outcome]
+    group: str = ""
+    rank: int = 0
+    page: Page = Page("", ())
+    instead: str = ""
     current: Callable[[Settings], str] = lambda settings: ""
     words: tuple[str, ...] = ()
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    free_text: bool = False
     verbatim: bool = False
 
-    def help_row(self, settings: Settings) -> tuple[str, str, str]:
-        """(usage, current value, summary)."""
-        return f"/{self.name} {self.usage}".strip(), self.current(settings), self.summary
+    @property
+    def typed(self) -> str:
+        """The command with its argument, as /help shows it."""
+        return f"/{self.name} {self.usage}".strip()
+
+
+class CommandError(UserError):
+    """A UserError that already names its command."""
+
+
+def renamed(name: str, instead: str) -> Command:
+    """A hidden command: the old name of another one, or of its first words."""
+
+    def run(argument: str, context: CommandContext) -> Outcome:
+        return context.registry.run(f"/{instead} {argument}", context)
+
+    return Command(name, "...", f"the old name of /{instead}", run, instead=instead)
 
 
 class Registry:
-    """Commands by name, in the order in which /help lists them."""
+    """Commands by name."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
         self._commands: dict[str, Command] = {}
@@ -62,26 +104,48 @@ class Registry:
             self._commands[command.name] = command
 
     def __iter__(self) -> Iterator[Command]:
+        """All commands, hidden ones included."""
         return iter(self._commands.values())
+
+    def visible(self) -> list[Command]:
+        """The commands that /help lists: those of its first page, then the others, both by group."""
+        listed = [command for command in self if command.group]
+        return sorted(listed, key=lambda command: (not command.rank, GROUPS.index(command.group), command.rank))
 
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
         # DOTALL, because the text of /say may have several lines. The pattern matches every line.
-        match = re.fullmatch(r"/?(\S*)(?:\s(.*))?", line.lstrip(), re.DOTALL)
+        match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
         assert match is not None
-        name, argument = match.groups("")
+        name, separator, argument = match.groups()
         command = self.find(name)
+        if separator != "=" and not command.free_text:
+            argument = re.sub(r"^\s*=", "", argument)  # as in "/gamma = 3"
         if not command.usage and argument.strip():
-            raise UserError(f"/{name} takes no argument, but got '{argument.strip()}'.")
+            raise CommandError(f"/{command.name} takes no argument, but got '{argument.strip()}'.")
         try:
             return command.run(argument if command.verbatim else argument.strip(), context)
+        except CommandError:
+            raise
         except UserError as error:
-            raise UserError(f"/{command.name}: {error}") from error
+            raise CommandError(f"/{command.name}: {error}") from error
 
     def find(self, name: str) -> Command:
-        """The command with this name. Raises UserError with the nearest name if there is none."""
+        """The command with this name, in any case. Raises UserError with the nearest name if there is none."""
+        name = name.lower()
         if name in self._commands:
             return self._commands[name]
-        near = get_close_matches(name.lower(), self._commands, n=1, cutoff=0.5)
-        hint = f"the nearest is /{near[0]}" if near else "/help lists all commands"
-        raise UserError(f"There is no command /{name}; {hint}. (/say TEXT sends text that begins with a slash.)")
+        if not name:
+            raise CommandError("Type the name of a command after the slash; /help lists them.")
+        raise CommandError(
+            f"There is no command /{name}; {self._hint(name)}. (/say TEXT sends text that begins with a slash.)"
+        )
+
+    def _hint(self, name: str) -> str:
+        """The nearest name: the first one that begins alike, or else the most similar one."""
+        names = [command.name for command in self.visible()] + list(self._commands)
+        near = [known for known in names if len(name) > 1 and known.startswith(name)]
+        near = near or get_close_matches(name, names, n=1, cutoff=0.5)
+        if not near:
+            return "/help lists the commands"
+        return f"the nearest is /{self._commands[near[0]].instead or near[0]}"

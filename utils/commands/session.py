@@ -1,13 +1,16 @@
-"""The commands of the session itself: /say, /show, /help, /reset, /clear and /quit."""
+"""The commands of the session itself: /show, /turns, /say, /clear and /quit."""
 
 from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, RunPrompt, ShowRows
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page, renamed
+from utils.commands.setting_changes import set_or_show
+from utils.config.setting_parts import listed_settings
 from utils.config.settings import setting_fields
 from utils.errors import UserError
 from utils.prompts.conversation import format_turns
 
 NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
+NEW = "new"
 
 
 def _say(argument: str, context: CommandContext) -> Outcome:
@@ -17,16 +20,13 @@ def _say(argument: str, context: CommandContext) -> Outcome:
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
-    values = [(name, entry.show(context.settings)) for name, entry in setting_fields().items()]
+    values = [(name, entry.show(context.settings)) for name, entry in listed_settings().items()]
     return [ShowRows([*context.facts, *values])]
 
 
-def _help(argument: str, context: CommandContext) -> Outcome:
-    commands = [context.registry.find(argument.removeprefix("/"))] if argument else context.registry
-    return [ShowRows([command.help_row(context.settings) for command in commands])]
-
-
-def _reset(argument: str, context: CommandContext) -> Outcome:
+def _turns(argument: str, context: CommandContext) -> Outcome:
+    if argument.lower() != NEW:
+        return set_or_show("turns", setting_fields()["turns"], argument, context)
     turns = len(context.harness.state.conversations)
     if turns:
         return [ForgetConversations(), Reply(FORGOTTEN.format(format_turns(turns)))]
@@ -42,11 +42,65 @@ def _quit(argument: str, context: CommandContext) -> Outcome:
     return [Quit()]
 
 
-RESET = Command("reset", "", "forget the conversations that /turns on keeps", _reset)
+TURNS = Command(
+    "turns",
+    f"[on|off|{NEW}]",
+    "continue the conversation",
+    _turns,
+    group="prompts",
+    page=Page(
+        "Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that was "
+        "interrupted or failed is not kept. new forgets the conversation.",
+        ("> /turns on", "turns: on"),
+        ("/turns [on|off]", f"/turns {NEW}    begin a new conversation"),
+        ("chat", "system"),
+    ),
+    current=setting_fields()["turns"].show,
+    words=("on", "off", NEW),
+)
 SESSION_COMMANDS = (
-    Command("say", "TEXT", "send TEXT exactly as typed, even if it begins with a slash", _say, verbatim=True),
-    Command("show", "", "the loaded models and all settings", _show),
-    Command("help", "[COMMAND]", "all commands with their current values, or one of them", _help),
-    Command("clear", "", "clear the screen", _clear),
-    Command("quit", "", "end the session, as Ctrl-D does; Ctrl-C stops a running prompt or report", _quit),
+    renamed("reset", f"turns {NEW}"),
+    Command(
+        "show",
+        "",
+        "the loaded models and all settings",
+        _show,
+        group="session",
+        page=Page(
+            "The loaded models, the engine and the value of every setting, as it would be typed.",
+            ("> /show", "gamma   auto"),
+            see_also=("pair", "undo", "save"),
+        ),
+    ),
+    Command(
+        "say",
+        "TEXT",
+        "send a text that looks like a command",
+        _say,
+        page=Page("Send TEXT exactly as typed, even if it begins with a slash.", ("> /say /etc/hosts is a file that",)),
+        free_text=True,
+        verbatim=True,
+    ),
+    Command(
+        "clear",
+        "",
+        "clear the screen",
+        _clear,
+        group="session",
+        page=Page("Clear the screen, as Ctrl-L does. Nothing else changes.", ("> /clear",), see_also=("turns",)),
+    ),
+    Command(
+        "quit",
+        "",
+        "leave; so does Ctrl-D",
+        _quit,
+        group="session",
+        rank=2,
+        page=Page(
+            "End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
+            ("> /quit",),
+            see_also=("save",),
+        ),
+    ),
+    renamed("exit", "quit"),
 )

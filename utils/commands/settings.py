@@ -1,43 +1,41 @@
-"""One command for each setting, derived from the table in `utils.config.settings`.
+"""One command for each setting, derived from the tables in `utils.config`.
 
-`/gamma` shows the value, `/gamma 6` sets it, and `/cache` without an argument switches a toggle.
+`/gamma` shows the value, `/gamma 6` sets it, and `/cache` without an argument switches.
 """
 
 from collections.abc import Iterator
 from functools import partial
 
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply
-from utils.commands.registry import Command, CommandContext
-from utils.config.settings import Setting, setting_fields
-from utils.config.value_types import Toggle, ToggleOrChoice
+from utils.commands.registry import Command, Page
+from utils.commands.setting_changes import set_or_show
+from utils.commands.setting_pages import SETTING_HELP, SettingHelp
+from utils.config.setting_parts import SAMPLING_PARTS
+from utils.config.settings import setting_fields
 
-NO_EFFECT = "no effect while /{} is off"
-NO_TEMPLATE = "no effect: this tokenizer has no chat template"
+OLD_NAMES = {  # of settings, and what they are called now
+    "set_ngramstorage": "ngram kind",
+    "top_k_filler": "ngram candidates",
+    "ngram_limit": "ngram limit",
+    "reset_in_between": "ngram keep",
+}
+OWN_COMMANDS = ("ngram", "turns")  # they have sub-commands
 
 
 def setting_commands() -> Iterator[Command]:
-    """A command for every field of Settings."""
-    for name, entry in setting_fields().items():
-        value_type = entry.value_type
+    """A command for every setting, except for those with sub-commands."""
+    settings = {name: entry for name, entry in setting_fields().items() if name not in OWN_COMMANDS}
+    for name, entry in (settings | {part.name: part for part in SAMPLING_PARTS}).items():
+        about = SETTING_HELP.get(name, SettingHelp("", entry.help, Page(entry.help, ())))
         yield Command(
-            name=name,
-            usage=value_type.usage,
-            summary=entry.help,
-            run=partial(_set_or_show, name, entry),
+            name,
+            about.usage or entry.usage,
+            about.summary,
+            partial(set_or_show, name, entry),
+            group=about.group,
+            rank=about.rank,
+            page=about.page,
+            instead=OLD_NAMES.get(name, ""),
             current=entry.show,
-            words=value_type.words,
+            words=entry.words,
+            free_text=name == "system",
         )
-
-
-def _set_or_show(name: str, entry: Setting, argument: str, context: CommandContext) -> Outcome:
-    """Set the field. Without an argument switch a toggle, and show any other field."""
-    if not argument and not isinstance(entry.value_type, Toggle | ToggleOrChoice):
-        # What is in effect can differ from the setting: /engine auto says which engine was chosen.
-        fact = dict(context.facts).get(entry.fact)
-        state = "" if fact is None else f"; now {fact}"
-        return [Reply(f"{name}: {entry.show(context.settings)}{state}   ({entry.help})")]
-    settings = entry.change(context.settings, argument, context.limits)
-    hint = "" if entry.has_effect(settings) else f"   ({NO_EFFECT.format(entry.needs)})"
-    if name == "chat" and settings.chat is not False and not settings.chat_template:
-        hint = f"   ({NO_TEMPLATE})"
-    return [ChangeSettings(settings, f"{name}: {entry.show(settings)}{hint}")]

@@ -1,15 +1,14 @@
 """/save and /run write settings to a file of commands and run such a file; /set, /undo and /history."""
 
 import re
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from utils.bounds import WholeRange
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RunLines, ShowRows, UndoSettings
 from utils.commands.paths import output_in, path_in, write_output
-from utils.commands.registry import Command, CommandContext, Registry
-from utils.config.settings import setting_fields
+from utils.commands.registry import Command, CommandContext, CommandError, Page, Registry
+from utils.config.setting_parts import known_settings, listed_settings, setting_named, split_setting
 from utils.errors import UserError
 from utils.files import read_text
 from utils.screen.line_history import history_path, recent_lines
@@ -28,7 +27,7 @@ DEFAULT_LINES, MAX_LINES = 20, 10_000
 
 def _save(argument: str, context: CommandContext) -> Outcome:
     file = output_in(argument, "/save evening.txt")
-    values = ((name, entry.show(context.settings)) for name, entry in setting_fields().items())
+    values = ((name, entry.show(context.settings)) for name, entry in listed_settings().items())
     lines = [HEADER, *(f"/{name} {escaped(value)}" for name, value in values)]
     write_output(file, ("\n".join(lines) + "\n").encode())
     return [Reply(f"settings saved to {file.path}; /run {file.path} restores them")]
@@ -54,13 +53,13 @@ def _run(argument: str, context: CommandContext) -> Outcome:
 def _run_settings(path: Path, lines: Sequence[str], context: CommandContext, *, has_escapes: bool) -> Outcome:
     """Apply the settings at the start of the file in one change, and run everything else as lines."""
     decoded: Callable[[str], str] = unescaped if has_escapes else str
-    fields, settings = setting_fields(), context.settings
+    settings = context.settings
     late: list[str] = []
     changes: list[str] = []
-    values = sorted((line[1:].split(" ", 1) for line in takewhile(_is_setting, lines)), key=_is_costs)
+    values = sorted(_leading_settings(lines), key=lambda value: value[0] == "costs")
     for name, text in values:
         # Blanks at the ends of a value are escaped, so those found here were typed by somebody.
-        entry, value = fields[name], decoded(text.strip())
+        entry, value = setting_named(name), decoded(text.strip())
         # The lines that measure costs may change them, so these are set again after any of them.
         if value == entry.show(settings) and not (name == "costs" and late):
             continue
@@ -79,15 +78,12 @@ def _run_settings(path: Path, lines: Sequence[str], context: CommandContext, *, 
     return [ChangeSettings(settings, summary), *([RunLines(rest)] if rest else [])]
 
 
-def _is_costs(value: Sequence[str]) -> bool:
-    """Whether a pair of name and value is the last to apply."""
-    return value[0] == "costs"
-
-
-def _is_setting(line: str) -> bool:
-    """Whether a line sets a setting to a value. Without a value it would switch or show the setting."""
-    name, _, value = line.removeprefix("/").partition(" ")
-    return line.startswith("/") and name in setting_fields() and bool(value)
+def _leading_settings(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of the settings at the start of a file."""
+    for line in lines:
+        if (named := split_setting(line)) is None:
+            return
+        yield named
 
 
 def _is_text(lines: Sequence[str], registry: Registry) -> bool:
@@ -111,11 +107,13 @@ def _continues(before: str, line: str) -> bool:
 
 
 def _set(argument: str, context: CommandContext) -> Outcome:
-    name, _, value = argument.removeprefix("/").partition(" ")
-    if name not in setting_fields():
+    if not argument:
+        raise CommandError("/set NAME VALUE, for example /set gamma 4")
+    name = re.split(r"[\s=]", argument.removeprefix("/"), maxsplit=1)[0].lower()
+    if name not in known_settings():
         context.registry.find(name)  # an unknown name raises here
         raise UserError(f"'{name}' is a command, not a setting; /show lists the settings.")
-    return context.registry.run(f"/{name} {value}", context)
+    return context.registry.run("/" + argument.removeprefix("/"), context)
 
 
 def _undo(argument: str, context: CommandContext) -> Outcome:
@@ -131,9 +129,58 @@ def _history(argument: str, context: CommandContext) -> Outcome:
 
 
 FILE_COMMANDS = (
-    Command("set", "NAME VALUE", "the same as /NAME VALUE", _set, words=tuple(setting_fields())),
-    Command("undo", "", "revert the last change of a setting; repeatable", _undo),
-    Command("save", "FILE [overwrite]", "write all settings to a file of commands", _save),
-    Command("run", "FILE [prompts]", "run a file of commands and prompts, one per line; # begins a comment", _run),
-    Command("history", "[N]", f"the last N typed lines (default: {DEFAULT_LINES})", _history),
+    Command(
+        "set",
+        "NAME VALUE",
+        "the same as /NAME VALUE",
+        _set,
+        page=Page("The same as /NAME VALUE.", ("> /set gamma 4", "gamma: 4"), see_also=("show",)),
+        words=tuple(known_settings()),
+    ),
+    Command(
+        "undo",
+        "",
+        "revert the last change of a setting",
+        _undo,
+        group="session",
+        page=Page(
+            "Revert the last change of a setting. Repeat it for earlier changes.",
+            ("> /undo", "undone: cache on (was off)"),
+            see_also=("show",),
+        ),
+    ),
+    Command(
+        "save",
+        "FILE",
+        "write all settings to a file",
+        _save,
+        group="session",
+        page=Page(
+            "Write all settings to a file of commands, which /run restores.",
+            ("> /save evening.txt", "settings saved to evening.txt"),
+            ("/save FILE", "/save FILE overwrite    replaces a file"),
+            ("run", "export"),
+        ),
+    ),
+    Command(
+        "run",
+        "FILE",
+        "run a file of commands and prompts",
+        _run,
+        group="session",
+        page=Page(
+            "Run a file of commands and prompts, one per line; # begins a comment. A file that looks like a text or a "
+            "program is only run with the word prompts.",
+            ("> /run evening.txt",),
+            ("/run FILE", "/run FILE prompts"),
+            ("save", "race"),
+        ),
+    ),
+    Command(
+        "history",
+        "[N]",
+        f"the last N typed lines (default: {DEFAULT_LINES})",
+        _history,
+        page=Page("The last N typed lines of all interactive sessions; Ctrl-R searches them.", ("> /history 5",)),
+    ),
 )

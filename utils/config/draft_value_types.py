@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from utils.bounds import MAX_GAMMA, WholeRange
-from utils.config.value_types import Limits
+from utils.config.value_types import Limits, or_auto
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.pairs.drafter_kinds import DRAFTER_KINDS, drafter_kind
@@ -20,7 +20,7 @@ class DraftCount:
     words: tuple[str, ...] = ("auto",)
 
     def parse(self, text: str, current: int | None, limits: Limits) -> int | None:
-        return None if text.lower() == "auto" else WholeRange(0, MAX_GAMMA).parse(text)
+        return None if text.lower() == "auto" else or_auto(WholeRange(0, MAX_GAMMA), text)
 
     def show(self, value: int | None) -> str:
         return "auto" if value is None else str(value)

@@ -10,10 +10,10 @@ from typing import Any
 
 from utils.bounds import AUTO_GAMMA, ENGINES, FILLER_TOP_K, MAX_NGRAMS, MAX_SEED, RULES
 from utils.config.draft_value_types import CostTable, DraftCount, DrafterKinds
+from utils.config.processor_value_type import ProcessorType
 from utils.config.value_types import (
     Choice,
     Limits,
-    ProcessorType,
     StorageSpec,
     StorageType,
     SystemPrompt,
@@ -24,7 +24,7 @@ from utils.config.value_types import (
     ValueType,
     WholeNumber,
 )
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor, LogitsProcessor
 from utils.metrics.costs import Costs
 from utils.pairs.request import LOADED
@@ -140,6 +140,21 @@ class Setting:
     needs: str = ""
     fact: str = ""
 
+    @property
+    def usage(self) -> str:
+        """The argument in /help."""
+        return self.value_type.usage
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Completions of the argument."""
+        return self.value_type.words
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is switched between on and off without an argument."""
+        return isinstance(self.value_type, Toggle | ToggleOrChoice)
+
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(getattr(settings, self.name))
@@ -158,19 +173,6 @@ def setting_fields() -> Mapping[str, Setting]:
     """The fields of Settings by the names of their commands."""
     settings = (Setting(entry.name, entry.default, **entry.metadata) for entry in fields(Settings) if entry.metadata)
     return {setting.command or setting.name: setting for setting in settings}
-
-
-def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -> Settings:
-    """New settings with typed values by command name. Raises UserError for an unknown name or an invalid value."""
-    for name, text in values.items():
-        setting = setting_fields()[check_choice(name, tuple(setting_fields()), "setting")]
-        try:
-            if not text:  # would switch a toggle instead of setting it
-                raise UserError("it is empty: write a value, or leave the entry out.")
-            settings = setting.change(settings, text, limits)
-        except UserError as error:
-            raise UserError(f"settings.{name}: {error}") from error
-    return settings
 
 
 def reset_unsupported(settings: Settings, limits: Limits) -> Settings:

@@ -4,20 +4,11 @@ A value type turns typed text into a value, or raises UserError with the allowed
 nothing; what the loaded target allows is passed as Limits.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from utils.bounds import NGRAM_ORDER, TEMPERATURE, THREADS, TOP_P, WholeRange
+from utils.bounds import NGRAM_ORDER, THREADS, WholeRange
 from utils.errors import UserError, check_choice
-from utils.logits_processor import (
-    GreedyProcessor,
-    LogitsProcessor,
-    MultinomialProcessor,
-    NucleusProcessor,
-    TopKNucleusProcessor,
-    TopKProcessor,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +40,10 @@ class ValueType(Protocol):
         """The value as it would be typed."""
 
 
+# Words that are accepted for on and off.
+SWITCH_WORDS = dict.fromkeys(("on", "yes", "true", "1"), True) | dict.fromkeys(("off", "no", "false", "0"), False)
+
+
 @dataclass(frozen=True, slots=True)
 class Toggle:
     """on or off; an empty text switches."""
@@ -57,9 +52,9 @@ class Toggle:
     words: tuple[str, ...] = ("on", "off")
 
     def parse(self, text: str, current: bool, limits: Limits) -> bool:
-        states = {"": not current, "on": True, "off": False}
+        states = SWITCH_WORDS | {"": not current}
         if text.lower() not in states:
-            raise UserError(f"'{text}' is neither on nor off; leave it out to switch.")
+            raise UserError(f"'{text}' is neither on nor off; without it, the value is switched.")
         return states[text.lower()]
 
     def show(self, value: bool) -> str:
@@ -114,10 +109,21 @@ class ToggleOrChoice:
     def parse(self, text: str, current: str, limits: Limits) -> str:
         if not text:
             return "on" if current == "off" else "off"
-        return check_choice(text.lower(), self.words, "level")
+        word = text.lower()
+        if word in SWITCH_WORDS and word not in self.words:
+            word = Toggle().show(SWITCH_WORDS[word])
+        return check_choice(word, self.words, "level")
 
     def show(self, value: str) -> str:
         return value
+
+
+def or_auto(allowed: WholeRange, text: str) -> int:
+    """A number in a range, for a setting that also accepts auto. Raises UserError that names both."""
+    try:
+        return allowed.parse(text)
+    except UserError as error:
+        raise UserError(f"{str(error).removesuffix('.')}, or auto.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ class ThreadCount:
     words: tuple[str, ...] = ("auto",)
 
     def parse(self, text: str, current: int, limits: Limits) -> int:
-        return 0 if text.lower() == "auto" else THREADS.parse(text)
+        return 0 if text.lower() == "auto" else or_auto(THREADS, text)
 
     def show(self, value: int) -> str:
         return str(value or "auto")
@@ -197,57 +203,3 @@ class StorageType:
 
     def show(self, value: StorageSpec) -> str:
         return str(value)
-
-
-# Arguments of each processor: T is a temperature, K a number of tokens, P a probability mass; [T] is optional.
-_PROCESSORS: dict[str, tuple[Callable[..., LogitsProcessor], str]] = {
-    "greedy": (GreedyProcessor, "[T]"),
-    "multinomial": (MultinomialProcessor, "T"),
-    "topk": (TopKProcessor, "T K"),
-    "nucleus": (NucleusProcessor, "T P"),
-    "topknucleus": (TopKNucleusProcessor, "T K P"),
-}
-_EXAMPLES = {"T": "0.8", "K": "40", "P": "0.95"}
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorType:
-    """One of the five processors with its arguments."""
-
-    usage: str = "NAME ARGS"
-    words: tuple[str, ...] = tuple(_PROCESSORS)
-
-    def parse(self, text: str, current: LogitsProcessor, limits: Limits) -> LogitsProcessor:
-        name, *arguments = text.split() or [""]
-        name = check_choice(name.lower(), self.words, "processor")
-        make, pattern = _PROCESSORS[name]
-        letters = pattern.strip("[]").split()
-        if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
-            example = " ".join(_EXAMPLES[letter] for letter in letters)
-            raise UserError(
-                f"{name} takes {pattern} ({_ranges(letters, limits)}), for example: /processor {name} {example}."
-            )
-        return make(*(_argument(letter, word, limits) for letter, word in zip(letters, arguments, strict=False)))
-
-    def show(self, value: Any) -> str:
-        # A greedy processor has a temperature that was not typed, unless it differs from the default.
-        if value == GreedyProcessor():
-            return "greedy"
-        return " ".join([value.name, *(_shortest(getattr(value, part.name)) for part in fields(value))])
-
-
-def _shortest(number: float) -> str:
-    """The shortest text that reads back as the same number."""
-    # An exponent is avoided because WholeRange, which parses K, does not accept one.
-    return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
-
-
-def _ranges(letters: list[str], limits: Limits) -> str:
-    ranges = {"T": TEMPERATURE, "K": WholeRange(1, limits.vocabulary), "P": TOP_P}
-    return ", ".join(f"{letter} {ranges[letter]}" for letter in letters)
-
-
-def _argument(letter: str, word: str, limits: Limits) -> float | int:
-    if letter == "K":
-        return WholeRange(1, limits.vocabulary).parse(word)
-    return (TEMPERATURE if letter == "T" else TOP_P).parse(word)

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from utils.comparison.harness import Harness
 from utils.comparison.warm_up import with_costs
-from utils.config.settings import Settings, reset_unsupported, setting_fields
+from utils.config.setting_parts import listed_settings
+from utils.config.settings import Settings, reset_unsupported
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.prompts.chat_template import has_chat_template
@@ -53,8 +54,9 @@ class SessionSettings:
         before = self.current
         # Not through `change`, which would store the reverted values as a change of its own.
         self._apply(self._earlier.pop())
-        values = [(name, entry.show(before), entry.show(self.current)) for name, entry in setting_fields().items()]
-        return "; ".join(f"{name}: {new}" for name, old, new in values if old != new) or "no setting differs"
+        values = [(name, entry.show(before), entry.show(self.current)) for name, entry in listed_settings().items()]
+        changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
+        return f"undone: {changes or 'no setting differs'}"
 
     def _apply(self, settings: Settings) -> None:
         harness, before = self._harness, self.current

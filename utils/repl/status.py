@@ -1,6 +1,7 @@
 """Describes the loaded pair for /show and for the toolbar, and derives the limits of settings from it."""
 
 from utils.comparison.last_prompt import LastPrompt
+from utils.config.setting_parts import listed_settings
 from utils.config.settings import Settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
@@ -40,7 +41,7 @@ def pair_names(pair: Pair) -> str:
 
 
 def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: int = 0) -> str:
-    """The toolbar: the pair, the most important settings, the engine, finished turns of a conversation, last speeds."""
+    """The toolbar: the pair, important and changed settings, the engine, turns of a conversation, last speeds."""
     values = [
         f"{name} {entry.show(settings)}"
         for name, entry in setting_fields().items()
@@ -51,11 +52,22 @@ def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: 
     parts = [
         pair_names(pair),
         *values,
+        *changed_switches(settings),
         pair.engine.state.kind,
         f"turn {turns}" if turns and settings.keeps_conversation else "",
         f"tokens/s: {speeds}" if speeds else "",
     ]
     return SEPARATOR.join(filter(None, parts))
+
+
+def changed_switches(settings: Settings) -> list[str]:
+    """The switches that differ from their defaults, such as "cache off": they are easily forgotten."""
+    default = Settings()
+    return [
+        f"{name} {entry.show(settings)}"
+        for name, entry in listed_settings().items()
+        if entry.is_switch and entry.show(settings) != entry.show(default)
+    ]
 
 
 def limits_of(pair: Pair) -> Limits:

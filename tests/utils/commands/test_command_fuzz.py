@@ -11,7 +11,7 @@ from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
 SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams"}
-SLOW |= {"save", "run", "why", "whatif", "race", "sweep"}
+SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "exit", "texts"}
 WORDS = (
     *(
         "on",
@@ -29,6 +29,10 @@ WORDS = (
         "coupled",
     ),
     *(
+        "order",
+        "kind",
+        "keep",
+        "limit",
         "basic",
         "onelevel",
         "0",

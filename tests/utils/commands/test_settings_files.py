@@ -79,7 +79,9 @@ def test_changes_are_undone_one_by_one(view: Screen) -> None:
     session.handle("/length 12")
     session.handle("/length nonsense")
     view.take()
-    assert session.handle("/undo") is Verdict.DONE and view.take()[1].strip() == f"length: {first.length}"
+    assert (
+        session.handle("/undo") is Verdict.DONE and view.take()[1].strip() == f"undone: length {first.length} (was 12)"
+    )
     assert session.handle("/undo") is Verdict.DONE and session.settings == first
     assert session.handle("/undo") is Verdict.FAILED
 
@@ -88,7 +90,7 @@ def test_changes_are_undone_one_by_one(view: Screen) -> None:
     ("line", "part"),
     [
         ("/set gamma 70", "0 to 63"),
-        ("/set", "/help"),
+        ("/set", "/set gamma 4"),
         ("/set lenght 3", "/length"),
         ("/set quit 1", "'quit'"),
     ],

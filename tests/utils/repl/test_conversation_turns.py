@@ -16,7 +16,7 @@ from fakes import Screen, open_session, records_of, tiny_pair
 from sampling import autoregressive_steps
 from utils.commands.experiments import divergence
 from utils.commands.session import FORGOTTEN, NO_CONVERSATION
-from utils.commands.settings import NO_EFFECT
+from utils.commands.setting_changes import NO_EFFECT
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding
 from utils.comparison.strategies import STRATEGIES, Strategy
@@ -186,7 +186,7 @@ def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
     handled(session, *START, "/reset", "Hello", "And why?")
     assert f"{NO_CONVERSATION}\n" in view.take()[1] and "| turn 2 |" in session.status()
     handled(session, "/reset")
-    assert view.take()[1].strip() == FORGOTTEN.format("2 turns") and "turn" not in session.status()
+    assert view.take()[1].strip() == FORGOTTEN.format("2 turns") and "turn " not in session.status()
     handled(session, "Hello")
     assert (
         jobs_of(session)["target"].prompt == rendered(session.harness.pair.tokenizer, "Hello")
@@ -209,7 +209,7 @@ def test_prompts_without_the_template_do_not_touch_the_conversation(view: Screen
     session = open_session(view)
     handled(session, *START, "Hello", "/chat off", "Once upon")
     assert jobs_of(session)["target"].prompt == session.harness.pair.tokenizer("Once upon")["input_ids"]
-    assert jobs_of(session)["target"].turn == 0 and "turn" not in session.status()
+    assert jobs_of(session)["target"].turn == 0 and "turn " not in session.status()
     handled(session, "/chat on", "And why?")
     assert [turn.user for turn in jobs_of(session)["target"].history] == ["Hello"]
 

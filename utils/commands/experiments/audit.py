@@ -13,7 +13,7 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.logit_trials import MODES, TrialText, logit_events
 from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
@@ -149,5 +149,15 @@ def _promise(rows: Sequence[Row], widest: int, dtype: str) -> str:
 
 
 AUDIT = Command(
-    "audit", "[N]", f"check what is deterministic here, with N trials of five kinds (default: {TRIALS})", _audit
+    "audit",
+    "[N]",
+    "what is deterministic here",
+    _audit,
+    group="checks",
+    page=Page(
+        f"Check with N trials of five kinds (default {TRIALS}) what is deterministic here, and which texts are "
+        "guaranteed to be equal.",
+        ("> /audit 10", "Deterministic here: float32, cpu"),
+        see_also=("lossless", "engine", "texts"),
+    ),
 )

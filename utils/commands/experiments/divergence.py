@@ -7,7 +7,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from utils.commands.outcomes import Outcome, Reply, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.last_prompt import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.records import divergence_figures, generation_records
 from utils.comparison.reports import Finding, Report
@@ -104,4 +104,11 @@ def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
     )
 
 
-DIVERGENCE = Command("divergence", "", "where and why the last texts differ from the target's", _divergence)
+DIVERGENCE = Command(
+    "divergence",
+    "",
+    "where and why the last texts differ from the target's",
+    _divergence,
+    page=Page("Where and why the last texts differ from the target's.", ("> /divergence",)),
+    instead="texts",
+)

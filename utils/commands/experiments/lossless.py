@@ -12,7 +12,7 @@ from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
@@ -152,6 +152,13 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
 LOSSLESS = Command(
     "lossless",
     "[N]",
-    f"test N first tokens per strategy against the target's distribution, on the last prompt (default: {DRAWS})",
+    "test samples against the distribution",
     _lossless,
+    group="checks",
+    page=Page(
+        f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
+        "distribution of the target.",
+        ("> /lossless 200", "speculative   p-value 0.41"),
+        see_also=("audit", "verify"),
+    ),
 )

@@ -15,7 +15,7 @@ from utils.commands.experiments.repeated_runs import (
     then_findings,
 )
 from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
@@ -84,6 +84,14 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
 RACE = Command(
     "race",
     "[N]",
-    f"run the last prompt N times with every enabled strategy, in turns, and give a verdict (default: {REPEATS})",
+    "is the difference real? N runs of each",
     _race,
+    group="does it help?",
+    rank=2,
+    page=Page(
+        f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
+        "the differences in speed are larger than the noise.",
+        ("> /race 5", "speculative   1.52x target-only"),
+        see_also=("verdict", "sweep", "why", "speed-up"),
+    ),
 )

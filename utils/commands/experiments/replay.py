@@ -14,7 +14,7 @@ from typing import Any
 from utils.commands.experiments.repeated_runs import one_by_one
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import RecordedRun, read_recorded_runs
 from utils.comparison.records import circumstances
@@ -218,6 +218,13 @@ def _has_changed(row: Row) -> bool:
 REPLAY = Command(
     "replay",
     "FILE",
-    "run every generation of a --json file again, and compare text, acceptance and speed",
+    "run the records of a file again",
     _replay,
+    group="checks",
+    page=Page(
+        "Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
+        "name every difference in versions, models, engine and settings.",
+        ("> /replay runs.jsonl", "3 of 3 texts are the same"),
+        see_also=("export", "audit"),
+    ),
 )

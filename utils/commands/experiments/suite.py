@@ -13,7 +13,7 @@ from typing import Any
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
@@ -234,4 +234,9 @@ SUITE = Command(
     "FILE",
     "run every prompt of a file with every enabled strategy: speed-up, acceptance and texts by task",
     _suite,
+    page=Page(
+        "Run every prompt of a file with every strategy that is on: speed-up, acceptance and texts by task.",
+        ("> /suite prompts.jsonl",),
+    ),
+    instead="race",
 )

@@ -19,7 +19,7 @@ from utils.commands.experiments.repeated_runs import (
     then_findings,
 )
 from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
@@ -165,8 +165,16 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
 
 SWEEP = Command(
     "sweep",
-    "NAME VALUE ... [xN]",
-    f"run the last prompt N times with each value of a setting (default: {REPEATS})",
+    "NAME VALUE ...",
+    "one setting over several values",
     _sweep,
+    group="checks",
+    page=Page(
+        f"Run the last prompt N times (default {REPEATS}) with each value of a setting, in turns. Commas separate "
+        "values of several words.",
+        ("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
+        ("/sweep NAME VALUE VALUE ... [xN]", "/sweep temperature 0.5 1 x5", "/sweep processor greedy, nucleus 0.8 0.9"),
+        ("race", "whatif"),
+    ),
     words=(*SETTINGS, *PARTS),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext
+from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
 from utils.comparison.gamma_replay import replay_gammas
 from utils.comparison.harness import Harness
@@ -145,6 +145,14 @@ def _mean_drafts(row: Row) -> float:
 WHATIF = Command(
     "whatif",
     "",
-    "predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto",
+    "the predicted speed of every gamma",
     _whatif,
+    group="does it help?",
+    rank=4,
+    page=Page(
+        "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
+        "decoding again.",
+        ("> /whatif", "model: best at gamma 4"),
+        see_also=("gamma", "why", "race", "predicted"),
+    ),
 )

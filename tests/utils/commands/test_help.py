@@ -1,0 +1,175 @@
+"""/help: what fits on a screen, a page for every command and figure, old names, and the page of this package."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fakes import Screen, open_session, records_of, screen
+from paths import ROOT
+
+from utils.commands import CommandContext, default_registry
+from utils.commands.registry import FIRST_PAGE, GROUPS, SECOND_PAGE
+from utils.comparison.glossary import FIGURES
+from utils.repl.repl_session import ReplSession
+from utils.repl.runner import Verdict
+
+COMMANDS = list(default_registry())
+VISIBLE = default_registry().visible()
+README = ROOT / "utils" / "commands" / "README.md"
+ROWS, WIDTH = 24, 80
+QUESTIONS = ("race", "why", "whatif")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> ReplSession:
+    """A session on a narrow screen after a prompt, in a folder with the files that the examples name."""
+    folder = tmp_path_factory.mktemp("files")
+    session = open_session(screen(WIDTH), records=folder / "runs.jsonl")
+    for line in (
+        "/length 3",
+        "/processor multinomial 1",
+        "Hello",
+        f"/ngram save {folder / 'answers.ngrams'}",
+        f"/save {folder / 'evening.txt'}",
+    ):
+        assert session.handle(line) is Verdict.DONE
+    (folder / "prompts.jsonl").write_text('{"prompt": "Hello", "task": "code"}\n')
+    assert records_of(folder / "runs.jsonl")
+    session.folder = folder  # type: ignore[attr-defined]
+    return session
+
+
+def shown(line: str) -> list[str]:
+    view = screen(WIDTH)
+    assert open_session(view).handle(line) is Verdict.DONE, view.take()
+    return "".join(view.take()).splitlines()
+
+
+def test_help_fits_on_a_screen_and_begins_with_the_question() -> None:
+    lines = shown("/help")
+    listed = [command for command in VISIBLE if command.rank]
+    # The prompt, its line and the toolbar take lines as well.
+    assert len(lines) <= ROWS - 4 and len(listed) <= FIRST_PAGE
+    assert len(lines) == len(listed) + 2, "no line is broken"
+    names = [name for line in lines for name in re.findall(r"/(\w+)", line[:40])]
+    assert names[: len(QUESTIONS)] == [name for name in names if name in (*QUESTIONS, "verdict")][: len(QUESTIONS)]
+    assert names == [command.name for command in listed] + ["help"] * 2
+
+
+def test_all_commands_are_listed_in_one_line_each() -> None:
+    lines = shown("/help all")
+    assert len(VISIBLE) <= FIRST_PAGE + SECOND_PAGE and len(lines) == len(VISIBLE)
+    assert {re.findall(r"/\w+", line)[0] for line in lines} == {f"/{command.name}" for command in VISIBLE}
+
+
+def test_groups_and_ranks_are_used_once() -> None:
+    places = [(command.group, command.rank) for command in VISIBLE if command.rank]
+    assert len(set(places)) == len(places) and {group for group, _ in places} <= set(GROUPS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_a_page_that_fits(command) -> None:
+    lines = shown(f"/help {command.name}")
+    assert len(lines) <= ROWS - 4
+    labels = {line.split()[0] for line in lines if not line.startswith(" ")}
+    assert {"syntax", "about", "example"} <= labels and ("renamed" in labels) == bool(command.instead)
+    shown_command = default_registry().find((command.instead or command.name).split()[0])
+    assert shown_command.page.text and shown_command.page.example
+    known = {known.name for known in COMMANDS} | {figure.name for figure in FIGURES} | {"verdict", "compare"}
+    assert set(shown_command.page.see_also) <= known
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.page.example], ids=lambda c: c.name)
+def test_the_examples_are_accepted(command, asked: ReplSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(asked.folder)  # type: ignore[attr-defined]
+    typed, *output = command.page.example
+    assert typed.startswith(f"> /{command.name}") and all(len(line) <= 70 for line in output)
+    if command.name == "save":
+        Path("evening.txt").unlink()
+    harness, registry = asked.harness, asked.commands
+    registry.run(typed.removeprefix("> "), CommandContext(asked.settings, registry, harness, asked.limits))
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_figures_are_explained(figure) -> None:
+    if figure.name not in {command.name for command in COMMANDS} | {"verdict"}:
+        assert shown(f"/help {figure.name}")[0].startswith(figure.name[:20])
+
+
+def test_help_of_names_that_are_not_known(view: Screen) -> None:
+    session = open_session(view)
+    assert session.handle("/help figures") is Verdict.DONE and "acceptance" in view.take()[0]
+    assert session.handle("/help /gama") is Verdict.FAILED and "/gamma" in view.take()[1]
+
+
+OLD_NAMES = {
+    "/set_ngramstorage onelevel 4": "/ngram kind onelevel 4",
+    "/top_k_filler 5": "/ngram candidates 5",
+    "/ngram_limit 50": "/ngram limit 50",
+    "/reset_in_between off": "/ngram keep on",
+    "/set gamma 3": "/gamma 3",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_old_names_of_settings_still_work(old: str, new: str, view: Screen) -> None:
+    sessions = open_session(view), open_session(view)
+    for session, line in zip(sessions, (old, new), strict=True):
+        before = session.settings
+        assert session.handle(line) is Verdict.DONE and session.settings != before
+    assert sessions[0].settings == sessions[1].settings
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("/pairs", "/pair list"),
+        ("/ngrams 2", "/ngram list 2"),
+        ("/reset", "/turns new"),
+        ("/help pairs", "/help pairs"),
+    ],
+)
+def test_old_names_of_commands_do_the_same(old: str, new: str, view: Screen) -> None:
+    session = open_session(view)
+    for line in ("/length 3", "Hello"):
+        session.handle(line)
+    view.take()
+    shown = [(session.handle(line), view.take()) for line in (old, new)]
+    assert shown[0] == shown[1] and shown[0][0] is Verdict.DONE
+
+
+def test_texts_are_columns_and_reasons(view: Screen) -> None:
+    session = open_session(view)
+    assert session.handle("/texts") is Verdict.FAILED
+    for line in ("/length 8", "/drafter on", "Hello"):
+        session.handle(line)
+    view.take()
+    assert session.handle("/texts") is Verdict.DONE
+    columns, reasons = view.take()
+    assert "drafter" in columns.splitlines()[0] and "the same tokens" in reasons
+    for line in ("/target off", "Hello"):
+        session.handle(line)
+    view.take()
+    assert session.handle("/texts") is Verdict.DONE and "target" in view.take()[1]
+
+
+def test_old_names_are_not_listed() -> None:
+    assert all(command.page.text for command in VISIBLE)
+    assert not {"set_ngramstorage", "ngrams", "reset", "columns", "say", "set", "history"} & {c.name for c in VISIBLE}
+
+
+def test_every_visible_command_is_on_the_page_of_this_package() -> None:
+    page = README.read_text(encoding="utf-8")
+    for command in COMMANDS:
+        assert re.search(rf"`/{command.name}[ `]", page), command.name
+
+
+def test_settings_of_a_config_file_may_use_new_names(tmp_path: Path) -> None:
+    from utils.config.setting_parts import apply_typed
+    from utils.config.settings import Settings
+    from utils.config.value_types import Limits, StorageSpec
+
+    typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "top_k_filler": "2"}
+    settings = apply_typed(Settings(), typed, Limits())
+    assert settings.ngram_storage == StorageSpec("basic", 5) and not settings.reset_in_between
+    assert settings.top_k_filler == 2 and (settings.processor.temperature, settings.processor.top_p) == (0.5, 0.9)  # type: ignore[attr-defined]

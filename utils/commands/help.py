@@ -1,0 +1,94 @@
+"""/help: the most important commands on one screen, all commands, or a page about one command or figure."""
+
+from collections.abc import Iterable, Iterator
+
+from utils.commands.outcomes import Outcome, ShowRows
+from utils.commands.registry import GROUPS, Command, CommandContext, CommandError, Page, Registry
+from utils.errors import UserError
+
+EVERYTHING = "all"
+FIGURES = "figures"
+
+
+def _help(argument: str, context: CommandContext) -> Outcome:
+    name = argument.removeprefix("/").lower()
+    if not name:
+        return [ShowRows(_first_page(context.registry))]
+    if name == EVERYTHING:
+        return [ShowRows(_listed(context.registry.visible()))]
+    if name == FIGURES:
+        return context.registry.run("/explain", context)
+    try:
+        return [ShowRows(list(_page(context.registry.find(name), context)))]
+    except UserError as error:
+        return _figure(name, context) or _first_word(name, context, error)
+
+
+def _first_page(registry: Registry) -> list[tuple[str, ...]]:
+    visible = registry.visible()
+    others = sum(not command.rank for command in visible)
+    return [
+        *_listed(command for command in visible if command.rank),
+        ("", f"/help {EVERYTHING}", f"{others} more commands"),
+        ("", "/help NAME", "a command or figure, with an example"),
+    ]
+
+
+def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
+    """(group, command, summary), the group in the first row of each group only."""
+    rows: list[tuple[str, ...]] = []
+    shown = ""
+    for command in sorted(commands, key=lambda command: GROUPS.index(command.group)):
+        rows.append(("" if command.group == shown else command.group, command.typed, command.summary))
+        shown = command.group
+    return rows
+
+
+def _figure(name: str, context: CommandContext) -> Outcome:
+    """The definition of a figure, or nothing if there is none of this name."""
+    try:
+        return context.registry.run(f"/explain {name}", context)
+    except UserError:
+        return []
+
+
+def _first_word(name: str, context: CommandContext, error: UserError) -> Outcome:
+    """The page of the command whose sub-command is named. error: why the whole name is not one of a command."""
+    first, *more = name.split()
+    if not more:
+        raise CommandError(f"There is no figure {name}. {error}")
+    return [ShowRows(list(_page(context.registry.find(first), context)))]
+
+
+def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
+    """Rows of (label, text). The page of an old name is that of the present one."""
+    registry = context.registry
+    if command.instead:
+        yield "renamed", f"/{command.name} is now /{command.instead}"
+        command = registry.find(command.instead.split()[0])
+    page = command.page
+    yield "syntax", "\n".join(page.syntax or (command.typed,))
+    yield "about", page.text
+    if current := command.current(context.settings):
+        yield "now", current
+    yield "example", "\n".join(page.example)
+    if page.see_also:
+        names = {known.name for known in registry}
+        yield "see also", ", ".join(f"/{name}" if name in names else name for name in page.see_also)
+
+
+HELP = Command(
+    "help",
+    "[NAME]",
+    "this list",
+    _help,
+    group="session",
+    rank=1,
+    page=Page(
+        "The most important commands, all commands, or one page about a command or a figure on the screen.",
+        ("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
+        ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
+        ("explain", "show"),
+    ),
+    words=(EVERYTHING, FIGURES),
+)

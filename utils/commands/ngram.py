@@ -1,0 +1,135 @@
+"""/ngram: n-gram assisted decoding on or off, and its storage: settings, contents, files."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from heapq import nlargest
+
+from ngram_assisted import load_storage, save_storage
+from utils.bounds import WholeRange
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
+from utils.commands.paths import output_in, path_in
+from utils.commands.registry import Command, CommandContext, CommandError, Page, renamed
+from utils.commands.setting_changes import set_or_show
+from utils.config.setting_parts import NGRAM_PARTS
+from utils.config.settings import setting_fields
+from utils.config.value_types import SWITCH_WORDS, StorageSpec
+from utils.distributed import run_once
+from utils.errors import UserError, check_choice
+from utils.text import token_piece
+
+EXAMPLE = "/ngram {} answers.ngrams"
+DEFAULT_ROWS, MAX_ROWS = 20, 1000
+
+
+def _ngram(argument: str, context: CommandContext) -> Outcome:
+    match = re.match(r"(\w*)[\s=]*(.*)", argument, re.DOTALL)
+    assert match is not None
+    word, rest = match[1].lower(), match[2]
+    if argument.lower() in ("", *SWITCH_WORDS):
+        return set_or_show("ngram", setting_fields()["ngram"], argument, context)
+    if word not in SUB_COMMANDS:
+        check_choice(argument.split()[0], ("on", "off", *SUB_COMMANDS), "the word")
+        raise UserError(f"'{word}' takes nothing after it, but got '{rest}'.")
+    try:
+        return SUB_COMMANDS[word](rest, context)
+    except UserError as error:
+        raise CommandError(f"/ngram {word}: {error}") from error
+
+
+def _save(argument: str, context: CommandContext) -> Outcome:
+    file, storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
+    if not storage:
+        raise UserError("the n-gram storage is empty: send a prompt first.")
+    model = context.harness.pair.target_name
+    run_once(lambda: save_storage(storage, file.path, model, overwrite=file.overwrite))
+    return [Reply(f"{len(storage)} n-grams written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")]
+
+
+def _load(argument: str, context: CommandContext) -> Outcome:
+    path, harness, settings = path_in(argument, EXAMPLE.format("load")), context.harness, context.settings
+    storage, kind, model = load_storage(path, context.limits.vocabulary, settings.ngram_limit)
+    notes = [f"{len(storage)} n-grams read from {path}: {kind} {storage.n}"]
+    if settings.reset_in_between:
+        notes.append("/ngram keep was turned on, so that they are used")
+    if model != harness.pair.target_name:
+        notes.append(f"they come from runs of {model or 'an unknown model'}, not of {harness.pair.target_name}")
+    settings = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
+    # In this order: a changed ngram_storage makes the session create an empty storage, which is then replaced.
+    return [ChangeSettings(settings), UseStorage(storage), Reply("; ".join(notes))]
+
+
+def _list(argument: str, context: CommandContext) -> Outcome:
+    """The n-grams with the highest counts; among equal counts those with the longest contexts come first."""
+    limit = WholeRange(1, MAX_ROWS).parse(argument or str(DEFAULT_ROWS))
+    storage, tokenizer = context.harness.state.storage, context.harness.pair.tokenizer
+    if not storage:
+        raise UserError("the n-gram storage is empty: send a prompt with /ngram on first.")
+    entries = (
+        (count, len(prefix), prefix, token) for prefix, counts in storage.contexts() for token, count in counts.items()
+    )
+    rows = [
+        (f"{count}x", " ".join(token_piece(tokenizer, part) for part in (*prefix, token)))
+        for count, _, prefix, token in nlargest(limit, entries)
+    ]
+    return [Reply(f"{len(storage)} n-grams; the {len(rows)} most frequent:"), ShowRows(rows)]
+
+
+SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
+    **{part.name.removeprefix("ngram "): partial(set_or_show, part.name, part) for part in NGRAM_PARTS},
+    "list": _list,
+    "save": _save,
+    "load": _load,
+}
+MEANINGS = {
+    "on": "run n-gram assisted decoding",
+    "off": "do not run it",
+    "kind": "orders of the stored n-grams",
+    "kind basic": "all orders from 2 to the order",
+    "kind onelevel": "one order only",
+    "order": "order of the n-grams, 2 to 16",
+    "candidates": "target's top tokens stored at each position",
+    "limit": "maximum number of n-grams",
+    "keep": "keep the n-grams from prompt to prompt",
+    "keep on": "keep them",
+    "keep off": "empty the storage before each prompt",
+    "list": "the most frequent n-grams",
+    "save": "write the storage to a file",
+    "load": "use the storage of a file",
+}
+PAGE = Page(
+    "Run n-gram assisted decoding (NASD): drafts come from n-grams of the prompt, of the text so far and of the "
+    "target's top tokens, which a storage counts.",
+    ("> /ngram order 4", "ngram order: 4"),
+    (
+        "/ngram [on|off]              run it, or not",
+        "/ngram kind basic|onelevel   orders 2 to N, or only order N",
+        "/ngram order N               2 to 16",
+        "/ngram candidates K          top tokens stored per position, 1 to 64",
+        "/ngram limit N               maximum number of n-grams, 100 bytes each",
+        "/ngram keep [on|off]         off: empty the storage before each prompt",
+        "/ngram list [N]              the N most frequent n-grams",
+        "/ngram save|load FILE        write it (FILE overwrite replaces), read it",
+    ),
+    ("speculative", "hits"),
+)
+NGRAM_COMMANDS = (
+    Command(
+        "ngram",
+        "[on|off] ...",
+        "n-gram assisted decoding; its storage",
+        _ngram,
+        group="drafting",
+        rank=3,
+        page=PAGE,
+        current=lambda settings: ", ".join(
+            f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
+        ),
+        words=tuple(MEANINGS),
+        meanings=MEANINGS,
+    ),
+    renamed("ngrams", "ngram list"),
+    renamed("ngram_save", "ngram save"),
+    renamed("ngram_load", "ngram load"),
+)
