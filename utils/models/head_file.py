@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from utils.errors import UserError
-from utils.files import os_reason, replacing
+from utils.files import check_regular, os_reason, replacing
 from utils.models.draft_head import Head, HeadShape, TargetHead
+from utils.models.load_checks import check_finite
 
 FORMAT, VERSION = "speculative head", 1
 CONFIG, WEIGHTS = "head.json", "model.safetensors"
 REMEDY = "make one for it with `python -m sampling.distill`"
 # Number formats move a fingerprint by less than this share of its norm; different models are further apart.
 FINGERPRINT_TOLERANCE = 0.02
+MAX_SIZE = 1 << 31  # more than any width or context
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +92,70 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if (about["format"], about["version"]) != (FORMAT, VERSION):
             raise UserError(f"The head in {folder} has a format or version that is not supported: {REMEDY}.")
-        shape = HeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
+        check_regular(folder / WEIGHTS)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             # safe_open is not a mapping, so it can only be iterated through keys().
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        vocabulary, stored = parts.pop("vocabulary").long(), parts.pop("mark")
+        vocabulary, stored = parts.pop("vocabulary"), parts.pop("mark")
         # Before the head is built, so that a head of a different size is reported as one of a different target.
         _check_target(target, stored, about, folder)
-        head = Head(shape)
-        head.load_state_dict({name: part.float() for name, part in parts.items()})
-        return head, vocabulary
+        shape = HeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
+        _check_shape(shape, target_sizes(target))
+        _check_vocabulary(vocabulary, size=target_sizes(target)[0])
+        head = _head(shape, parts)
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}.") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+        raise UserError(f"{folder} cannot be read: {os_reason(error)}.") from error
+    # RuntimeError includes RecursionError, of deeply nested brackets.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
         raise UserError(f"{folder} holds no readable head: fetch it again, or {REMEDY}.") from error
+    check_finite(head, str(folder))
+    return head, vocabulary.long()
+
+
+def _head(shape: HeadShape, parts: dict[str, Tensor]) -> Head:
+    """Build a head with these weights. Raises ValueError or RuntimeError if they are not those of the shape."""
+    # Without memory first: a damaged shape could ask for more than the machine has.
+    with torch.device("meta"):
+        expected = {name: part.shape for name, part in Head(shape).state_dict().items()}
+    if {name: part.shape for name, part in parts.items()} != expected:
+        raise ValueError("shapes")
+    head = Head(shape)
+    head.load_state_dict({name: part.float() for name, part in parts.items()})
+    return head
+
+
+def _check_shape(shape: HeadShape, sizes: list[int]) -> None:
+    """Raise ValueError for a shape that no head of a target with these sizes has."""
+    _, hidden, blocks = sizes
+    numbers = (shape.hidden, shape.heads, shape.groups, shape.width, shape.positions, *shape.layers)
+    # Not isinstance: True is an int.
+    if any(type(number) is not int for number in numbers) or type(shape.theta) not in (int, float):
+        raise ValueError("types")
+    sizes_fit = (
+        shape.hidden == hidden
+        and 0 < shape.heads <= hidden
+        and hidden % (2 * shape.heads) == 0  # rotary embeddings need an even size per head
+        and 0 < shape.groups <= shape.heads
+        and shape.heads % shape.groups == 0
+        and 0 < shape.width < MAX_SIZE
+        and 0 < shape.positions < MAX_SIZE
+        and 0 < shape.theta < inf
+    )
+    # Hidden states are numbered from 0, the embeddings, to the number of blocks, or from the end.
+    layers_fit = bool(shape.layers) and all(-blocks - 1 <= layer <= blocks for layer in shape.layers)
+    if not (sizes_fit and layers_fit):
+        raise ValueError("sizes")
+
+
+def _check_vocabulary(vocabulary: Tensor, size: int) -> None:
+    """Raise ValueError unless these are ascending token ids below `size`."""
+    if vocabulary.dtype not in (torch.int32, torch.int64) or vocabulary.dim() != 1 or not len(vocabulary):
+        raise ValueError("vocabulary")
+    ascending = bool((vocabulary.diff() > 0).all())
+    if not ascending or int(vocabulary[0]) < 0 or int(vocabulary[-1]) >= size:
+        raise ValueError("vocabulary")
 
 
 def target_sizes(target: PreTrainedModel) -> list[int]:
@@ -131,7 +182,7 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
 def _check_target(target: PreTrainedModel, stored: Tensor, about: dict[str, Any], folder: Path) -> None:
     own = fingerprint(target)
     fits = target_sizes(target) == about["size"] and own.shape == stored.shape
-    if not fits or (own - stored).norm() > FINGERPRINT_TOLERANCE * stored.norm():
-        raise UserError(
-            f"The head in {folder} reads the hidden states of {about['target']}, which is not this target: {REMEDY}."
-        )
+    # Written as `not ... <=`, so that NaN fails as well.
+    if not fits or not (own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm():
+        name = " ".join(str(about["target"]).split())[:80]
+        raise UserError(f"The head in {folder} reads the hidden states of {name}, which is not this target: {REMEDY}.")

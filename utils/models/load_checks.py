@@ -31,7 +31,7 @@ def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: s
         raise UserError(f"'{name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch or copy it again.")
 
 
-def check_finite(model: PreTrainedModel, name: str) -> None:
+def check_finite(model: torch.nn.Module, name: str) -> None:
     """Reject NaN and infinite weights, which would make every distribution NaN at the first token that uses them."""
     for part, weight in model.named_parameters():
         local = weight.to_local() if isinstance(weight, DTensor) else weight  # the shard of this process

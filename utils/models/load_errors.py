@@ -86,7 +86,9 @@ CAUSES = {
         "lacks a file of its weights, or has one that cannot be read: fetch or copy it again",
         phrases=(".safetensors'", '.safetensors"'),
     ),
-    "json": Cause("holds a file that is not valid JSON: fetch or copy it again", classes=("JSONDecodeError",)),
+    "json": Cause(
+        "holds a file that is not valid JSON: fetch or copy it again", classes=("JSONDecodeError", "RecursionError")
+    ),
     "tokenizer": Cause("has no usable tokenizer files: copy them next to the weights", phrases=("backend tokenizer",)),
     "disk full": Cause(
         "could not be stored because the disk is full: make room, or set HF_HOME to a folder on a different disk",

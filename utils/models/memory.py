@@ -42,7 +42,10 @@ CONTROL_GROUPS = (
 
 
 def weight_counts(source: Source) -> dict[str, int]:
-    """Return the number of weights by safetensors format, or nothing if it is unknown."""
+    """Return the number of weights by safetensors format, or nothing if it is unknown.
+
+    Raises UserError if the index of the weights names files outside of its folder.
+    """
     if source.weight_counts:
         return dict(source.weight_counts)
     folder: Path | None = Path(source.location)
@@ -55,7 +58,10 @@ def weight_counts(source: Source) -> dict[str, int]:
                 # A slice that is not read costs only the header of the file.
                 for part in map(file.get_slice, file.keys()):
                     counts[part.get_dtype()] += prod(part.get_shape())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+    except UserError:
+        raise
+    # Deeply nested brackets exceed the recursion limit.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
         return {}  # damaged, which loading will report
     return dict(counts)
 
@@ -126,8 +132,11 @@ def _weight_files(folder: Path) -> Iterator[Path]:
     """Yield the files that transformers would read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        yield from (folder / name for name in sorted(set(names)))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        # By name only, because the hub's cache links to files outside of the folder.
+        if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), ""):
+            raise UserError(f"{index} names a file outside of its folder ({outside[:80]!r}): fetch or copy it again.")
+        yield from (folder / name for name in names)
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
 

@@ -236,3 +236,22 @@ def test_weights_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.
         model.model.embed_tokens.weight[123, 4] = value
     save_folder(tmp_path / "model", model, tiny_tokenizer())
     assert "model.embed_tokens.weight" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("index", ["[" * 100_000, '{"weight_map": ' * 100_000, "3", '{"weight_map": [[]]}'])
+def test_a_damaged_index_is_one_sentence(shelf: Path, tmp_path: Path, index: str) -> None:
+    folder = shutil.copytree(shelf / "target", tmp_path / "changed")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert "changed" in refusal(folder)
+
+
+@pytest.mark.parametrize("outside", ["../target/model.safetensors", "{shelf}/target/model.safetensors", "a/../../b"])
+def test_an_index_may_not_name_files_outside_of_its_folder(shelf: Path, tmp_path: Path, outside: str) -> None:
+    folder = shutil.copytree(shelf / "target", tmp_path / "changed")
+    shutil.copytree(shelf / "target", tmp_path / "target")
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, outside.format(shelf=shelf))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "outside" in refusal(folder)

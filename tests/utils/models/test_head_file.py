@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from shelf import fill_shelf, load, refusal
 from tiny import save_folder, tiny_head, tiny_llama, tiny_tokenizer
 
@@ -85,3 +86,61 @@ def test_options_that_do_not_apply_to_a_head(shelf: Path) -> None:
 @pytest.mark.parametrize(("count", "layers"), [(1, (1, -1)), (2, (1, -1)), (4, (1, 3, -1)), (30, (7, 22, -1))])
 def test_a_head_reads_early_late_and_last_layers(count: int, layers: tuple[int, ...]) -> None:
     assert feature_layers(count) == layers
+
+
+NAN = float("nan")
+SHAPES: list[dict[str, Any]] = [
+    *({"heads": value} for value in (0, -1, 3, 64, True, 1.0, "x")),
+    *({"groups": value} for value in (0, -1, 3, 99)),
+    *({"positions": value} for value in ("x", 0, -5, 1.5, 10**30)),
+    *({"width": value} for value in ("x", 0, -5, 10**12, 10**9)),
+    *({"layers": value} for value in ([1, 2, 99], [-99, -2, -1], "abc", [1.0, 2.0, -1.0], [], [[1]], 3, [1])),
+    *({"theta": value} for value in (NAN, 0, -1.0, float("inf"), "x", None)),
+    {"hidden": 64},
+    {"depth": 3},
+]
+
+
+@pytest.mark.parametrize("change", SHAPES, ids=str)
+def test_a_damaged_shape_is_refused(shelf: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = shutil.copytree(shelf / "head", tmp_path / "changed")
+    about = json.loads((folder / "head.json").read_text())
+    (folder / "head.json").write_text(json.dumps(about | {"shape": about["shape"] | change}))
+    assert REMEDY in refusal(shelf / "target", folder)
+
+
+def test_a_description_of_brackets_is_refused(shelf: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shelf / "head", tmp_path / "changed")
+    (folder / "head.json").write_text("[" * 100_000)
+    assert REMEDY in refusal(shelf / "target", folder)
+
+
+VOCABULARIES = {
+    "too high": torch.tensor([1, 2, 999]),
+    "negative": torch.tensor([-5, 1]),
+    "not ascending": torch.tensor([2, 1]),
+    "twice": torch.tensor([1, 1]),
+    "empty": torch.tensor([], dtype=torch.int64),
+    "floats": torch.tensor([1.0, 2.0]),
+    "flags": torch.tensor([False, True]),
+    "scalar": torch.tensor(1),
+    "matrix": torch.tensor([[1, 2]]),
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_damaged_vocabulary_is_refused(shelf: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(shelf / "head", tmp_path / "changed")
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | {"vocabulary": VOCABULARIES[name]}, weights)
+    assert REMEDY in refusal(shelf / "target", folder)
+
+
+@pytest.mark.parametrize("part", ["mark", "mix.weight", "norm.weight"])
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_weights_that_are_not_finite_are_refused(shelf: Path, tmp_path: Path, part: str, value: float) -> None:
+    folder = shutil.copytree(shelf / "head", tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[part].view(-1)[0] = value
+    save_file(tensors, folder / "model.safetensors")
+    assert str(folder) in refusal(shelf / "target", folder)
