@@ -45,7 +45,10 @@ Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
     """The settings of the config file and of the flags. Raises UserError for an unknown name or an invalid value."""
     flags = {name: value for name in ("seed", "engine", "threads") if (value := getattr(arguments, name)) is not None}
-    return replace(apply_typed(Settings(), arguments.config.settings, limits), **flags)
+    try:
+        return replace(apply_typed(Settings(), arguments.config.settings, limits), **flags)
+    except UserError as error:
+        raise UserError(f"The config file {arguments.config.file}: {error}") from error
 
 
 def start_session(

@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ CIRCUMSTANCES = {
 NEWER_PARTS = ("machine",)  # that older records lack
 # Fields of a record by their type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
+MAX_RATE = 1e9
 NUMBERS = ("tokens_per_second", "tokens_per_target_forward")
 
 
@@ -164,4 +164,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return _is_count(value) or (type(value) is float and isfinite(value) and value >= 0)
+    """Whether this is a rate that a run can have."""
+    return type(value) in (int, float) and 0 <= value <= MAX_RATE  # false for NaN

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from utils.bounds import QUANTIZATIONS
@@ -22,8 +22,11 @@ ENTRIES = ("pair", "pairs", "settings", *FLAGS)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """pair: the pair to start with. flags: their values. settings: values as typed. pairs: all known pairs."""
+    """file: where it was read. pair: the pair to start with. flags: their values. settings: values as typed. pairs: all
+    known pairs.
+    """
 
+    file: Path | None = None
     pair: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
@@ -51,7 +54,7 @@ def read_config(path: Path | None) -> Config:
     except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
         raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
     try:
-        return _parse(entries)
+        return replace(_parse(entries), file=path)
     except UserError as error:
         raise UserError(f"The config file {path}: {error}") from error
 
@@ -63,7 +66,8 @@ def _parse(entries: Mapping[str, object]) -> Config:
     pair = None if "pair" not in entries else check_choice(_text(entries["pair"], "pair"), tuple(pairs), "pair")
     flags = {name: check_field(name, _text(entries[name], name)) for name in FLAGS if name in entries}
     settings = _table(entries.get("settings", {}), "settings")
-    return Config(pair, flags, {name: _text(value, f"settings.{name}") for name, value in settings.items()}, pairs)
+    typed = {name: _text(value, f"settings.{name}") for name, value in settings.items()}
+    return Config(pair=pair, flags=flags, settings=typed, pairs=pairs)
 
 
 def _pair(name: str, value: object) -> PairSpec:

@@ -182,7 +182,9 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
 def _check_target(target: PreTrainedModel, stored: Tensor, about: dict[str, Any], folder: Path) -> None:
     own = fingerprint(target)
     fits = target_sizes(target) == about["size"] and own.shape == stored.shape
-    # Written as `not ... <=`, so that NaN fails as well.
-    if not fits or not (own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm():
+    # NaN and infinity would make the comparison below meaningless.
+    if not stored.isfinite().all():
+        raise ValueError("mark")
+    if not fits or (own - stored).norm() > FINGERPRINT_TOLERANCE * stored.norm():
         name = " ".join(str(about["target"]).split())[:80]
         raise UserError(f"The head in {folder} reads the hidden states of {name}, which is not this target: {REMEDY}.")

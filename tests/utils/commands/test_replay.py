@@ -190,6 +190,15 @@ def test_records_that_cannot_run_again_are_left_out_with_a_reason(view: Screen, 
     assert "race 2, whatif 1" in conclusion and "tiny-drafter then, none now" in conclusion
 
 
+@pytest.mark.parametrize("token", [300, 2**32, 2**63 - 1])
+def test_a_token_id_outside_of_the_vocabulary_is_named(view: Screen, tmp_path: Path, token: int) -> None:
+    def change(row: Row) -> None:
+        row["token_ids"] = [token, 3]
+
+    rows, _ = replayed(view, edited(recorded(view, tmp_path, "/length 3", "Hello"), change))
+    assert len(rows) == 3 and all(str(token) in row["left_out"] for row in rows)
+
+
 def test_a_conversation_is_replayed_turn_by_turn(view: Screen, tmp_path: Path) -> None:
     lines = ("/turns on", "/processor multinomial 1", "/verify coupled", "one two", "three", "four")
     file = recorded(view, tmp_path, *lines)

@@ -85,6 +85,7 @@ def damaged(**changes: Any) -> Callable[[Row], str]:
         (damaged(settings=[]), '"settings"'),
         (damaged(drafted=1.5), '"drafted"'),
         (damaged(tokens_per_second=float("nan")), '"tokens_per_second"'),
+        (damaged(tokens_per_second=1e308), '"tokens_per_second"'),
         (damaged(tokens_per_second=10**400), '"tokens_per_second"'),
         (damaged(versions="1"), '"versions"'),
         (damaged(history="x"), '"history"'),

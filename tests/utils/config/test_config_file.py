@@ -1,5 +1,6 @@
 """The config file: pairs and settings of the user, overridden by flags."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,8 @@ def test_the_default_file_is_read_if_it_exists(file: Path) -> None:
     ("text", "words"),
     [
         ("pair = ", "TOML"),
+        (f"[settings]\ngamma = {'1' * 5000}", "TOML"),
+        (f"[settings]\ngamma = 0x{'f' * 5000}", "settings.gamma"),
         ("pear = 1", "Did you mean pair?"),
         ('pair = "mine"', "pair 'mine' is unknown"),
         ('device = "tpu"', "is not a device"),
@@ -133,7 +136,12 @@ def test_invalid_entries_are_refused_in_one_sentence(
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("gama = 3", "Did you mean gamma?"), ("gamma = 99", "settings.gamma: "), ("seed = -1", "settings.seed: ")],
+    [
+        ("gama = 3", "Did you mean gamma?"),
+        ("gamma = 99", "settings.gamma: "),
+        ("seed = -1", "settings.seed: "),
+        ('cache = ""', "settings.cache: "),
+    ],
 )
 def test_invalid_settings_are_reported_before_anything_is_loaded(
     file: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
@@ -141,7 +149,23 @@ def test_invalid_settings_are_reported_before_anything_is_loaded(
     file.write_text(f"[settings]\n{line}\n")
     assert infer.main(["--config", str(file), "-c", "/show"]) == 1
     errors = capsys.readouterr().err
-    assert words in errors and "loading" not in errors
+    assert words in errors and "loading" not in errors and str(file) in errors
+
+
+def test_a_byte_order_mark_is_no_entry(file: Path) -> None:
+    file.write_text("\ufeff" + COMPLETE)
+    assert read_config(file).settings["gamma"] == "4"
+
+
+@pytest.mark.parametrize("text", ['pair = "\\u001b[31mred"', '"\\u001b[31m" = 1', '[settings]\n"\\u001b[31m" = 1'])
+def test_control_characters_do_not_reach_the_terminal(
+    file: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file.write_text(text)
+    with suppress(SystemExit):  # a setting is an error of its own
+        assert infer.main(["--config", str(file), "-c", "/show"]) == 1
+    shown = "".join(capsys.readouterr())
+    assert "[31m" in shown and "\x1b" not in shown
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.settings import Settings, from_json
+from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError, check_choice
 from utils.metrics.results import Generation, first_difference
 from utils.text import decode
@@ -81,6 +82,8 @@ def _strategy(past: RecordedRun, settings: Settings, harness: Harness) -> Strate
     """The strategy of the record. Raises UserError where the record cannot be run again."""
     if past.interrupted and not past.tokens:
         raise UserError("It was interrupted before its first token.")
+    if (highest := max(past.tokens, default=0)) >= vocabulary_size(harness.pair.target):
+        raise UserError(f"Its token id {highest} is outside the vocabulary of the target.")
     strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
     strategy = strategies[check_choice(past.strategy, tuple(strategies), "strategy")]
     if strategy.needs_drafter and harness.pair.drafter is None:
