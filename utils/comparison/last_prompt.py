@@ -9,6 +9,7 @@ from utils.comparison.job import Job
 from utils.comparison.strategies import Strategy
 from utils.metrics.divergence import Divergence, DivergenceCase, explain
 from utils.metrics.results import Comparison, Generation, compare
+from utils.pairs.weights import depends_on_width
 from utils.prompts.conversation import diverging_turn
 
 
@@ -88,5 +89,6 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
         decoding=last.job.decoding,
         width=settings.max_drafts + 1,  # the drafts and one row more
         own_noise=strategy.draft_has_probs and settings.verify != "coupled",
+        coarse=depends_on_width(last.job.pair),
     )
     return explain(case, rounding)

@@ -1,5 +1,5 @@
 """Why a text differs from the target's own: where, by which tokens, and whether the cause is sampling, a rounding
-tie, or a bug.
+tie, the quantization, or a bug.
 
 Under greedy decoding, and with noise shared with the target, both must be the same text up to rounding: a verify pass
 of a different width may round differently and flip a choice between two nearly tied tokens. First that tie is looked
@@ -10,6 +10,7 @@ passes of both runs are repeated exactly.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Cause(StrEnum):
 
     SAMPLING = "sampling"
     ROUNDING = "rounding tie"
+    QUANTIZATION = "quantization"
     UNEXPLAINED = "unexplained: please report"
 
 
@@ -69,7 +71,8 @@ class DivergenceCase:
 
     rounds: the run's. theirs: the target's tokens. new_session: opens a session of the target, `rewinds` or not.
     width: the run's maximum verify width. own_noise: whether its drafts were verified by p/q, with noise that the
-    target does not use.
+    target does not use. coarse: whether the target's quantization lets its logits depend on the verify width by more
+    than rounding.
     """
 
     prompt: list[int]
@@ -79,6 +82,7 @@ class DivergenceCase:
     decoding: Decoding
     width: int
     own_noise: bool
+    coarse: bool = False
 
     @property
     def position(self) -> int:
@@ -153,13 +157,15 @@ def _rounding_or_bug(
     case: DivergenceCase, versions: list[Tensor], ours: int, theirs: int, *, known: float
 ) -> tuple[float, Cause]:
     """How far these versions of the logits (k, V) differ, and whether that explains the two tokens."""
-    slack, limit = max(known, LogitDrift.of(versions).difference), max_rounding(versions[0])
+    slack = max(known, LogitDrift.of(versions).difference)
+    # The effect of a quantization has no bound that is known beforehand; whether the passes repeat it is tested below.
+    limit, cause = (inf, Cause.QUANTIZATION) if case.coarse else (max_rounding(versions[0]), Cause.ROUNDING)
     if slack <= limit and _is_tie(case, versions[0][-1].cpu().double(), ours, theirs, slack=slack):
-        return slack, Cause.ROUNDING
+        return slack, cause
     replayed = _replayed_difference(case, ours, theirs)
     if replayed is None or replayed > limit:
         return slack if replayed is None else replayed, Cause.UNEXPLAINED
-    return replayed, Cause.ROUNDING
+    return replayed, cause
 
 
 def _is_tie(case: DivergenceCase, logits: Tensor, ours: int, theirs: int, *, slack: float) -> bool:

@@ -14,6 +14,7 @@ from utils.models.quantization import has_nf4_kernel
 from utils.pairs.pair import Pair
 from utils.text import byte_size
 
+BNB_INT8 = "bnb-int8"
 BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
@@ -57,13 +58,21 @@ def weight_notes(pair: Pair) -> Iterator[str]:
             yield f"{quantize} saves memory but not time: on this CPU {name} is slower than in float32"
 
 
+def depends_on_width(pair: Pair) -> bool:
+    """Whether the target's logits depend on the verify width by more than rounding.
+
+    bnb-int8 keeps columns with outliers in full precision, and searches all rows of a pass for them.
+    """
+    return pair.quantize == BNB_INT8
+
+
 def _description(dtype: str, quantize: str, size: str) -> str:
     return ", ".join((dtype, size) if quantize == "none" else (dtype, quantize, size))
 
 
 def _width_dependence(quantize: str, dtype: str, name: str) -> str:
     """Why logits depend on the verify width by more than the rounding of float32, or nothing."""
-    if quantize == "bnb-int8":
+    if quantize == BNB_INT8:
         return f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
     if dtype != "float32":
         return f"in {dtype} the rounding of {name}'s logits depends on the verify width"

@@ -35,6 +35,7 @@ IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" 
 CAUSES = {
     Cause.SAMPLING: "sampling: expected under /verify {rule}; with /verify coupled the texts are the same",
     Cause.ROUNDING: "rounding tie: a different verify width moves logits by up to {drift:.2g} here",
+    Cause.QUANTIZATION: "quantization: under bnb-int8 a different verify width moves logits, by up to {drift:.2g} here",
     Cause.UNEXPLAINED: "unexplained: please report it with the output of /divergence",
 }
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import Screen, open_session, records_of, screen, tiny_pair
-from tiny import tiny_llama, tiny_t5
+from shelf import load
+from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 from toys import ToyModel, decoding, opposed, session, toy
 
 from sampling import RULES, ModelDrafter, Rule, autoregressive_steps, speculative_steps
@@ -54,10 +55,13 @@ def case(
     *,
     theirs: list[int] | None = None,
     own_noise: bool = False,
+    coarse: bool = False,
 ) -> DivergenceCase:
     if theirs is None:
         theirs = tokens_of(autoregressive_steps([0], session(target), plan))
-    return DivergenceCase([0], tuple(rounds), theirs, partial(session, target), plan, width=4, own_noise=own_noise)
+    return DivergenceCase(
+        [0], tuple(rounds), theirs, partial(session, target), plan, width=4, own_noise=own_noise, coarse=coarse
+    )
 
 
 def speculate(target: ToyModel, drafter: ToyModel, plan: Decoding, rule: str) -> Iterable[Step]:
@@ -109,6 +113,27 @@ def test_a_difference_beyond_rounding_is_unexplained() -> None:
     target, plan = WidthDependent(tied_table(0.3), 0.5), decoding(4, processor=GreedyProcessor())
     divergence = explain(case(target, plan, speculate(target, target, plan, "coupled")))
     assert divergence.cause is Cause.UNEXPLAINED and divergence.rounding == pytest.approx(0.5)
+
+
+def test_a_quantization_that_depends_on_the_width_explains_only_what_the_passes_repeat() -> None:
+    target, plan = WidthDependent(tied_table(0.3), 0.5), decoding(4, processor=GreedyProcessor())
+    rounds = list(speculate(target, target, plan, "coupled"))
+    divergence = explain(case(target, plan, rounds, coarse=True))
+    assert divergence.cause is Cause.QUANTIZATION and divergence.rounding == pytest.approx(0.5)
+    wrong = [Step((), 0, 3), *rounds[1:]]
+    assert explain(case(target, plan, wrong, coarse=True)).cause is Cause.UNEXPLAINED
+
+
+def test_bnb_int8_is_named_as_the_cause(tmp_path: Path) -> None:
+    """Never `unexplained`, whether the replay or a near tie shows it."""
+    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    folder = save_folder(tmp_path / "model", model, tiny_tokenizer(chat=False))
+    session = open_session(screen(), load(folder, "layers:2", quantize="bnb-int8"), records=tmp_path / "runs.jsonl")
+    for line in ("/length 30", "hello there", "/seed 2", "one, two, three", "ab ab ab ab", "the end of the line"):
+        session.handle(line)
+    records = records_of(tmp_path / "runs.jsonl")
+    causes = [record["divergence"]["cause"] for record in records if record.get("divergence")]
+    assert causes and set(causes) == {Cause.QUANTIZATION}
 
 
 def test_a_wrong_token_is_unexplained() -> None:

@@ -22,6 +22,8 @@ from utils.config.settings import setting_fields
 from utils.decode.noise import fix_seeds
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
+from utils.pairs.pair import Pair
+from utils.pairs.weights import depends_on_width
 
 TRIALS, MAX_TRIALS = 10, 10_000
 ANSWER = 8  # maximum number of new tokens of each run
@@ -107,7 +109,7 @@ class _Texts:
         return Finding((mode, str(done), str(figures["unique_outputs"]), "-", "-"), figures)
 
 
-def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
+def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
     """Which texts can be promised to be equal."""
     rows: dict[str, Row] = {finding.figures["mode"]: finding.figures for finding in findings}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
@@ -124,11 +126,11 @@ def _conclusion(pair: Any, findings: Sequence[Finding]) -> list[str]:
         lines.append("There was one run of each strategy, and nothing to compare it with.")
     if "width" in rows:
         compared = [rows[mode] for mode in ("width", "prefix") if mode in rows]
-        lines.append(_promise(compared, rows["width"]["widest_window"], pair.dtype))
+        lines.append(_promise(compared, rows["width"]["widest_window"], pair))
     return lines
 
 
-def _promise(rows: Sequence[Row], widest: int, dtype: str) -> str:
+def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
     difference = max(row["largest_logit_difference"] for row in rows)
     flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
     # Equal bits are the only case in which equal texts can be promised; all others state what to expect.
@@ -141,7 +143,12 @@ def _promise(rows: Sequence[Row], widest: int, dtype: str) -> str:
             f"{moved}, which flipped none of {positions} argmaxes. Expect that {EQUAL_TEXTS}, "
             "except where two tokens are closer than that. /divergence distinguishes such a rounding tie from a bug."
         )
-    remedy = "" if dtype == "float32" else " With float32 this is rare."
+    if depends_on_width(pair):
+        return (
+            f"{moved} and flipped {flips} of {positions} argmaxes, because {pair.quantize} quantizes a pass by all "
+            "of its rows. Even under greedy and /verify coupled, texts can differ. With another quantization this is rare."
+        )
+    remedy = "" if pair.dtype == "float32" else " With float32 this is rare."
     return (
         f"{moved} and flipped {flips} of {positions} argmaxes. Even under greedy and /verify coupled, texts can differ "
         f"where two tokens are that close. /divergence recognizes such a rounding tie.{remedy}"

@@ -31,6 +31,8 @@ EXPLANATIONS = {
     "as /verify {rule} allows. /verify coupled gives the target's own text.",
     Cause.ROUNDING: "rounding tie: the two runs computed this position with different verify widths. "
     "That changes the logits enough to decide between the two tokens.",
+    Cause.QUANTIZATION: "quantization: under bnb-int8 the logits depend on the verify width by more than rounding, and "
+    "the two runs computed this position with different widths. Other quantizations do not do that.",
     Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
 }
 OWN_CONVERSATIONS = "there is nothing to compare: the conversations differ from the target's. /reset begins new ones."
