@@ -145,8 +145,9 @@ def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
         )
     if depends_on_width(pair):
         return (
-            f"{moved} and flipped {flips} of {positions} argmaxes, because {pair.quantize} quantizes a pass by all "
-            "of its rows. Even under greedy and /verify coupled, texts can differ. With another quantization this is rare."
+            f"{moved} and flipped {flips} of {positions} argmaxes, because {pair.quantize} quantizes "
+            "a pass by all of its rows. Even under greedy and /verify coupled, texts can differ. "
+            "With another quantization this is rare."
         )
     remedy = "" if pair.dtype == "float32" else " With float32 this is rare."
     return (
