@@ -1,7 +1,8 @@
-"""/export: write the last result to a file: a picture in colours, its plot, or its records."""
+"""/export: a report of the session as a page, or the last result as a picture of the screen, plots or records."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 
 from utils.commands.outcomes import Outcome, Reply
@@ -11,33 +12,43 @@ from utils.comparison.charts import Chart, caption, prompt_charts
 from utils.comparison.session_state import ShownResult
 from utils.errors import UserError
 from utils.screen.figures import png_plot, svg_plot
+from utils.screen.html_page import html_page
+from utils.screen.markdown_page import markdown_page
+from utils.screen.report_page import Block, report_blocks
 from utils.screen.run_view import show_prompt_runs, show_report
 from utils.screen.screenshots import picture
 
-FORMS = ("html", "plot.svg", "svg", "png", "json")
+Exporter = Callable[[ShownResult, CommandContext], str | bytes]
+PAGES = ("html", "md")  # forms of the whole session; the others are of the last result
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:
-    file = output_in(argument, "/export evening.svg")
-    form = next((form for form in FORMS if file.path.name.lower().endswith(f".{form}")), "")
+    file = output_in(argument, "/export report.html")
+    form = next((form for form in EXPORTERS if file.path.name.lower().endswith(f".{form}")), "")
     if not form:
-        endings = ", ".join(f".{name}" for name in FORMS)
-        raise UserError(f"'{file.path}' does not end in one of {endings}; write for example evening.svg.")
-    shown = context.harness.state.shown
+        endings = ", ".join(f".{name}" for name in EXPORTERS)
+        raise UserError(f"'{file.path}' does not end in one of {endings}; write for example report.html.")
+    state = context.harness.state
+    shown = state.shown
     if shown is None or not shown.records:
         raise UserError("there is no result to export yet: send a prompt first.")
     content = EXPORTERS[form](shown, context)
     # Model output can hold lone surrogates, which strict UTF-8 refuses.
     write_output(file, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
-    return [
-        Reply(f"{f'/{shown.report.name}' if shown.report else 'the runs of the last prompt'} written to {file.path}")
-    ]
+    what = f"/{shown.report.name}" if shown.report else "the runs of the last prompt"
+    if form in PAGES:
+        what = f"a report of {len(state.results.kept)} result{'s' * (len(state.results.kept) > 1)}"
+    return [Reply(f"{what} written to {file.path}")]
 
 
-def _picture(form: str, shown: ShownResult, context: CommandContext) -> str:
+def _page(write: Callable[[Iterable[Block]], str], _: ShownResult, context: CommandContext) -> str:
+    return write(report_blocks(context.harness.state.results, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"))
+
+
+def _picture(shown: ShownResult, context: CommandContext) -> str:
     if report := shown.report:
-        return picture(lambda renderer: show_report(renderer, report, shown.findings), form)
-    return picture(lambda renderer: show_prompt_runs(renderer, context.harness.last(), shown.causes), form)
+        return picture(lambda renderer: show_report(renderer, report, shown.findings))
+    return picture(lambda renderer: show_prompt_runs(renderer, context.harness.last(), shown.causes))
 
 
 def _plot(draw: Callable[[Sequence[Chart], str], str | bytes], shown: ShownResult, _: CommandContext) -> str | bytes:
@@ -52,28 +63,30 @@ def _records(shown: ShownResult, context: CommandContext) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in shown.records)
 
 
-EXPORTERS: dict[str, Callable[[ShownResult, CommandContext], str | bytes]] = {
-    "html": partial(_picture, "html"),
-    "svg": partial(_picture, "svg"),
-    "png": partial(_plot, png_plot),
+EXPORTERS: dict[str, Exporter] = {
+    "html": partial(_page, html_page),
+    "md": partial(_page, markdown_page),
     "plot.svg": partial(_plot, svg_plot),
+    "svg": _picture,
+    "png": partial(_plot, png_plot),
     "json": _records,
 }
 EXPORT = Command(
     "export",
     "FILE",
-    "write the last result to a file",
+    "write a report of the session, or the last result, to a file",
     _export,
     group="results",
     rank=3,
     page=Page(
-        "Write the last result to a file. The ending of its name decides the format.",
-        ("> /export evening.svg", "the runs of the last prompt written to evening.svg"),
+        "Write what the session has measured, or the last result, to a file. The ending of its name decides.",
+        ("> /export report.html", "a report of 3 results written to report.html"),
         (
-            "/export FILE.svg         a picture in colours",
-            "/export FILE.html        the same as a page",
-            "/export FILE.png         the plots; FILE.plot.svg: the same as SVG",
-            "/export FILE.json        the records, as --json writes them",
+            "/export FILE.html        a page with all results of the session, texts and plots",
+            "/export FILE.md          the same for GitHub",
+            "/export FILE.svg         the last result in colours, as on the screen",
+            "/export FILE.png         its plots; FILE.plot.svg: the same as SVG",
+            "/export FILE.json        its records, as --json writes them",
             "/export FILE overwrite   replaces a file",
         ),
         ("texts", "save"),

@@ -1,28 +1,46 @@
 """What a session remembers from one line to the next."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.comparison.last_prompt import LastPrompt
+from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
 from utils.metrics.divergence import Divergence
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.prompts.conversation import Conversations
 
+MAX_RESULTS = 200  # kept for the report of /export
+
 
 @dataclass(frozen=True, slots=True)
 class ShownResult:
-    """What the screen showed last: its JSON records, and a finished report with its findings unless it was a prompt.
+    """What the screen showed: its JSON records, and a finished report with its findings unless it was a prompt.
 
-    causes: why texts differ, by the strategy's name.
+    causes: why texts differ, texts: what was generated, both by the strategy's name. It must not hold models.
     """
 
     records: list[dict[str, Any]]
     report: Report | None = None
     findings: Sequence[Finding] = ()
     causes: Mapping[str, Divergence] = field(default_factory=dict)
+    texts: Mapping[str, Sequence[TextPiece]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ShownResults:
+    """The last results of a session, the newest one last. count: of all that were ever added."""
+
+    kept: deque[ShownResult] = field(default_factory=lambda: deque(maxlen=MAX_RESULTS))
+    count: int = 0
+
+    def add(self, result: ShownResult) -> None:
+        """Add a result. Too many of them drop the oldest one."""
+        self.kept.append(result)
+        self.count += 1
 
 
 @dataclass(slots=True)
@@ -35,7 +53,12 @@ class SessionState:
 
     storage: NGramStorage
     last: LastPrompt | None = None
-    shown: ShownResult | None = None
+    results: ShownResults = field(default_factory=ShownResults)
     rounding: float = 0.0
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
+
+    @property
+    def shown(self) -> ShownResult | None:
+        """The last result."""
+        return self.results.kept[-1] if self.results.kept else None

@@ -203,6 +203,7 @@ class ReplSession:
             raise
         # Before the switch, because it describes the state of the old pair.
         self._note_losses()
+        loaded.harness.state.results = self.harness.state.results  # a report covers all models of the session
         self._loaded = loaded
         release_memory()
 

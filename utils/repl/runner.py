@@ -11,6 +11,7 @@ from traceback import clear_frames
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
+from utils.comparison.marked_text import marked_text
 from utils.comparison.records import RecordFile, generation_records
 from utils.comparison.session_state import SessionState, ShownResult
 from utils.comparison.strategies import Strategy
@@ -61,13 +62,13 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResultLog:
-    """Where results go: `state` keeps the last one for /export, `file` appends its records (--json)."""
+    """Where results go: `state` keeps them for /export, `file` appends their records (--json)."""
 
     state: SessionState
     file: RecordFile | None
 
     def add(self, result: ShownResult) -> None:
-        self.state.shown = result
+        self.state.results.add(result)
         if self.file is not None:
             self.file.append(result.records)
 
@@ -164,7 +165,9 @@ class PromptRunner:
             self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
         finally:
-            self.log.add(ShownResult(generation_records(last, causes), causes=causes))
+            tokenizer = last.job.pair.tokenizer
+            texts = {strategy.name: marked_text(run.steps, tokenizer) for strategy, run, _ in last.compared}
+            self.log.add(ShownResult(generation_records(last, causes), causes=causes, texts=texts))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
         """Add the cause of each difference to `causes` as soon as it is computed."""

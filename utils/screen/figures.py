@@ -44,12 +44,17 @@ def svg_plot(charts: Sequence[Chart], caption: str = "") -> str:
     return _saved(charts, caption, "svg").decode("utf-8").replace(f"'{FONT}'", f"'{FONT}', Verdana, sans-serif")
 
 
-def _saved(charts: Sequence[Chart], caption: str, form: str) -> bytes:
+def transparent_svg(chart: Chart) -> bytes:
+    """The chart as SVG without a background."""
+    return _saved([chart], "", "svg", transparent=True)
+
+
+def _saved(charts: Sequence[Chart], caption: str, form: str, *, transparent: bool = False) -> bytes:
     file = BytesIO()
     with _style():
         # Without a date, so that the same chart becomes the same file.
         metadata = {"Date": None, "Creator": None} if form == "svg" else {}
-        chart_figure(charts, caption).savefig(file, format=form, metadata=metadata)
+        chart_figure(charts, caption).savefig(file, format=form, metadata=metadata, transparent=transparent)
     return file.getvalue()
 
 

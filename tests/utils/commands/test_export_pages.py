@@ -1,0 +1,237 @@
+"""/export report.html and report.md: everything that was measured, with exact figures, and any text as plain text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fakes import Screen, open_session, records_of, screen, tiny_pair
+from markdown_it import MarkdownIt
+from recordings import interrupt_after
+
+from utils.comparison import session_state
+from utils.comparison.marked_text import TextPiece, marked_text
+from utils.comparison.session_state import ShownResult
+from utils.decode.steps import Step
+from utils.repl.repl_session import ReplSession
+from utils.repl.runner import Verdict
+from utils.screen.html_page import html_page
+from utils.screen.markdown_page import markdown_page
+from utils.screen.report_page import Cell, DataTable, Heading, Paragraph, Verbatim
+
+HOSTILE = "<script>alert(1)</script> \x1b[31mred `a|b` **bold** [x](http://evil) </pre></td> & &amp; \"quoted\" 'x'"
+VOID = {"meta", "br", "path", "circle", "rect"}
+
+
+class Page(HTMLParser):
+    """The texts of a page by tag, and its attributes. Raises AssertionError where tags are not balanced."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.feed(source)
+        self.close()
+        assert not self.stack
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.stack += [] if tag in VOID else [tag]
+        if tag in ("td", "pre", "p"):
+            self.texts.append((tag, ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in VOID or self.stack.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in ("td", "pre", "p"):
+            if tag in self.stack:
+                self.texts[-1] = (tag, self.texts[-1][1] + data)
+                return
+        self.texts.append((self.stack[-1] if self.stack else "", data))
+
+    def all(self, tag: str) -> list[str]:
+        return [text for name, text in self.texts if name == tag]
+
+
+def exported(session: ReplSession, path: Path) -> str:
+    assert session.handle(f"/export {path}") is Verdict.DONE
+    return path.read_text(encoding="utf-8")
+
+
+class Exported(NamedTuple):
+    """A session's report in both forms, and what it was made from."""
+
+    html: str
+    markdown: str
+    page: Page
+    records: list[dict[str, Any]]
+    results: Sequence[ShownResult]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    folder = tmp_path_factory.mktemp("exports")
+    session = open_session(screen(), records=folder / "records.jsonl")
+    for line in ("/length 12", "/gamma 3", "one two one two", "/race 2", "/processor multinomial 1"):
+        assert session.handle(line) is Verdict.DONE
+    assert session.send(HOSTILE) is Verdict.DONE
+    assert session.handle("/whatif") is Verdict.DONE
+    html, markdown = exported(session, folder / "x.html"), exported(session, folder / "x.md")
+    return Exported(
+        html, markdown, Page(html), records_of(folder / "records.jsonl"), session.harness.state.results.kept
+    )
+
+
+def test_the_page_is_whole_and_needs_nothing_else(exports: Exported) -> None:
+    source, page = exports.html, exports.page
+    assert source.startswith("<!DOCTYPE html>") and not page.all("script")
+    tags = {tag for tag, _, _ in page.attributes}
+    assert not tags & {"script", "link", "img", "iframe", "object", "a", "base", "form"}
+    assert not [
+        row for row in page.attributes if row[1] in ("src", "href", "xlink:href", "style") or row[1][:2] == "on"
+    ]
+    assert "http" not in re.sub(r"http://evil|http-equiv", "", source) and not re.search(r"url\(|@import", source)
+    (policy,) = (value for _, name, value in page.attributes if name == "content" and "default-src" in value)
+    (style,) = page.all("style")
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert f"'sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}'" in policy
+    assert len({value for _, name, value in page.attributes if name == "id"}) == 0, "ids of charts would clash"
+
+
+def test_any_text_is_shown_as_text(exports: Exported) -> None:
+    source, markdown = exports.html, exports.markdown
+    shown = HOSTILE.replace("\x1b", "␛")
+    assert "\x1b" not in source and "<script" not in source
+    assert any(text.lstrip("\n") == shown for text in exports.page.all("pre"))
+    rendered = Page(MarkdownIt("commonmark").enable("table").render(markdown))
+    assert not {tag for tag, _, _ in rendered.attributes} & {"script", "a", "img"} and "\x1b" not in markdown
+    assert any(text == shown for text in rendered.all("p")), "the prompt, as inline code"
+    assert any("<script>alert(1)</script>" in text for text in rendered.all("h2")), "the heading"
+    assert len(rendered.all("pre")) == 6, "plots"
+
+
+def test_every_result_of_the_session_is_in_it(exports: Exported) -> None:
+    page = exports.page
+    headings = page.all("h2")
+    assert [text.split(".")[0] for text in headings if text[0].isdigit()] == ["1", "2", "3", "4"]
+    assert "/race" in " ".join(headings) and "/whatif" in " ".join(headings) and "Answer" in headings
+    race = next(row for row in exports.records if row["record"] == "race")
+    assert all(line in page.all("p") for line in race["conclusion"])
+    assert sum(tag == "svg" and name == "role" for tag, name, _ in page.attributes) == 6  # two each, race and whatif
+    words = " ".join(page.all("td"))
+    assert all(word in words for word in ("tiny-target", "tiny-drafter", "torch", "float32", "multinomial 1"))
+
+
+def test_figures_are_those_of_the_records(exports: Exported) -> None:
+    page = exports.page
+    exact = [value for tag, name, value in page.attributes if (tag, name) == ("td", "title")]
+    runs = [row for row in exports.records if row["record"] == "generation"]
+    names = ("seconds", "tokens_per_second", "speedup_vs_target", "acceptance_rate", "tokens_per_target_forward")
+    for run in runs:
+        assert all(repr(run[name]) in exact for name in names if run[name] is not None)
+        assert f"{run['tokens_per_second']:.1f}" in page.all("td")
+    race = next(row for row in exports.records if row["record"] == "race")
+    assert len(race["findings"]) == 3
+
+
+def test_texts_are_whole_and_accepted_drafts_are_marked(exports: Exported) -> None:
+    source, kept = exports.html, exports.results
+    shown = [text.removeprefix("\n") for text in exports.page.all("pre")]
+    for result in kept:
+        for row in result.records:
+            if row["record"] == "generation":
+                text = "".join(piece.text for piece in result.texts[row["strategy"]])
+                assert text == row["text"] and (visible_in(shown, text) or row["strategy"] == "target")
+    accepted = sum(row["accepted"] or 0 for result in kept for row in result.records if row["record"] == "generation")
+    assert accepted and source.count("<mark>") and source.count("<mark>") <= accepted
+
+
+def visible_in(shown: list[str], text: str) -> bool:
+    return re.sub(r"[^\w ]", "", text) in [re.sub(r"[^\w ]", "", part) for part in shown]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_marks_follow_the_steps() -> None:
+    steps = [Step((97, 98, 99), 2, 100), Step((), 0, 101), Step((102,), 1, None), Step((103,), 0, 104)]
+    assert marked_text(steps, Letters()) == (
+        TextPiece("ab", True),
+        TextPiece("de", False),
+        TextPiece("f", True),
+        TextPiece("h", False),
+    )
+
+
+def test_markdown_has_one_row_per_line_and_escaped_cells() -> None:
+    table = DataTable([[Cell("a|b"), Cell("<b>*x*</b>\n`y`")], [Cell("[x](y)"), Cell("\\|")]], ["one", "two|three"])
+    lines = markdown_page([table]).splitlines()
+    assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines] == [3] * 4
+    assert lines[2] == r"| a\|b | &lt;b&gt;\*x\*&lt;/b&gt; \`y\` |" and lines[3] == r"| \[x\](y) | \\\| |"
+
+
+@pytest.mark.parametrize("text", ["1. x", "- x", "+ x", "# x", "> x", "=== x", "10) x"])
+def test_a_sentence_does_not_become_a_list_or_a_heading(text: str) -> None:
+    assert re.match(r"\\|\d+\\|&gt;", markdown_page([Paragraph(text)]))
+
+
+def test_a_text_in_markdown_stays_in_one_paragraph() -> None:
+    pieces = [TextPiece("a\n\n\n<b>", False), TextPiece("  c\nd", True)]
+    source = markdown_page([Heading("x"), Verbatim(pieces)])
+    lines = "<code>a</code><br><br><br><code>&lt;b&gt;</code><b><code>  c</code></b><br><b><code>d</code></b>"
+    assert source == f"## x\n\n<p>{lines}</p>\n"
+
+
+def test_newlines_and_blanks_of_a_text_survive_in_html() -> None:
+    (text,) = Page(html_page([Verbatim([TextPiece("\n\n  a  b\n", False)])])).all("pre")
+    assert text == "\n\n\n  a  b\n", "the first newline is not part of the text"
+
+
+def test_an_interrupted_report_is_named(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(view)
+    for line in ("/length 4", "Hello"):
+        assert session.handle(line) is Verdict.DONE
+    interrupt_after(monkeypatch, 7)
+    assert session.handle("/race 5") is Verdict.INTERRUPTED
+    source = exported(session, tmp_path / "x.html")
+    assert "(interrupted)" in source and "finished parts" in source
+
+
+def test_other_models_are_another_setup(view: Screen, tmp_path: Path) -> None:
+    def load(request: Any, report: Any) -> Any:
+        pair = tiny_pair()
+        pair.target_name = "other-target"
+        return pair
+
+    session = open_session(view, load=load)
+    for line in ("/length 4", "Hello", "/load target=other", "Hello"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    page = Page(exported(session, tmp_path / "x.html"))
+    assert {"Setup 1", "Setup 2"} <= set(page.all("h2"))
+    assert any("setup 1." in text for text in page.all("p")) and any("setup 2." in text for text in page.all("p"))
+    assert any("other-target" in text for text in page.all("td"))
+
+
+def test_a_long_session_keeps_its_last_results(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_state, "MAX_RESULTS", 2)
+    session = open_session(view)
+    for line in ("/length 2", "first", "second", "third"):
+        assert session.handle(line) is Verdict.DONE
+    page = Page(exported(session, tmp_path / "x.html"))
+    assert any("first 1 results" in text for text in page.all("p"))
+    assert "second" in " ".join(page.all("h2")) and "first" not in " ".join(page.all("h2"))

@@ -1,0 +1,120 @@
+"""A report as one HTML page: no scripts, nothing from elsewhere, readable in light and dark and on paper.
+
+All text is escaped. The content security policy allows one style sheet, by its hash, and nothing else.
+"""
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from functools import singledispatch
+from hashlib import sha256
+from html import escape
+
+from utils.comparison.marked_text import TextPiece
+from utils.screen.inline_svg import inline_svg
+from utils.screen.report_page import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.text import visible
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1f2328; --muted: #59636e; --page: #ffffff; --line: #d1d9e0;
+  --block: #f6f8fa; --accepted: #b7efc5; --edge: #1a7f37; --strong: #ddf4ff; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --muted: #9198a1; --page: #0d1117; --line: #3d444d;
+  --block: #161b22; --accepted: #12532a; --edge: #3fb950; --strong: #0c2d4d; } }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--page); color: var(--text);
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; }
+h2 { font-size: 1.2rem; margin-top: 2.2rem; border-top: 1px solid var(--line); padding-top: 0.8rem; }
+h3 { font-size: 1rem; margin-bottom: 0.3rem; }
+p { margin: 0.4rem 0; }
+.strong { background: var(--strong); padding: 0.4rem 0.8rem; border-radius: 6px; }
+pre { margin: 0.4rem 0; padding: 0.6rem 0.8rem; border-radius: 6px; background: var(--block); white-space: pre-wrap;
+  font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+mark { background: var(--accepted); color: inherit; border-bottom: 1px solid var(--edge); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: 0.6rem 0; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.7rem 0.25rem 0; text-align: left; vertical-align: top; overflow-wrap: normal;
+  border-bottom: 1px solid var(--line); }
+thead th { color: var(--muted); }
+figure { margin: 0.8rem 0; }
+svg { max-width: 100%; height: auto; }
+@media print { body { max-width: none; font-size: 11pt; }
+  mark, .strong, pre { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .wide { overflow: visible; } h1, h2, h3 { break-after: avoid; } figure, tr { break-inside: avoid; } }
+"""
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'sha256-{digest}'; \
+base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def html_page(blocks: Iterable[Block]) -> str:
+    """The page."""
+    blocks = list(blocks)
+    title = next((block.text for block in blocks if isinstance(block, Heading)), "")
+    digest = b64encode(sha256(STYLE.encode()).digest()).decode()
+    body = "\n".join(_shown(block) for block in blocks)
+    return PAGE.format(digest=digest, title=_text(title), style=STYLE, body=body)
+
+
+def _text(text: str) -> str:
+    # `visible` also removes what is not allowed in a document.
+    return escape(visible(text), quote=True)
+
+
+@singledispatch
+def _shown(block: Block) -> str:
+    raise TypeError(type(block))
+
+
+@_shown.register
+def _heading(block: Heading) -> str:
+    return f"<h{block.level}>{_text(block.text)}</h{block.level}>"
+
+
+@_shown.register
+def _paragraph(block: Paragraph) -> str:
+    return f'<p class="strong">{_text(block.text)}</p>' if block.strong else f"<p>{_text(block.text)}</p>"
+
+
+@_shown.register
+def _table(block: DataTable) -> str:
+    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in block.headings)
+    rows = "\n".join(f"<tr>{_cells(row)}</tr>" for row in block.rows)
+    thead = f"<thead><tr>{head}</tr></thead>\n" if head else ""
+    return f'<div class="wide"><table>\n{thead}<tbody>\n{rows}\n</tbody>\n</table></div>'
+
+
+def _cells(row: Sequence[Cell]) -> str:
+    first, *rest = row
+    exact = (f' title="{_text(cell.exact)}"' if cell.exact else "" for cell in rest)
+    return f'<th scope="row">{_text(first.text)}</th>' + "".join(
+        f"<td{title}>{_text(cell.text)}</td>" for title, cell in zip(exact, rest, strict=True)
+    )
+
+
+@_shown.register
+def _verbatim(block: Verbatim) -> str:
+    # A newline directly after <pre> would be dropped, so there is always one.
+    return f"<pre>\n{''.join(map(_piece, block.pieces))}</pre>"
+
+
+def _piece(piece: TextPiece) -> str:
+    return f"<mark>{_text(piece.text)}</mark>" if piece.accepted else _text(piece.text)
+
+
+@_shown.register
+def _plot(block: Plot) -> str:
+    return f"<figure>{inline_svg(block.chart)}</figure>"

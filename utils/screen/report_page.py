@@ -1,0 +1,251 @@
+"""The report of a session as a list of blocks: what was measured, with which models, machine and settings.
+
+How a block looks is left to `html_page` and `markdown_page`. Figures come from the JSON records.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from utils.comparison.charts import Chart, prompt_charts
+from utils.comparison.marked_text import TextPiece
+from utils.comparison.reports import shortened
+from utils.comparison.session_state import ShownResult, ShownResults
+from utils.config.settings import Settings, as_json
+from utils.text import byte_size
+
+Record = Mapping[str, Any]
+ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the better one first
+LEGEND = "Marked text consists of accepted drafts. Everything else was computed by the target itself."
+ONE_RUN = "One run of each strategy. /race repeats them."
+NO_GAIN = "{}: no draft was accepted, so its speed-up is noise."
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading. level: 1 is the title of the page."""
+
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """A sentence or more. strong: whether it is the answer of the page."""
+
+    text: str
+    strong: bool = False
+
+
+class Cell(NamedTuple):
+    """A cell of a table. exact: the figure with all its digits, if it was rounded."""
+
+    text: str
+    exact: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataTable:
+    """Rows under headings. Without headings, the first column names what the others hold."""
+
+    rows: Sequence[Sequence[Cell]]
+    headings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """Text exactly as it is. Pieces from accepted drafts are marked."""
+
+    pieces: Sequence[TextPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A chart."""
+
+    chart: Chart
+
+
+Block = Heading | Paragraph | DataTable | Verbatim | Plot
+
+
+def report_blocks(results: ShownResults, date: str) -> Iterator[Block]:
+    """The whole page. There must be at least one result."""
+    kept = list(results.kept)
+    setups = _setups(kept)
+    models = kept[-1].records[0]["models"]
+    yield Heading(f"{models['target']} + {models['drafter'] or 'no drafter'}: speculative decoding", 1)
+    program = kept[-1].records[0]["versions"]["program"]
+    yield Paragraph(f"{len(kept)} result{'s' * (len(kept) > 1)} of one session, {date}, program version {program}.")
+    if results.count > len(kept):
+        yield Paragraph(f"The first {results.count - len(kept)} results of the session are not part of this page.")
+    yield from _answer(kept)
+    for index, setup in enumerate(setups):
+        yield Heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")
+        yield DataTable([(Cell(name), Cell(value)) for name, value in setup_rows(setup)])
+    for number, result in enumerate(kept, start=1):
+        place = "" if len(setups) == 1 else f", setup {setups.index(_setup(result.records[0])) + 1}"
+        yield from _report(number, result, place) if result.report else _prompt(number, result, place)
+    yield Heading("All settings of the last result")
+    yield DataTable([(Cell(name), Cell(_typed(value))) for name, value in kept[-1].records[0]["settings"].items()])
+
+
+def _answer(kept: Sequence[ShownResult]) -> Iterator[Block]:
+    """The sentences of the last /verdict, or of the last /race."""
+    reports = {result.report.name: result for result in kept if result.report}
+    result = next((reports[name] for name in ANSWERS if name in reports), None)
+    if result is not None:
+        (record,) = result.records
+        yield Heading("Answer")
+        yield Paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
+        yield from (Paragraph(line, strong=True) for line in record["conclusion"])
+
+
+def _setup(record: Record) -> dict[str, Any]:
+    # A record of an older version may lack parts.
+    return {part: record.get(part, {}) for part in ("models", "engine", "machine", "versions")}
+
+
+def _setups(kept: Sequence[ShownResult]) -> list[dict[str, Any]]:
+    """Each different setup once, in the order of its first result."""
+    setups: list[dict[str, Any]] = []
+    for result in kept:
+        if (setup := _setup(result.records[0])) not in setups:
+            setups.append(setup)
+    return setups
+
+
+def setup_rows(setup: Record) -> list[tuple[str, str]]:
+    """(name, value) of the models, the machine, the engine and the versions."""
+    models, engine, machine = setup["models"], setup["engine"], setup["machine"]
+    drafter = {name.removeprefix("drafter_"): value for name, value in models.items() if name.startswith("drafter_")}
+    cores = f"{machine.get('cores') or '?'} cores, {machine.get('threads') or '?'} hardware threads"
+    tested = "bit-identical" if engine.get("verified") else f"not bit-identical ({engine.get('reason')})"
+    return [
+        ("target", _model(models["target"], models)),
+        ("drafter", _model(models["drafter"], drafter) if models["drafter"] else "none"),
+        ("processor", f"{machine.get('cpu', 'unknown')}, {cores}"),
+        ("GPU", ", ".join(machine.get("gpus") or ()) or "none"),
+        ("memory", byte_size(machine["memory"]) if machine.get("memory") else "unknown"),
+        ("system", str(machine.get("system", "unknown"))),
+        ("engine", f"{engine['kind']}, {engine['weights']} weights, {engine['threads']} threads; {tested}"),
+        ("versions", ", ".join(f"{name} {number}" for name, number in setup["versions"].items())),
+    ]
+
+
+def _model(name: str, facts: Record) -> str:
+    quantized = "" if facts.get("quantize") in (None, "none") else f", {facts['quantize']}"
+    size = "" if facts.get("memory") is None else f", {byte_size(facts['memory'])}"
+    return f"{name} ({facts.get('dtype')}{quantized}, on {facts.get('device')}{size})"
+
+
+def _report(number: int, result: ShownResult, place: str) -> Iterator[Block]:
+    report, (record,) = result.report, result.records
+    assert report is not None
+    yield Heading(f"{number}. {_headline(result)}")
+    stopped = "" if record["finished"] else " It was interrupted; these are the finished parts."
+    yield Paragraph(f"{_changed(record)}{place}.{stopped}")
+    rows = [finding.cells for finding in result.findings]
+    if report.transposed:
+        rows = list(zip(report.headings, *rows, strict=True))
+    yield DataTable([[Cell(cell) for cell in row] for row in rows], () if report.transposed else report.headings)
+    yield from (Plot(chart) for chart in report.charts(result.findings))
+    yield from (Paragraph(line) for line in record["conclusion"])
+    if attachment := report.attachment(result.findings):
+        yield Verbatim([TextPiece(attachment, False)])
+
+
+def _headline(result: ShownResult) -> str:
+    assert result.report is not None
+    return result.report.headline
+
+
+def _prompt(number: int, result: ShownResult, place: str) -> Iterator[Block]:
+    records = result.records
+    first = records[0]
+    yield Heading(f"{number}. Prompt: {shortened(first['prompt'])}")
+    turn = f" Turn {first['turn'] + 1} of a conversation." if first.get("turn") else ""
+    yield Paragraph(f"{_changed(first)}{place}.{turn}")
+    yield Verbatim([TextPiece(first["prompt"], False)])
+    yield DataTable([_figures(row) for row in records], COLUMNS)
+    noise = [row["strategy"] for row in records if row["drafted"] is not None and not row["accepted"]]
+    yield Paragraph(" ".join([ONE_RUN, *map(NO_GAIN.format, noise)]))
+    yield from (Plot(chart) for chart in prompt_charts(records))
+    if any(row["accepted"] for row in records):
+        yield Paragraph(LEGEND)
+    yield from _texts(result)
+
+
+def _texts(result: ShownResult) -> Iterator[Block]:
+    """The text of each strategy. One that marks nothing and repeats an earlier text is only named."""
+    seen: dict[tuple[int, ...], str] = {}
+    for row in result.records:
+        name, tokens = row["strategy"], tuple(row["token_ids"])
+        yield Heading(f"{name}: {row['new_tokens']} tokens, {_finish(row)}", 3)
+        if row["divergence"]:
+            position, cause = row["first_difference"] + 1, row["divergence"]["cause"]
+            yield Paragraph(f"It differs from the target's text at token {position}: {cause}.")
+        if tokens in seen and not row["accepted"]:
+            yield Paragraph(f"The same text as {seen[tokens]}.")
+        else:
+            yield Verbatim(result.texts[name])
+        seen.setdefault(tokens, name)
+
+
+def _finish(row: Record) -> str:
+    endings = {"stop": "complete", "length": f"cut at {row['settings']['length']} tokens (/length)"}
+    return endings.get(row["finish"]) or str(row["finish"])
+
+
+COLUMNS = (
+    "strategy",
+    "tokens",
+    "seconds",
+    "tokens/s",
+    "speed-up",
+    "acceptance",
+    "drafts/round",
+    "tokens/forward",
+    "first token",
+    "text",
+)
+
+
+def _figures(row: Record) -> list[Cell]:
+    drafted, rounds = row["drafted"], row["rounds"]
+    acceptance = f"{row['accepted']}/{drafted} = {row['acceptance_rate']:.3f}" if drafted else "-"
+    return [
+        Cell(row["strategy"]),
+        Cell(str(row["new_tokens"])),
+        _rounded(row["seconds"], "{:.2f}"),
+        _rounded(row["tokens_per_second"], "{:.1f}"),
+        _rounded(row["speedup_vs_target"], "{:.2f}x"),
+        Cell(acceptance, str(row["acceptance_rate"]) if drafted else ""),
+        _rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
+        _rounded(row["tokens_per_target_forward"], "{:.2f}"),
+        _rounded(row["first_token_seconds"], "{:.3f} s"),
+        Cell(_same(row)),
+    ]
+
+
+def _same(row: Record) -> str:
+    if row["same_as_target"] is None:
+        return "-"
+    return "same" if row["same_as_target"] else f"differs at token {row['first_difference'] + 1}"
+
+
+def _rounded(value: float | None, form: str) -> Cell:
+    return Cell("-") if value is None else Cell(form.format(value), repr(value))
+
+
+def _changed(record: Record) -> str:
+    """The settings that are not the default. Costs are measured, so they always differ."""
+    defaults = as_json(Settings())
+    changed = {name: value for name, value in record["settings"].items() if value != defaults.get(name)}
+    changed.pop("costs", None)
+    shown = ", ".join(f"{name} {_typed(value)}" for name, value in changed.items())
+    return f"Settings: {shown}, the others as by default" if shown else "Settings as by default"
+
+
+def _typed(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
