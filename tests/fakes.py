@@ -24,7 +24,6 @@ from utils.engine.forward_timing import WIDTHS, ForwardProbe
 from utils.pairs.compatibility import compare_models
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.pairs.weights import stored_bytes
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.tools import SessionTools
@@ -64,7 +63,7 @@ def screen(width: int = 400, colour: bool = False) -> Screen:
 class TinyPair(SimpleNamespace):
     """A Pair whose attributes tests can replace."""
 
-    feature_layers = Pair.feature_layers
+    feature_layers, memory, drafter_memory = Pair.feature_layers, Pair.memory, Pair.drafter_memory
 
 
 def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", **overrides: Any) -> TinyPair:
@@ -87,8 +86,6 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         quantize="none",
         drafter_quantize="none" if drafter else None,
         drafter_dtype="float32" if drafter else None,
-        memory=stored_bytes(models[0]),
-        drafter_memory=stored_bytes(models[1]) if drafter else None,
         notes=(),
         drafter_tokenizer=None,
         compatibility=compare_models(models[0], tokenizer, models[-1], None),

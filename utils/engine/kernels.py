@@ -5,7 +5,7 @@ row-invariant differs between machines, so `is_row_invariant` tries it on the sp
 models.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -32,6 +32,9 @@ class Kernel(Protocol):
 
     def weight(self) -> Tensor:
         """Return the weight (N, K): the original values, or the rounded ones of a kernel that rounds."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the kernel keeps in memory."""
 
 
 KernelBuilder = Callable[
@@ -72,6 +75,9 @@ class PackedKernel:
     def weight(self) -> Tensor:
         return torch.cat([part.to_dense() for part in self._parts], dim=1)
 
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (*self._parts, *_given(self._bias))
+
 
 class Int8Kernel:
     """Weights of one byte with one scale per output, on a CPU.
@@ -96,6 +102,9 @@ class Int8Kernel:
     def weight(self) -> Tensor:
         return self._weight.float() * self._scale.float()[:, None]
 
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._weight, self._scale, *_given(self._bias))
+
 
 class BlockedKernel:
     """Any device and number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
@@ -108,6 +117,9 @@ class BlockedKernel:
 
     def weight(self) -> Tensor:
         return self._weight
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._weight, *_given(self._bias))
 
 
 def packed_kernel_builder(thread_counts: Iterable[int]) -> KernelBuilder:
@@ -147,6 +159,10 @@ def is_row_invariant(kernel: Kernel, inputs: int, thread_counts: Iterable[int]) 
     finally:
         torch.set_num_threads(before)
     return True
+
+
+def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
+    return () if bias is None else (bias,)
 
 
 def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int] = BLOCK_SIZES) -> Tensor:

@@ -29,7 +29,7 @@ from utils.pairs.load_drafter import LoadedDrafter, LoadedTarget, load_drafter, 
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
-from utils.pairs.weights import loaded_message, stored_bytes, weight_notes
+from utils.pairs.weights import loaded_message, weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
 
 
@@ -94,8 +94,6 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        memory=stored_bytes(model),
-        drafter_memory=None if drafter.model is None else stored_bytes(drafter.model, besides=model),
         engine=_engine(model, drafter.model, int8_weights=request.engine_weights == "int8"),
         notes=own_notes + drafter.notes,
         request=request,

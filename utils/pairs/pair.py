@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.engine import Engine
 from utils.models.draft_head import TargetHead
+from utils.models.stored_bytes import stored_bytes
 from utils.pairs.compatibility import Compatibility
 from utils.pairs.request import PairRequest
 
@@ -17,8 +18,7 @@ class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
     drafter_kind: "model", "layers:K" or "head". device, drafter_device: where the weights are. quantize,
-    drafter_quantize: see utils.bounds.QUANTIZATIONS. memory, drafter_memory: bytes of the weights; the drafter's
-    without those that it shares with the target. notes: messages for the user. request: what was requested, defaults
+    drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages for the user. request: what was requested, defaults
     not filled in. drafter_tokenizer: the drafter's if it differs from the target's, so that drafts must be translated.
     """
 
@@ -35,13 +35,22 @@ class Pair:
     quantize: str
     drafter_quantize: str | None
     drafter_dtype: str | None
-    memory: int
-    drafter_memory: int | None
     engine: Engine
     notes: tuple[str, ...]
     request: PairRequest
     compatibility: Compatibility
     drafter_tokenizer: PreTrainedTokenizerBase | None
+
+    # Counted when asked, because the engine replaces weights after loading.
+    @property
+    def memory(self) -> int:
+        """Bytes of the target's weights as they are now."""
+        return stored_bytes(self.target)
+
+    @property
+    def drafter_memory(self) -> int | None:
+        """Bytes of the drafter's weights as they are now, without those that it shares with the target."""
+        return None if self.drafter is None else stored_bytes(self.drafter, besides=self.target)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

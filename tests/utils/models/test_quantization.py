@@ -20,8 +20,8 @@ from utils.models import gguf as gguf_files
 from utils.models import quantization
 from utils.models.load_errors import CAUSES
 from utils.models.quantization import check_quantization
+from utils.models.stored_bytes import stored_bytes
 from utils.pairs import load_pair as loading
-from utils.pairs import weights
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
 QUANTIZED = {"int8": "QLinear", "int4": "QLinear", "bnb-int8": "Linear8bitLt", "nf4": "Linear4bit"}
@@ -137,7 +137,7 @@ def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str, monkeypatch: py
     pair = load(path, "layers:1", quantize=kind)
     linears = pair.target.model.layers[0].mlp.up_proj, pair.target.lm_head
     assert [type(layer).__name__ for layer in linears] == [QUANTIZED[kind], "Linear"]
-    assert torch.equal(logits(pair.target), logits(target)) and pair.memory == weights.stored_bytes(target)
+    assert torch.equal(logits(pair.target), logits(target)) and pair.memory == stored_bytes(target)
     assert not any(part.training for part in pair.target.modules())
 
 

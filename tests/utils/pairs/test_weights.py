@@ -13,10 +13,13 @@ from torch import nn
 
 from utils.bounds import QUANTIZATIONS
 from utils.config.arguments import parse_arguments
+from utils.engine.module_swap import EngineLinear
+from utils.models.stored_bytes import stored_bytes
 from utils.pairs import weights
 from utils.pairs.known_pairs import PAIRS
 from utils.pairs.request import request_from_flags
 from utils.pairs.request_checks import with_defaults
+from utils.text import byte_size
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
 QUANTIZED = tuple(kind for kind in QUANTIZATIONS if kind != "none")
@@ -47,7 +50,7 @@ def storages() -> dict[int, int]:
     alive = [
         thing
         for thing in gc.get_objects()
-        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu"
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu" and not thing.is_mkldnn
     ]
     return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in alive}
 
@@ -63,6 +66,24 @@ def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path
     pair.target(IDS)
     grown = sum(size for address, size in storages().items() if address not in before)
     assert grown <= pair.memory * 1.05 + 10_000  # the header of a file, and state of bitsandbytes
+
+
+@pytest.mark.parametrize("drafter", ["layers:1", None])
+def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, drafter: str | None) -> None:
+    """The figures are those of the living tensors, before and after the engine packs them, and back."""
+    load(wide, drafter).engine.use("invariant", 1)  # from now on libraries hold what they never release
+    before = storages()
+    pair = load(wide, drafter, engine_weights="int8")
+    full = pair.memory
+    assert byte_size(full) not in weights.loaded_message(pair), "the size before rounding is not that of the run"
+    pair.engine.use("auto", 1)
+    linear = sum(part.weight.numel() for part in pair.target.modules() if isinstance(part, EngineLinear))
+    packed_head = pair.target.lm_head.weight.numel() if isinstance(pair.target.lm_head, EngineLinear) else 0
+    assert pair.memory < full - 2 * (linear - packed_head)
+    opaque = sum(tensor.nbytes for tensor in pair.target.lm_head.fused.kernel.tensors()) if packed_head else 0
+    grown = sum(size for address, size in storages().items() if address not in before)
+    assert pair.memory == pytest.approx(grown + opaque, rel=0.02, abs=5_000)
+    assert byte_size(pair.memory) in weights.describe_target(pair) and not pair.drafter_memory
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mapped files")
@@ -85,7 +106,7 @@ def test_shared_memory_counts_once(tmp_path: Path) -> None:
         == pair.drafter_memory
         == sum(part.nbytes for part in (*pair.target.parameters(), *pair.target.buffers()))
     )
-    assert weights.stored_bytes(pair.target, besides=pair.target) == 0
+    assert stored_bytes(pair.target, besides=pair.target) == 0
 
 
 @pytest.mark.parametrize("kernel", [True, False])
