@@ -18,8 +18,9 @@ class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
     drafter_kind: "model", "layers:K" or "head". device, drafter_device: where the weights are. quantize,
-    drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages for the user. request: what was requested, defaults
-    not filled in. drafter_tokenizer: the drafter's if it differs from the target's, so that drafts must be translated.
+    drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages for the user. request: what was requested,
+    defaults not filled in. drafter_tokenizer: the drafter's if it differs from the target's, so that drafts must be
+    translated.
     """
 
     target: PreTrainedModel
