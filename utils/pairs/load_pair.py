@@ -31,6 +31,7 @@ from utils.pairs.request import PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
 from utils.pairs.weights import loaded_message, weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
+from utils.prompts.template_guard import GUARD
 
 
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
@@ -48,6 +49,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     check_request(resolved)
     check_quantization(str(resolved.quantize), device)
     source = locate(request.target, report)
+    GUARD.start()  # it starts while the weights are read
     plan = plan_drafter(resolved, drafter_placement)  # before the target is loaded, so that mistakes are reported early
     target = _load_target(source, str(resolved.quantize), placement)
     drafter = load_drafter(plan, target)
