@@ -19,6 +19,7 @@ from utils.prompts.chat_template import has_chat_template, prompt_ids
 MIN_SHARED = 0.99  # share of the target's tokens that must have the same id in the drafter's vocabulary
 MAX_SIZE_RATIO = 0.5  # a drafter larger than this share of the target is rarely worth its time
 DIFFERENT_TOKENIZERS = "different tokenizers"
+NEEDS_CACHE_OFF = "needs /cache off"
 WRONG = "wrong"
 
 
@@ -34,7 +35,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """verdict: "fine", "fine with N padding rows", "no drafter", DIFFERENT_TOKENIZERS or WRONG, with a reason."""
+    """verdict: "fine", "fine with N padding rows", "no drafter", NEEDS_CACHE_OFF, DIFFERENT_TOKENIZERS or WRONG, with a
+    reason.
+    """
 
     verdict: str
     reason: str
@@ -98,6 +101,7 @@ def compare_models(
     )
     same = _same_ids(ours, theirs)
     tokens = len(ours.vocabulary)
+    caches = _caches(rewind_method(target), rewind_method(drafter))
     findings = (
         Finding(
             "vocabulary",
@@ -117,13 +121,15 @@ def compare_models(
         _first_token(tokenizer),
         _sizes(ours, theirs),
         _contexts(ours, theirs),
-        _caches(rewind_method(target), rewind_method(drafter)),
+        caches,
     )
     if reason := _reason_against(ours, theirs, same):
         return Compatibility(WRONG, reason, findings)
     if same < MIN_SHARED * tokens:
         cost = "translated in both directions, which costs drafts and time: a drafter of the same family avoids it"
         return Compatibility(DIFFERENT_TOKENIZERS, "", (*findings, Finding("drafts", "as text", cost, warns=True)))
+    if caches.warns:
+        return Compatibility(NEEDS_CACHE_OFF, "", findings)
     extra = abs(ours.rows - theirs.rows)
     return Compatibility(f"fine with {extra:,} padding rows" if extra else "fine", "", findings)
 
@@ -133,8 +139,9 @@ def describe_without_model(
 ) -> Compatibility:
     """The findings for layers or a head of the target itself, which always suit it, and for no drafter."""
     own = Finding("drafter", drafter or "none", "part of the target, with the same tokens" if drafter else "")
-    findings = (own, _first_token(tokenizer), _caches(rewind_method(target)))
-    return Compatibility("fine" if drafter else "no drafter", "", findings)
+    caches = _caches(rewind_method(target))
+    verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
+    return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))
 
 
 def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:

@@ -33,6 +33,7 @@ from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
+SAME_REASON = "Not run, for the same reason as {}."
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 
 
@@ -125,6 +126,7 @@ class PromptRunner:
 
     def _run_all(self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]]) -> bool:
         """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
+        refused: dict[str, str] = {}  # why, and the first strategy with that reason
         try:
             for strategy, job in planned:
                 # For each strategy, so that its result does not depend on which others are enabled.
@@ -132,7 +134,11 @@ class PromptRunner:
                 try:
                     run = self._run_strategy(strategy, job, results)
                 except Exception as error:
-                    explain_error(self.renderer, with_reset_hint(error, job.history))
+                    explained = with_reset_hint(error, job.history)
+                    first = refused.setdefault(str(explained), strategy.name)
+                    if isinstance(explained, UserError) and first != strategy.name:
+                        explained = UserError(SAME_REASON.format(first))
+                    explain_error(self.renderer, explained)
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True

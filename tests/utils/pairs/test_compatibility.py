@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 from fakes import open_session, screen, tiny_pair
 from shelf import load, refusal
-from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 
-from utils.pairs.compatibility import DIFFERENT_TOKENIZERS, WRONG, Compatibility, Finding, compare_models
+from utils.pairs.compatibility import (
+    DIFFERENT_TOKENIZERS,
+    NEEDS_CACHE_OFF,
+    WRONG,
+    Compatibility,
+    Finding,
+    compare_models,
+)
 from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
@@ -71,6 +78,22 @@ def test_different_end_tokens_are_shown() -> None:
     drafter.generation_config.eos_token_id = [256, 258]
     different = finding(compared(drafter), "end of text")
     assert different.value.startswith(f"{same.value} and ") and different.remark != same.remark
+
+
+def test_a_pair_that_needs_the_cache_off_is_not_fine_and_says_why_once(tmp_path: Path) -> None:
+    """Mamba computes several tokens after its state differently from single ones."""
+    for name, model in (("mamba", tiny_mamba(vocab_size=300)), ("llama", tiny_llama(1, vocab_size=300))):
+        save_folder(tmp_path / name, model, tiny_tokenizer(chat=False))
+    pair = load(tmp_path / "mamba", tmp_path / "llama")
+    assert pair.compatibility.verdict == NEEDS_CACHE_OFF and "pair: fine" not in pair.notes
+    assert load(tmp_path / "llama", tmp_path / "mamba").compatibility.verdict == NEEDS_CACHE_OFF
+    view = screen()
+    session = open_session(view, pair)
+    view.take()
+    assert session.handle("/length 4") is Verdict.DONE and session.handle("Hello") is Verdict.FAILED
+    messages = view.take()[1]
+    assert messages.count("turn the cache off") == 1 and messages.count("same reason as speculative") == 1
+    assert session.handle("/cache off") is session.handle("Hello") is Verdict.DONE
 
 
 def test_a_slightly_different_tokenizer_changes_no_text(shelf: Path) -> None:
