@@ -36,6 +36,11 @@ def byte_size(size: int) -> str:
     return decimal(size)
 
 
+def count_of(count: int, noun: str) -> str:
+    """A number and its noun: "1 prompt", "2 prompts"."""
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
 def unescape(typed: str) -> str:
     """A typed line as a prompt: the escapes \\n and \\t become newline and tab."""
     return typed.replace("\\n", "\n").replace("\\t", "\t")

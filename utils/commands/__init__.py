@@ -3,9 +3,8 @@
 from utils.commands.experiments.audit import AUDIT
 from utils.commands.experiments.divergence import DIVERGENCE
 from utils.commands.experiments.lossless import LOSSLESS
-from utils.commands.experiments.race import RACE
+from utils.commands.experiments.race import RACE, SUITE
 from utils.commands.experiments.replay import REPLAY
-from utils.commands.experiments.suite import SUITE
 from utils.commands.experiments.sweep import SWEEP
 from utils.commands.experiments.whatif import WHATIF
 from utils.commands.experiments.why import WHY

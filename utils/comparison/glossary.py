@@ -156,7 +156,12 @@ FIGURES = (
     Figure("time to first token", "/race: median time until the first tokens: prefill and first round"),
     Figure("decoding", "/race: tokens after the first round / their seconds, median"),
     Figure(
+        "95 % interval",
+        "/race: of the mean speed-up, over repeats of one prompt or over the prompts of a file; it needs two values",
+    ),
+    Figure(
         "verdict",
-        "/race: faster or slower if five or more repeats all agree (five agree by chance once in 16), or within noise",
+        "/race: faster or slower if the 95 % interval excludes 1, the repeats of a prompt agree, and drafts were "
+        "accepted; otherwise not distinguishable, or too few with fewer than five runs",
     ),
 )

@@ -21,6 +21,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence that stays on the screen, for example about what was left out."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One row of a report: its cells for the screen, its figures for the JSON record."""
 
@@ -28,7 +35,7 @@ class Finding:
     figures: dict[str, Any]
 
 
-ReportEvent = Progress | Finding
+ReportEvent = Progress | Note | Finding
 
 
 @dataclass(frozen=True, slots=True)

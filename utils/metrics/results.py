@@ -103,6 +103,16 @@ class Comparison:
     same: bool | None = None
     first_difference: int | None = None
 
+    @property
+    def text(self) -> str:
+        """Whether the text is the target's own, as every table shows it."""
+        return "-" if self.same is None else difference_text(self.first_difference)
+
+
+def difference_text(first_difference: int | None) -> str:
+    """The cell of a table for the first difference of two texts."""
+    return "same" if first_difference is None else f"differs at token {first_difference + 1}"
+
 
 Watcher = Callable[[Step, RoundTiming, Sequence[DraftTrace]], None]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from utils.comparison.records import report_record
-from utils.comparison.reports import Finding, Progress, Report
+from utils.comparison.reports import Finding, Note, Report, ReportEvent
 from utils.comparison.session_state import ShownResult
 from utils.pairs.pair import Pair
 from utils.repl.runner import ResultLog, Verdict
@@ -44,9 +44,11 @@ class ReportRunner:
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
-    def _receive(self, event: Progress | Finding, findings: list[Finding]) -> None:
+    def _receive(self, event: ReportEvent, findings: list[Finding]) -> None:
         if isinstance(event, Finding):
             findings.append(event)
+        elif isinstance(event, Note):
+            self.renderer.note(event.text)
         else:
             self.renderer.progress(event.text)
 
@@ -57,12 +59,12 @@ class ReportRunner:
         show_report(self.renderer, report, findings)
 
 
-def _remaining_findings(events: Iterator[Progress | Finding]) -> Iterator[Finding]:
+def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
     """The findings that a report still yields after Ctrl-C, which came within or between its events."""
     try:
         # The generator yields its last findings in finally blocks. If Ctrl-C has come from inside it, it has ended
         # already, and `throw` raises at once.
-        event: Progress | Finding = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         while True:
             if isinstance(event, Finding):
                 yield event

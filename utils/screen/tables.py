@@ -52,10 +52,6 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
 
-    if comparison.same is None:
-        text = "-"
-    else:
-        text = "same" if comparison.first_difference is None else f"differs at token {comparison.first_difference + 1}"
     return [
         str(len(run.tokens)),
         f"{run.seconds:.2f}",
@@ -64,7 +60,7 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         number(run.acceptance_rate, "{:.3f}"),
         number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
-        text,
+        comparison.text,
     ]
 
 

@@ -1,6 +1,9 @@
-"""/race: runs the last prompt several times with every enabled strategy, and tells differences in speed from noise."""
+"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy in turns, and tells
+differences in speed from noise.
+"""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from utils.bounds import WholeRange
@@ -14,67 +17,101 @@ from utils.commands.experiments.repeated_runs import (
     repeat_in_turns,
     then_findings,
 )
+from utils.commands.experiments.suite import suite
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Report, ReportEvent, shortened
+from utils.comparison.speed_claims import FASTER, TOO_FEW, Row, interval_text, speed_sentence, speedup_text
+from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 
 REPEATS, MAX_REPEATS = 5, 1000
 HEADINGS = (
     "strategy",
-    "runs",
     "tokens/s",
-    "lowest - highest",
+    "range",
     "time to first token",
     "decoding",
     "speed-up",
+    "95 % interval",
     "verdict",
 )
+OPTIONAL = ("decoding", "time to first token", "range")
+NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
+WITH_FASTER = "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts."
+WITHOUT_FASTER = "Next: /why shows what limits the speed-up."
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
-    repeats = WholeRange(1, MAX_REPEATS).parse(argument or str(REPEATS))
+    repeats, file = _parsed(argument)
+    if file:
+        return suite(file, repeats or 1, context)
     last, harness, settings = context.harness.last(), context.harness, context.settings
-    names = [strategy.name for strategy in harness.enabled(settings)]  # raises UserError where nothing is enabled
-    events = _events(harness, last, settings, names=names, repeats=repeats)
-    return [RunReport(Report("race", last.text, settings, HEADINGS, events, _conclusion, charts=_charts))]
+    enabled = harness.enabled(settings)  # raises UserError where nothing is enabled
+    repeats = repeats or REPEATS
+    title = f'/race {repeats} of "{shortened(last.text)}"'
+    events = _events(harness, last, settings, enabled=enabled, repeats=repeats)
+    report = Report(
+        "race", last.text, settings, HEADINGS, events, _conclusion, charts=_charts, optional=OPTIONAL, title=title
+    )
+    return [RunReport(report)]
+
+
+def _suite(argument: str, context: CommandContext) -> Outcome:
+    return suite(argument, 1, context)
+
+
+def _parsed(argument: str) -> tuple[int | None, str]:
+    """The number of repeats, or None, and the file, or "". A first word that begins like a number must be one."""
+    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*)", argument, re.DOTALL)
+    assert match is not None  # the pattern matches every argument
+    number, file = match.groups("")
+    return WholeRange(1, MAX_REPEATS).parse(number) if number else None, file
 
 
 def _events(
-    harness: Harness, last: LastPrompt, settings: Settings, *, names: Iterable[str], repeats: int
+    harness: Harness, last: LastPrompt, settings: Settings, *, enabled: Sequence[Strategy], repeats: int
 ) -> Iterator[ReportEvent]:
     variant = Variant(settings)
-    yield announcement(repeats, names)
+    yield announcement(repeats, (strategy.name for strategy in enabled))
     yield from then_findings(
         repeat_in_turns(harness, last, [variant], repeats=repeats),
-        lambda: (_finding(name, runs) for name, runs in variant.runs.items()),
+        lambda: (_finding(strategy, runs) for strategy in enabled if (runs := variant.runs.get(strategy.name))),
     )
 
 
-def _finding(name: str, runs: Sequence[PairedRun]) -> Finding:
-    figures = repeat_figures(name, runs)
+def _finding(strategy: Strategy, runs: Sequence[PairedRun]) -> Finding:
+    figures = repeat_figures(strategy, runs)
     first = median(seconds or 0.0 for seconds in figures["first_token_seconds"])
     cells = (
-        name,
-        str(len(runs)),
+        strategy.name,
         median_text(figures["tokens_per_second"], "{:.1f}"),
         range_text(figures["tokens_per_second"]),
         f"{1000 * first:.0f} ms",
-        median_text(figures["decode_tokens_per_second"], "{:.1f}/s"),
-        median_text(figures["speedups"], "{:.2f}x"),
+        median_text(figures["decode_tokens_per_second"], "{:.1f}"),
+        speedup_text(figures),
+        interval_text(figures["interval"]),
         figures["verdict"],
     )
     return Finding(cells, figures)
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return [
-        "Medians. Speed-ups are computed within each repeat. 'Within noise' means that the repeats do not agree on "
-        "which is faster. The time to first token includes the prefill and the first round."
-    ]
+    return conclusion([finding.figures for finding in findings])
+
+
+def conclusion(rows: Sequence[Row]) -> list[str]:
+    """What the repeats tell about each strategy, and what to do next."""
+    if all(row["speedup"] is None for row in rows):
+        return [NO_TARGET]
+    lines = [sentence for row in rows if (sentence := speed_sentence(row))]
+    verdicts = {row["verdict"] for row in rows}
+    if TOO_FEW in verdicts:
+        return [*lines, f"Next: /race {REPEATS} tells whether the difference is real."]
+    return [*lines, WITH_FASTER if FASTER in verdicts else WITHOUT_FASTER]
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
@@ -83,15 +120,24 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
 
 RACE = Command(
     "race",
-    "[N]",
+    "[N] [FILE]",
     "is the difference real? N runs of each",
     _race,
     group="does it help?",
     rank=2,
     page=Page(
         f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
-        "the differences in speed are larger than the noise.",
-        ("> /race 5", "speculative   1.52x target-only"),
+        "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
+        "and report by task.",
+        ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
         see_also=("verdict", "sweep", "why", "speed-up"),
     ),
+)
+SUITE = Command(
+    "suite",
+    "FILE",
+    "the same as /race FILE",
+    _suite,
+    page=Page("The same as /race FILE.", ("> /suite prompts.jsonl",)),
+    instead="race",
 )

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.reports import Finding, Progress, ReportEvent
+from utils.comparison.speed_claims import SpeedClaim
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.settings import Settings
 from utils.metrics.results import Generation, compare
+from utils.text import count_of
 
 Item = TypeVar("Item")
-MIN_REPEATS = 5  # a verdict needs as many repeats that agree; five agree by chance once in 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class RemainingTime:
 
 def announcement(repeats: int, names: Iterable[str]) -> Progress:
     """The first sentence of a series."""
-    return Progress(f"warming up, then {repeats} repeat{'s' * (repeats > 1)} of {', '.join(names)} ...")
+    return Progress(f"warming up, then {count_of(repeats, 'repeat')} of {', '.join(names)} ...")
 
 
 def repeat_in_turns(
@@ -143,31 +144,26 @@ def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable
         yield from findings()
 
 
-def repeat_figures(strategy: str, runs: Sequence[PairedRun]) -> dict[str, Any]:
+def repeat_figures(strategy: Strategy, runs: Sequence[PairedRun]) -> dict[str, Any]:
     """The figures of several runs of one strategy, as the JSON records have them."""
     speedups = [paired.speedup for paired in runs if paired.speedup is not None]
     decode = [paired.decode_tokens_per_second for paired in runs]
     return {
-        "strategy": strategy,
+        "strategy": strategy.name,
         "tokens_per_second": [paired.tokens_per_second for paired in runs],
         "speedups": speedups,
         "decode_tokens_per_second": [speed for speed in decode if speed is not None],
         "first_token_seconds": [paired.run.first_seconds for paired in runs],
-        "verdict": verdict(speedups),
+        "tokens_per_target_forward": runs[0].run.tokens_per_target_forward if strategy.uses_target else None,
+        **claim_of(strategy, [speedups], runs[0].run).figures,
     }
 
 
-def verdict(speedups: Sequence[float]) -> str:
-    """Whether repeats agree that a strategy is faster or slower than the target. It is recorded: keep the wording."""
-    if not speedups:
-        return "-"
-    if all(speedup == 1 for speedup in speedups):
-        return "the baseline"
-    if len(speedups) < MIN_REPEATS:
-        return f"{MIN_REPEATS} repeats tell more"
-    if min(speedups) > 1:
-        return "faster"
-    return "slower" if max(speedups) < 1 else "within noise"
+def claim_of(strategy: Strategy, speedups: Sequence[Sequence[float]], run: Generation) -> SpeedClaim:
+    """What the speed-ups of each prompt tell about a strategy. run: one of its runs, or all of them as one."""
+    # Only drafts can save forward passes, so nothing follows from the rate of the others.
+    forwards = run.tokens_per_target_forward if strategy.drafts else None
+    return SpeedClaim.of(speedups, baseline=strategy.is_baseline, tokens_per_forward=forwards)
 
 
 def median_text(values: Sequence[float], form: str) -> str:
@@ -176,5 +172,6 @@ def median_text(values: Sequence[float], form: str) -> str:
 
 
 def range_text(values: Sequence[float]) -> str:
-    """The lowest and the highest speed."""
-    return f"{min(values):.1f} - {max(values):.1f}"
+    """The lowest and the highest speed, without decimals where they have three digits before the point."""
+    form = ".1f" if max(values) < 100 else ".0f"
+    return f"{min(values):{form}}-{max(values):{form}}"

@@ -19,24 +19,26 @@ from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import RecordedRun, read_recorded_runs
 from utils.comparison.records import circumstances
 from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.speed_claims import FASTER, NOT_DISTINGUISHABLE, SLOWER, SpeedClaim
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.settings import Settings, from_json
 from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError, check_choice
-from utils.metrics.results import Generation, first_difference
-from utils.text import decode
+from utils.metrics.results import Generation, difference_text, first_difference
+from utils.text import count_of, decode
 
-HEADINGS = ("line", "strategy", "text", "accepted then -> now", "tokens/s then -> now", "ratio")
+HEADINGS = ("line", "strategy", "text", "accepted", "tokens/s", "ratio")
+OPTIONAL = ("accepted",)
 NOISE = 1.15  # a ratio of speeds that two equal runs can differ by
-MIN_RATIOS = 5  # fewer say nothing about speed
 OTHER_TEXT = "a recorded text is not the text of its token ids: the tokenizer differs, or the file was edited"
 OTHER_PROMPT = "the prompt has a different number of tokens: the chat template or the tokenizer differs"
 KEPT_STORAGE = "recorded with /reset_in_between off: drafts may come from earlier prompts, so the acceptance may differ"
 CHANGED = "What has changed:"
 UNCHANGED = "Versions, models, engine and settings have not changed."
 UNEXPLAINED = "Nothing that is recorded explains this: /audit checks what is deterministic here."
-TOO_FEW = "too few runs to tell"
+INTERRUPTED = "{} compared up to the interruption, without the speed."
+SHOWN_LINES = 5  # of the file, for each reason why records were left out
 Row = Mapping[str, Any]  # the figures of a finding
 
 
@@ -44,8 +46,9 @@ def _replay(argument: str, context: CommandContext) -> Outcome:
     path = path_in(argument, "/replay runs.jsonl")
     recorded, others = read_recorded_runs(path)
     conclude = partial(_conclusion, len(recorded), others)
-    events = _events(recorded, context)
-    return [RunReport(Report("replay", str(path), context.settings, HEADINGS, events, conclude))]
+    events, title = _events(recorded, context), f"/replay {path} (recorded -> now)"
+    report = Report("replay", str(path), context.settings, HEADINGS, events, conclude, optional=OPTIONAL, title=title)
+    return [RunReport(report)]
 
 
 def _events(recorded: Sequence[RecordedRun], context: CommandContext) -> Iterator[ReportEvent]:
@@ -141,14 +144,12 @@ def _run_figures(past: RecordedRun, run: Generation) -> dict[str, Any]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row["left_out"] is not None:
-        return (str(row["line"]), row["strategy"], f"left out. {row['left_out']}", "-", "-", "-")
-    position = row["first_difference"]
-    text = "same" if position is None else f"differs at token {position + 1}"
+        return (str(row["line"]), row["strategy"], "left out", "-", "-", "-")
     counts = zip(row["accepted"], row["drafted"], strict=True)
     return (
         str(row["line"]),
         row["strategy"],
-        text + (", up to the interruption" if row["interrupted"] else ""),
+        difference_text(row["first_difference"]),
         "-" if row["same_acceptance"] is None else " -> ".join(f"{accepted}/{drafted}" for accepted, drafted in counts),
         " -> ".join("-" if speed is None else f"{speed:.1f}" for speed in row["tokens_per_second"]),
         "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
@@ -158,14 +159,29 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _conclusion(recorded: int, others: Counter[str], findings: Sequence[Finding]) -> list[str]:
     rows = [finding.figures for finding in findings]
     lines = _agreement([row for row in rows if row["left_out"] is None])
-    if left_out := sum(row["left_out"] is not None for row in rows):
-        lines.append(f"{left_out} of {len(rows)} records were left out. Their rows give the reason.")
+    if interrupted := sum(row["left_out"] is None and row["interrupted"] for row in rows):
+        lines.append(INTERRUPTED.format(count_of(interrupted, "interrupted record")))
+    lines += _left_out([row for row in rows if row["left_out"] is not None])
     if len(rows) < recorded:
         lines.append(f"{recorded - len(rows)} of {recorded} records were not reached.")
     if others:
         kinds = ", ".join(f"{name} {count}" for name, count in others.items())
         lines.append(f"Records of reports are not replayed: {kinds}.")
     return [*lines, *_differences(rows)]
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    """Each reason why records were left out, with the first of their lines."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        lines.setdefault(row["left_out"], []).append(str(row["line"]))
+    return [
+        f"{count_of(len(at), 'record')} left out (line {_first_lines(at)}): {reason}" for reason, at in lines.items()
+    ]
+
+
+def _first_lines(numbers: Sequence[str]) -> str:
+    return ", ".join([*numbers[:SHOWN_LINES], *(["..."] if len(numbers) > SHOWN_LINES else [])])
 
 
 def _agreement(rows: Sequence[Row]) -> list[str]:
@@ -185,19 +201,22 @@ def _speed(ratios: Sequence[float]) -> list[str]:
     """One sentence on the ratios of speeds now to then, or none where there are no ratios."""
     if not ratios:
         return []
-    summary = f"median {median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-    return [f"Speed now / then: {summary}, {speed_verdict(ratios)}. There is one run each, then and now."]
+    summary = f"median {median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f}), {speed_verdict(ratios)}"
+    return [f"Speed now / recorded: {summary}."]
 
 
 def speed_verdict(ratios: Sequence[float]) -> str:
-    """Whether runs have become faster or slower: their middle half must agree, and the median must exceed NOISE."""
-    if len(ratios) < MIN_RATIOS:
-        return TOO_FEW
+    """Whether runs have become faster or slower: the 95 % interval and the middle half must agree, and the median must
+    exceed NOISE.
+    """
+    verdict = SpeedClaim.of([[ratio] for ratio in ratios]).verdict
+    if verdict not in (FASTER, SLOWER):
+        return verdict
     # Doubling keeps the quartiles close to measured ratios where there are few.
     low, _, high = quantiles([*ratios, *ratios], n=4, method="inclusive")
     if low <= 1 <= high or 1 / NOISE < median(ratios) < NOISE:
-        return "within noise"
-    return "faster" if median(ratios) > 1 else "slower"
+        return NOT_DISTINGUISHABLE
+    return verdict
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:

@@ -3,12 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.experiments.repeated_runs import (
-    MIN_REPEATS,
     PairedRun,
     Variant,
     announcement,
@@ -18,30 +16,33 @@ from utils.commands.experiments.repeated_runs import (
     repeat_in_turns,
     then_findings,
 )
+from utils.commands.experiments.sweep_conclusion import conclusion
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Report, ReportEvent, shortened
+from utils.comparison.speed_claims import interval_text, speedup_text
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import setting_fields
 from utils.errors import UserError, check_choice
-from utils.metrics.results import compare
+from utils.metrics.results import Comparison, compare
+from utils.text import count_of
 
-REPEATS, MAX_REPEATS = 3, 100
+REPEATS, MAX_REPEATS = 5, 100
 HEADINGS = (
-    "setting",
     "strategy",
     "tokens/s",
-    "lowest - highest",
-    "decoding",
+    "range",
     "speed-up",
+    "95 % interval",
     "acceptance",
-    "per forward",
+    "tokens/forward",
     "text",
 )
+OPTIONAL = ("range", "95 % interval", "acceptance")
 SETTINGS = (
     "gamma",
     "drafter_kind",
@@ -54,7 +55,7 @@ SETTINGS = (
     "top_k_filler",
 )
 PARTS = {"temperature": "processor", "order": "set_ngramstorage"}  # the second word of the setting's value
-EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x5 (five repeats), or /sweep processor greedy, nucleus 0.8 0.9"
+EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
 
 
 def _sweep(argument: str, context: CommandContext) -> Outcome:
@@ -70,7 +71,9 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     for variant in variants:
         harness.enabled(variant.settings)  # a value that cannot run is refused before anything runs
     events = _events(harness, last, variants, repeats=repeats)
-    return [RunReport(Report("sweep", last.text, context.settings, HEADINGS, events, conclusion, charts=_charts))]
+    title = f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"'
+    report = Report("sweep", last.text, context.settings, (name, *HEADINGS), events, _conclusion, charts=_charts)
+    return [RunReport(replace(report, title=title, optional=OPTIONAL))]
 
 
 def _repeats(text: str) -> tuple[str, int]:
@@ -101,13 +104,15 @@ def _events(harness: Harness, last: LastPrompt, variants: Sequence[Variant], *, 
 
 
 def _findings(harness: Harness, variants: Sequence[Variant]) -> Iterator[Finding]:
+    texts: dict[tuple[int, ...], int] = {}  # each different text with a number
     for index, variant in enumerate(variants):
         for strategy in harness.enabled(variant.settings):
             if runs := variant.runs.get(strategy.name):
-                figures = repeat_figures(strategy.name, runs) | _run_figures(strategy, runs)
+                figures = repeat_figures(strategy, runs) | _run_figures(strategy, runs)
+                figures["text_number"] = texts.setdefault(tuple(runs[0].run.tokens), len(texts))
                 # Two typed values may have the same label, so a chart needs the index.
                 figures |= {"setting": variant.label, "place": index}
-                yield Finding(_cells(strategy, figures), figures)
+                yield Finding(_cells(figures, compare(runs[0].run, runs[0].target)), figures)
 
 
 def _run_figures(strategy: Strategy, runs: Sequence[PairedRun]) -> dict[str, Any]:
@@ -117,44 +122,28 @@ def _run_figures(strategy: Strategy, runs: Sequence[PairedRun]) -> dict[str, Any
     return {
         "drafted": run.drafted,
         "accepted": run.accepted,
-        "tokens_per_target_forward": run.tokens_per_target_forward,
+        "lossless": strategy.lossless,
         "same_as_target": None if None in same else all(same),
     }
 
 
-def _cells(strategy: Strategy, row: dict[str, Any]) -> tuple[str, ...]:
-    accepted, drafted, per_forward = row["accepted"], row["drafted"], row["tokens_per_target_forward"]
+def _cells(row: dict[str, Any], comparison: Comparison) -> tuple[str, ...]:
+    per_forward = row["tokens_per_target_forward"]
     return (
-        row["setting"],
+        row["setting"].partition(" ")[2],
         row["strategy"],
         median_text(row["tokens_per_second"], "{:.1f}"),
         range_text(row["tokens_per_second"]),
-        median_text(row["decode_tokens_per_second"], "{:.1f}"),
-        median_text(row["speedups"], "{:.2f}x"),
-        f"{accepted}/{drafted} = {accepted / drafted:.3f}" if drafted else "-",
-        f"{per_forward:.2f}" if strategy.uses_target and per_forward else "-",
-        {None: "-", True: "same", False: "differs"}[row["same_as_target"]],
+        speedup_text(row),
+        interval_text(row["interval"]),
+        f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else "-",
+        f"{per_forward:.2f}" if per_forward else "-",
+        comparison.text if row["lossless"] else "-",
     )
 
 
-def conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = [finding.figures for finding in findings]
-    best = max(rows, key=lambda row: median(row["tokens_per_second"]))
-    speedup = f", {median(best['speedups']):.2f}x target-only with the same value" if best["speedups"] else ""
-    lines = [f"fastest: {_name(best)}, {median(best['tokens_per_second']):.1f} tokens/s{speedup}"]
-    slowest = min(best["tokens_per_second"])
-    # The ranges of two variants overlap.
-    near = [_name(row) for row in rows if row is not best and max(row["tokens_per_second"]) >= slowest]
-    lines += [f"within noise of it: {', '.join(near)}"] if near else []
-    return [
-        *lines,
-        "Medians. Speed-ups are computed within each repeat. "
-        f"{MIN_REPEATS} repeats (x{MIN_REPEATS}) or more resolve smaller differences.",
-    ]
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['strategy']} with {row['setting']}"
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
+    return conclusion([finding.figures for finding in findings])
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:

@@ -1,0 +1,107 @@
+"""What may be claimed about a measured speed-up: one rule for all reports, and its words.
+
+A strategy is called faster or slower only if the 95 % interval of its speed-ups excludes 1 and its repeats agree.
+Without accepted drafts it cannot be faster, whatever a clock says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any, Self
+
+from utils.metrics.intervals import FASTER as FASTER
+from utils.metrics.intervals import SLOWER as SLOWER
+from utils.metrics.intervals import Interval, speedup_interval
+
+BASELINE, TOO_FEW, NOT_DISTINGUISHABLE = "baseline", "too few", "not distinguishable"
+MIN_VALUES = 5  # speed-ups that a verdict needs
+MAX_CHANCE = 1 / 16  # of repeats that agree although there is no difference: five that all agree
+NO_GAIN = 1.005  # fewer tokens per target forward are shown as 1.00
+NO_GAIN_SENTENCE = "its drafts saved no target forwards (1.00 tokens each)"
+Row = Mapping[str, Any]  # the figures of a finding
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedClaim:
+    """A speed-up over target-only and what can be said about it.
+
+    interval: None where there is nothing to compare. verdict: BASELINE, TOO_FEW, FASTER, SLOWER, NOT_DISTINGUISHABLE,
+    or "-" where there is nothing to compare. without_gain: whether it drafts, but generated one token per forward pass
+    of the target, as the target alone does.
+    """
+
+    interval: Interval | None
+    verdict: str
+    without_gain: bool = False
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Sequence[float]], *, baseline: bool = False, tokens_per_forward: float | None = None
+    ) -> Self:
+        """groups: the speed-ups of each prompt. tokens_per_forward: of a strategy that drafts, otherwise None."""
+        groups = [positive for group in groups if (positive := [value for value in group if value > 0])]
+        if not groups:
+            return cls(None, "-")
+        interval = speedup_interval(groups)
+        without_gain = tokens_per_forward is not None and tokens_per_forward < NO_GAIN
+        if baseline:
+            return cls(interval, BASELINE)
+        if sum(map(len, groups)) < MIN_VALUES:
+            return cls(interval, TOO_FEW, without_gain)
+        verdict = interval.verdict
+        # The repeats of one prompt must agree. Prompts may differ: the claim is about their mean.
+        if verdict not in (FASTER, SLOWER) or (len(groups) == 1 and not agree(groups[0])):
+            return cls(interval, NOT_DISTINGUISHABLE, without_gain)
+        return cls(interval, NOT_DISTINGUISHABLE if without_gain and verdict == FASTER else verdict, without_gain)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For the JSON record. An interval that is not bounded is null."""
+        interval = self.interval
+        bounded = interval is not None and interval.is_bounded
+        return {
+            "speedup": None if interval is None else interval.estimate,
+            "interval": [interval.low, interval.high] if interval is not None and bounded else None,
+            "verdict": self.verdict,
+            "without_gain": self.without_gain,
+        }
+
+
+def agree(ratios: Sequence[float]) -> bool:
+    """Whether so many ratios are on one side of 1 that chance does this at most once in 16 (a sign test)."""
+    above, below = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+    fewer = min(above, below) + len(ratios) - above - below  # ties count against both
+    chance = 2 * sum(comb(len(ratios), count) for count in range(fewer + 1)) / 2 ** len(ratios)
+    return bool(chance <= MAX_CHANCE)
+
+
+def interval_text(interval: Sequence[float] | None) -> str:
+    """The interval of a record in a table, or a dash."""
+    return "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+
+
+def speedup_text(row: Row) -> str:
+    """The speed-up of a record in a table, or a dash."""
+    return "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+
+
+def claim_text(row: Row) -> str:
+    """The speed-up of a record with its interval: 1.52x target-only (95 % interval 1.41 to 1.63)."""
+    text = f"{row['speedup']:.2f}x target-only"
+    if (interval := row["interval"]) is None:
+        return text
+    return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def speed_sentence(row: Row) -> str:
+    """What a record says about the speed of its strategy, or "" for the baseline and where nothing was compared."""
+    name, verdict = row["strategy"], row["verdict"]
+    if verdict in (BASELINE, "-"):
+        return ""
+    if row["without_gain"] and row["speedup"] > 1:
+        return f"{name}: {NO_GAIN_SENTENCE}, so {row['speedup']:.2f}x is noise."
+    if verdict == TOO_FEW:
+        return f"{name}: about {row['speedup']:.1f}x target-only, but too few runs to tell."
+    if verdict == NOT_DISTINGUISHABLE:
+        return f"{name}: {claim_text(row)}, not distinguishable from no difference."
+    return f"{name} is {verdict}: {claim_text(row)}."
