@@ -121,6 +121,7 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.paths",
         "utils.commands.setting_changes",
         "utils.commands.setting_pages",
+        "utils.commands.setting_words",
     }
     for name in SOURCES:
         if name.startswith("utils.commands.") and name not in shared:

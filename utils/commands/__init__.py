@@ -10,7 +10,7 @@ from utils.commands.experiments.whatif import WHATIF
 from utils.commands.experiments.why import WHY
 from utils.commands.explain import COLUMNS, EXPLAIN
 from utils.commands.export import EXPORT
-from utils.commands.help import HELP
+from utils.commands.help import help_command
 from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
@@ -28,4 +28,5 @@ def default_registry() -> Registry:
     experiments = (RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
-    return Registry([*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, HELP, *SESSION_COMMANDS])
+    commands = (*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, *SESSION_COMMANDS)
+    return Registry([help_command(commands), *commands])

@@ -70,6 +70,7 @@ EXPLAIN = Command(
         see_also=("texts", "why"),
     ),
     words=FIGURE_NAMES,
+    meanings={figure.name: figure.meaning for figure in FIGURES},
 )
 COLUMNS = Command(
     "columns",

@@ -91,4 +91,5 @@ EXPORT = Command(
         ),
         ("texts", "save"),
     ),
+    files=("",),
 )

@@ -77,18 +77,26 @@ def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]
         yield "see also", ", ".join(f"/{name}" if name in names else name for name in page.see_also)
 
 
-HELP = Command(
-    "help",
-    "[NAME]",
-    "this list",
-    _help,
-    group="session",
-    rank=1,
-    page=Page(
-        "The most important commands, all commands, or one page about a command or a figure on the screen.",
-        ("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
-        ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
-        ("explain", "show"),
-    ),
-    words=(EVERYTHING, FIGURES),
-)
+def help_command(commands: Iterable[Command]) -> Command:
+    """/help for these commands."""
+    others = [command for command in commands if command.group]
+    return Command(
+        "help",
+        "[NAME]",
+        "this list",
+        _help,
+        group="session",
+        rank=1,
+        page=Page(
+            "The most important commands, all commands, or one page about a command or a figure on the screen.",
+            ("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
+            ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
+            ("explain", "show"),
+        ),
+        words=(EVERYTHING, FIGURES, *(command.name for command in others)),
+        meanings={
+            EVERYTHING: "all commands",
+            FIGURES: "all figures on the screen",
+            **{command.name: command.summary for command in others},
+        },
+    )

@@ -128,6 +128,7 @@ NGRAM_COMMANDS = (
         ),
         words=tuple(MEANINGS),
         meanings=MEANINGS,
+        files=("save ", "load "),
     ),
     renamed("ngrams", "ngram list"),
     renamed("ngram_save", "ngram save"),

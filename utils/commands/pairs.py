@@ -68,6 +68,7 @@ PAIR_COMMANDS = (
             ("load",),
         ),
         words=(LIST,),
+        meanings={LIST: "the pairs that can be loaded by name"},
     ),
     renamed("pairs", f"pair {LIST}"),
 )

@@ -24,7 +24,11 @@ SECOND_PAGE = 32  # maximum number of further commands that /help all shows
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
-    """What a command may read. facts: (name, value) pairs that describe the loaded models, as /show lists them."""
+    """What a command may read.
+
+    facts: (name, value) pairs that describe the loaded models, as /show lists them. interactive: whether lines are
+    typed on a terminal.
+    """
 
     settings: Settings
     registry: "Registry"
@@ -32,6 +36,7 @@ class CommandContext:
     limits: Limits = field(default_factory=Limits)
     facts: tuple[tuple[str, str], ...] = ()
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
+    interactive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,8 @@ class Command:
     /help. group: one of GROUPS, or empty for a hidden command. rank: its place on the first page of /help, from 1; 0
     for those that only /help all lists. page: what /help NAME shows. instead: what a hidden name is called now.
     current: the current value, for commands that set something. words: completions of the argument, and meanings:
-    descriptions of them. free_text: whether the argument may begin with "=". verbatim: whether it keeps its leading and
-    trailing blanks.
+    descriptions of them. files: beginnings of the argument after which the name of a file follows. free_text: whether
+    the argument may begin with "=". verbatim: whether it keeps its leading and trailing blanks.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Command:
     current: Callable[[Settings], str] = lambda settings: ""
     words: tuple[str, ...] = ()
     meanings: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
     free_text: bool = False
     verbatim: bool = False
 

@@ -57,6 +57,7 @@ TURNS = Command(
     ),
     current=setting_fields()["turns"].show,
     words=("on", "off", NEW),
+    meanings={"on": "continue it with each prompt", "off": "begin a new one with each prompt", NEW: "forget it"},
 )
 SESSION_COMMANDS = (
     renamed("reset", f"turns {NEW}"),

@@ -9,6 +9,7 @@ from functools import partial
 from utils.commands.registry import Command, Page
 from utils.commands.setting_changes import set_or_show
 from utils.commands.setting_pages import SETTING_HELP, SettingHelp
+from utils.commands.setting_words import SETTING_WORDS
 from utils.config.setting_parts import SAMPLING_PARTS
 from utils.config.settings import setting_fields
 
@@ -37,5 +38,6 @@ def setting_commands() -> Iterator[Command]:
             instead=OLD_NAMES.get(name, ""),
             current=entry.show,
             words=entry.words,
+            meanings=SETTING_WORDS.get(name, {}),
             free_text=name == "system",
         )

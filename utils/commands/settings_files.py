@@ -122,6 +122,8 @@ def _undo(argument: str, context: CommandContext) -> Outcome:
 
 def _history(argument: str, context: CommandContext) -> Outcome:
     count = WholeRange(1, MAX_LINES).parse(argument or str(DEFAULT_LINES))
+    if not context.interactive:
+        return [Reply("no line was typed: /history lists the lines of interactive sessions")]
     lines = recent_lines(history_path(), count)
     if not lines:
         return [Reply(f"there are no typed lines in {history_path()} yet")]
@@ -161,6 +163,7 @@ FILE_COMMANDS = (
             ("/save FILE", "/save FILE overwrite    replaces a file"),
             ("run", "export"),
         ),
+        files=("",),
     ),
     Command(
         "run",
@@ -175,6 +178,7 @@ FILE_COMMANDS = (
             ("/run FILE", "/run FILE prompts"),
             ("save", "race"),
         ),
+        files=("",),
     ),
     Command(
         "history",

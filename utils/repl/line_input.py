@@ -5,19 +5,21 @@ Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.bindings.completion import generate_completions
 from prompt_toolkit.output import ColorDepth
 
-from utils.commands import Command
+from utils.commands import Command, Registry
+from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.status import SEPARATOR
 
 QUOTES = '"""'
@@ -26,10 +28,12 @@ EXPLAIN = "/explain"  # what F1 types
 
 
 class SlashCompleter(Completer):
-    """Completes the name of a command after the slash, and then the first word of its argument."""
+    """Completes the name of a command after the slash, then the words of its argument or the name of a file."""
 
-    def __init__(self, commands: Iterable[Command]) -> None:
+    def __init__(self, commands: Registry) -> None:
+        self._visible = commands.visible()
         self._commands = {command.name: command for command in commands}
+        self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
         typed = document.text_before_cursor
@@ -37,13 +41,29 @@ class SlashCompleter(Completer):
             return
         name, space, argument = typed[1:].partition(" ")
         if not space:
-            for command in self._commands.values():
-                if command.name.startswith(name):
+            for command in self._visible:
+                if command.name.startswith(name.lower()):
                     yield Completion(command.name, start_position=-len(name), display_meta=command.summary)
-        elif name in self._commands:
-            for word in self._commands[name].words:
-                if word.startswith(argument) and word != argument:
-                    yield Completion(word, start_position=-len(argument), display_meta=self._commands[name].summary)
+        elif name.lower() in self._commands:
+            command = self._commands[name.lower()]
+            yield from _words(command, argument)
+            if argument.startswith(command.files):
+                last = Document(argument.rpartition(" ")[2])
+                yield from self._files.get_completions(last, complete_event)
+
+
+def _words(command: Command, argument: str) -> Iterator[Completion]:
+    """The words that complete an argument. Those with several words follow their first one, as in "kind basic"."""
+    for word in command.words:
+        first, _, last = word.rpartition(" ")
+        is_second = first in command.words
+        if word.startswith(argument) and word != argument and (not is_second or argument.startswith(first + " ")):
+            yield Completion(
+                word,
+                start_position=-len(argument),
+                display=last if is_second else word,
+                display_meta=command.meanings.get(word, ""),
+            )
 
 
 def split_lines(typed: str) -> list[str]:
@@ -65,7 +85,7 @@ def is_open_block(typed: str) -> bool:
 
 
 def key_bindings() -> KeyBindings:
-    """Enter sends, except in an open block; Alt-Enter begins a new line; F1 on an empty line explains the figures."""
+    """Enter sends, except in an open block; Alt-Enter begins a new line; Tab completes; F1 explains the figures."""
     keys = KeyBindings()
 
     # With multiline=True prompt_toolkit's own binding of Enter would begin a new line.
@@ -80,6 +100,15 @@ def key_bindings() -> KeyBindings:
     @keys.add("escape", "enter")
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("tab")
+    def complete(event: KeyPressEvent) -> None:
+        buffer, state = event.current_buffer, event.current_buffer.complete_state
+        if state and len(state.completions) == 1:
+            # prompt_toolkit's own binding would go back to what was typed at the next Tab.
+            buffer.apply_completion(state.completions[0])
+        else:
+            generate_completions(event)
 
     @keys.add("f1")
     def explain(event: KeyPressEvent) -> None:
@@ -103,7 +132,7 @@ def wrap_status(status: str, width: int) -> str:
 
 
 def typed_lines(
-    commands: Iterable[Command],
+    commands: Registry,
     *,
     colour: bool,
     history: History,
@@ -126,7 +155,9 @@ def typed_lines(
     )
     while True:
         try:
-            yield from split_lines(session.prompt(prompt))
+            lines = split_lines(session.prompt(prompt))
+            with quiet_keyboard():
+                yield from lines
         except KeyboardInterrupt:
             continue
         except EOFError:

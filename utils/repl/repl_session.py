@@ -43,6 +43,9 @@ from utils.repl.tools import SessionTools
 from utils.text import unescape
 
 MAX_NESTED_FILES = 8
+# Typed without a slash they are commands as well; hardly anybody wants a model to answer them.
+LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
+LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
@@ -53,6 +56,7 @@ class ReplSession:
     def __init__(self, pair: Pair, tools: SessionTools, settings: Settings) -> None:
         """Raises UserError if the engine cannot be used."""
         self._tools, self._renderer = tools, tools.renderer
+        self._lone_word_noted = False
         self._nested_files = 0  # files of /run that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings)
 
@@ -95,7 +99,18 @@ class ReplSession:
             return Verdict.DONE
         if line.lstrip().startswith("/"):
             return self._guarded(self._run_command, line)
-        return self._guarded(self._run_prompt, unescape(line))
+        word = line.strip().lower()
+        if word in LONE_WORDS and not line[0].isspace():
+            self._note_lone_word(line.strip())
+            return self._guarded(self._run_command, LONE_WORDS[word])
+        # A lone word after a blank is sent, without the blank.
+        return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
+
+    def _note_lone_word(self, word: str) -> None:
+        """Say once how such a word is sent to the models."""
+        if not self._lone_word_noted:
+            self._renderer.note(LONE_WORD.format(word))
+        self._lone_word_noted = True
 
     def send(self, text: str) -> Verdict:
         """Run a prompt exactly as given, even if it looks like a command."""
@@ -117,7 +132,15 @@ class ReplSession:
 
     def _run_command(self, line: str) -> Verdict:
         registry, facts = self._tools.registry, model_facts(self.pair, self.settings)
-        context = CommandContext(self.settings, registry, self.harness, self.limits, facts, self._tools.pairs)
+        context = CommandContext(
+            self.settings,
+            registry,
+            self.harness,
+            self.limits,
+            facts=facts,
+            pairs=self._tools.pairs,
+            interactive=self._tools.interactive,
+        )
         return self._apply(registry.run(line, context))
 
     def _apply(self, outcome: Outcome) -> Verdict:

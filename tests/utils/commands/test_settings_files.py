@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -117,6 +118,15 @@ def test_history_is_listed(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
     shown = view.take()[0]
     assert "two" in shown and "three" in shown and "one" not in shown
     assert session.handle("/history 0") is Verdict.FAILED
+
+
+def test_a_pipe_lists_no_lines_of_other_sessions(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    LineHistory(history_path(), print).store_string("secret")
+    session = open_session(view)
+    session._tools = replace(session._tools, interactive=False)
+    assert session.handle("/history") is Verdict.DONE
+    assert "secret" not in "".join(view.take())
 
 
 def test_the_toolbar_shows_pair_settings_and_last_speeds(view: Screen) -> None:

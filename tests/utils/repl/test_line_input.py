@@ -2,11 +2,13 @@
 
 import io
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from prompt_toolkit.application import create_app_session
-from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.completion import CompleteEvent, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
@@ -23,6 +25,22 @@ def typed(keys: str) -> list[str]:
         return list(
             typed_lines(default_registry(), colour=False, history=InMemoryHistory(), status=lambda: "all is well")
         )
+
+
+def typed_slowly(*keys: str) -> list[str]:
+    """As `typed`, with a pause after each part: completion runs in the background."""
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+
+        def send() -> None:
+            for part in keys:
+                pipe.send_text(part)
+                time.sleep(0.4)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        lines = list(typed_lines(default_registry(), colour=False, history=InMemoryHistory()))
+        sender.join()
+        return lines
 
 
 def test_lines_are_yielded_until_ctrl_d() -> None:
@@ -83,25 +101,66 @@ def test_an_unusable_history_file_is_reported_once(tmp_path: Path) -> None:
     assert len(warnings) == 1 and str(tmp_path / "file" / "history") in warnings[0]
 
 
-def completions(text: str) -> list[str]:
+def completions(text: str) -> list[Completion]:
     completer = SlashCompleter(default_registry())
-    return [completion.text for completion in completer.get_completions(Document(text), CompleteEvent())]
+    return list(completer.get_completions(Document(text), CompleteEvent()))
 
 
 @pytest.mark.parametrize(
     ("text", "offered"),
     [
         ("/ga", ["gamma"]),
+        ("/GA", ["gamma"]),
         ("/sp", ["speculative", "special"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
-        ("/set_ngramstorage ", ["basic", "onelevel"]),
+        ("/ngram k", ["kind", "keep"]),
+        ("/ngram kind ", ["kind basic", "kind onelevel"]),
+        ("/ngram keep o", ["keep on", "keep off"]),
+        ("/pair ", ["list"]),
+        ("/turns n", ["new"]),
+        ("/top_k_", []),
+        ("/help top", ["top_k", "top_p"]),
+        ("/explain draft", ["drafts/round", "draft | verify | other", "draft cost (c)"]),
         ("/unknown ", []),
         ("plain text", []),
     ],
 )
 def test_commands_and_their_words_are_completed(text: str, offered: list[str]) -> None:
-    assert completions(text) == offered
+    assert [completion.text for completion in completions(text)] == offered
+
+
+def test_completion_lists_commands_as_help_does() -> None:
+    names = [completion.text for completion in completions("/")]
+    assert names == [command.name for command in default_registry().visible()]
+    assert not {"ngrams", "top_k_filler", "say", "exit"} & set(names)
+
+
+def test_every_value_has_its_own_description() -> None:
+    for command in default_registry().visible():
+        if command.meanings:
+            meanings = [completion.display_meta_text for completion in completions(f"/{command.name} ")]
+            assert all(meanings) and (len(set(meanings)) == len(meanings) or command.name == "load"), command.name
+    processors = [(word.text, word.display_meta_text) for word in completions("/processor ")]
+    assert len(processors) == 5 and all("T" in meaning for _, meaning in processors)
+    assert completions("/ngram kind ")[0].display_text == "basic"
+
+
+def test_names_of_files_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "answers.ngrams").touch()
+    for line in ("/export ", "/run ", "/save ", "/replay ", "/ngram load ", "/ngram save "):
+        assert [found.text for found in completions(f"{line}{tmp_path}/ans")] == ["wers.ngrams"], line
+    assert completions(f"/ngram {tmp_path}/ans") == [] and completions(f"/gamma {tmp_path}/ans") == []
+
+
+@pytest.mark.parametrize("tabs", [1, 2, 3])
+def test_a_second_tab_keeps_the_only_completion(tabs: int) -> None:
+    assert typed_slowly("/proc", *["\t"] * tabs, "\r\x04") == ["/processor"]
+
+
+def test_tab_goes_through_several_completions() -> None:
+    assert typed_slowly("/debug o", "\t", "\r\x04") == ["/debug on"]
+    assert typed_slowly("/debug o", "\t", "\t", "\r\x04") == ["/debug off"]
 
 
 @pytest.mark.parametrize("text", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n"])

@@ -242,3 +242,35 @@ def test_colours_in_debug_are_green_red_and_blue() -> None:
     first, second = view.take()[0].splitlines()
     assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
     assert "\x1b[34m*7" in second
+
+
+@pytest.mark.parametrize("word", ["exit", "QUIT", "Quit "])
+def test_a_lone_exit_or_quit_ends_the_session(word: str, view: Screen) -> None:
+    session = open_session(view)
+    assert session.handle(word) is Verdict.QUIT and session.harness.state.last is None
+    assert view.take()[1].count("alone is a command") == 1
+
+
+@pytest.mark.parametrize("word", ["help", "HELP", "?"])
+def test_a_lone_help_shows_the_commands_and_says_once_how_to_send_it(word: str, view: Screen) -> None:
+    session = open_session(view)
+    assert session.handle(word) is Verdict.DONE
+    out, messages = view.take()
+    assert "/gamma" in out and "prompt" in messages and session.harness.state.last is None
+    assert session.handle(word) is Verdict.DONE and view.take()[1] == ""
+
+
+@pytest.mark.parametrize("line", [" exit", "/say exit", "exit now", "help?"])
+def test_other_lines_with_these_words_are_prompts(line: str, view: Screen) -> None:
+    session = open_session(view)
+    session.handle("/length 2")
+    assert session.handle(line) is Verdict.DONE
+    last = session.harness.state.last
+    assert last is not None and last.text == line.removeprefix("/say ").strip()
+
+
+def test_prompts_of_a_file_are_never_commands(view: Screen) -> None:
+    session = open_session(view)
+    session.handle("/length 2")
+    assert session.send("quit") is Verdict.DONE
+    assert session.harness.state.last is not None and session.harness.state.last.text == "quit"

@@ -249,4 +249,5 @@ REPLAY = Command(
         ("> /replay runs.jsonl", "3 of 3 texts are the same"),
         see_also=("export", "audit"),
     ),
+    files=("",),
 )
