@@ -74,7 +74,7 @@ EXPORTERS: dict[str, Exporter] = {
 EXPORT = Command(
     "export",
     "FILE",
-    "write a report of the session, or the last result, to a file",
+    "a report of the session, or a picture",
     _export,
     group="results",
     rank=3,
