@@ -58,11 +58,11 @@ class Command:
     """One slash command.
 
     name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: at most 39
-    characters for /help. group: one of GROUPS, or empty for a hidden command. rank: its place on the first page of /help, from 1; 0
-    for those that only /help all lists. page: what /help NAME shows. instead: what a hidden name is called now.
-    current: the current value, for commands that set something. words: completions of the argument, and meanings:
-    descriptions of them. files: beginnings of the argument after which the name of a file follows. free_text: whether
-    the argument may begin with "=". verbatim: whether it keeps its leading and trailing blanks.
+    characters for /help. group: one of GROUPS, or empty for a hidden command. rank: its place on the first page of
+    /help, from 1; 0 for those that only /help all lists. page: what /help NAME shows. instead: what a hidden name is
+    called now. current: the current value, for commands that set something. words: completions of the argument, and
+    meanings: descriptions of them. files: beginnings of the argument after which the name of a file follows.
+    free_text: whether the argument may begin with "=". verbatim: whether it keeps its leading and trailing blanks.
     """
 
     name: str
