@@ -6,18 +6,17 @@ interruption, a full disk or a damaged sector leaves behind is taken for a model
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-STALE_SECONDS = 3600
 
 
 @contextmanager
@@ -28,9 +27,9 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
     """
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
-    _remove_stale(folder)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True) as work:
-        made = Path(work) / "made"
+    remove_stale(root)
+    with _working_folder(folder) as work:
+        made = work / "made"
         yield made
         made.chmod(0o700)
         files = {path.name: digest(path) for path in sorted(made.iterdir())}
@@ -58,11 +57,43 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove the working folders of killed runs. A recent one may belong to a run that is still active."""
-    for path in folder.parent.glob(f"{folder.name}.new-*"):
-        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+def remove_stale(root: Path) -> None:
+    """Remove the working folders that killed runs have left. Those of running processes are locked."""
+    for path in root.glob("*.new-*"):
+        with suppress(OSError), _locked(path, wait=False):
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _working_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder next to `folder` that is removed afterwards, by a later run if this one is killed."""
+    while True:
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=f"{folder.name}.new-", dir=folder.parent, ignore_cleanup_errors=True
+            ) as work,
+            _locked(Path(work), wait=True),
+        ):
+            # Another process may have taken it for stale before it was locked.
+            if Path(work).exists():
+                yield Path(work)
+                return
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Lock a folder until the block or the process ends. Raises OSError if it is locked and `wait` is False."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # A file system without locks: the folder can be filled, and none is taken for stale.
+            if not wait:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _move_into_place(made: Path, folder: Path, made_from: str) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Reporter
-from utils.models.artifact_cache import build_folder, digest, is_intact
+from utils.models.artifact_cache import build_folder, digest, is_intact, remove_stale
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
@@ -37,6 +37,7 @@ def embedded_folder(report: Reporter) -> Path:
     Raises UserError if the model cannot be downloaded, is not the expected file, or cannot be written.
     """
     folder = user_folder("cache") / FOLDER
+    remove_stale(folder.parent)
     # A truncated file would otherwise fail inside a library, or not at all.
     if folder.exists():
         if is_intact(folder, MADE_FROM):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models.artifact_cache import build_folder, is_intact
+from utils.models.artifact_cache import build_folder, is_intact, remove_stale
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
 from utils.models.load_errors import explained_errors, quiet
@@ -70,7 +70,10 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
 
 
 def _entry(path: Path, dtype: str) -> tuple[Path, str]:
-    """Return the folder of a file's cache entry and the origin that it must have. Removes entries of older contents."""
+    """Return the folder of a file's cache entry and the origin that it must have.
+
+    Removes entries of older contents, and what killed runs have left.
+    """
     path = path.resolve()
     status = path.stat()
     state = f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
@@ -80,6 +83,7 @@ def _entry(path: Path, dtype: str) -> tuple[Path, str]:
         for text in (str(path), state)
     )
     root = user_folder("cache") / "gguf"
+    remove_stale(root)
     for old in root.glob(f"{file_key}-*"):
         # Folders with .new- may belong to a process that is converting the file now.
         if not old.name.startswith(f"{file_key}-{state_key}-") and ".new-" not in old.name:

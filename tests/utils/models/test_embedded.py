@@ -17,7 +17,7 @@ from paths import ROOT
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import embedded
-from utils.models.artifact_cache import MANIFEST
+from utils.models.artifact_cache import MANIFEST, build_folder
 from utils.models.embedded import embedded_folder
 
 SILENT = list[str]().append
@@ -123,12 +123,28 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 
 def test_working_folders_of_killed_runs_are_removed(cache: Path, conversions: list[Path]) -> None:
-    old, young = cache / f"{embedded.FOLDER}.new-old", cache / f"{embedded.FOLDER}.new-young"
-    for folder in (old, young):
-        folder.mkdir(parents=True)
-    os.utime(old, (0, 0))
+    """At the next start, also if the entry is whole and another process is at work."""
+    for entry_exists in (False, True):
+        killed = cache / f"{embedded.FOLDER}.new-killed"
+        (killed / "made").mkdir(parents=True)
+        with build_folder(cache / "other", "") as working:
+            embedded_folder(SILENT)
+            assert not killed.exists() and working.parent.is_dir(), entry_exists
+            working.mkdir()
+        shutil.rmtree(cache / "other")
+    assert len(conversions) == 1 and not other_entries(cache)
+
+
+def test_a_killed_conversion_is_removed_at_the_next_start(cache: Path, conversions: list[Path]) -> None:
+    code = (
+        "import os, pathlib, sys; from utils.models.artifact_cache import build_folder\n"
+        "with build_folder(pathlib.Path(sys.argv[1]), '') as made:\n"
+        "    made.mkdir(); (made / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(cache / embedded.FOLDER)], cwd=ROOT, check=False)
+    assert len(list(cache.iterdir())) == 1
     embedded_folder(SILENT)
-    assert other_entries(cache) == [young.name]
+    assert not other_entries(cache)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

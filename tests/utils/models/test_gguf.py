@@ -160,6 +160,13 @@ def test_a_changed_file_is_converted_again(file: Path, conversions: list[Path], 
     assert torch.equal(weights["lm_head.weight"], tiny_llama(1, vocab_size=300).lm_head.weight)
 
 
+def test_what_killed_conversions_left_is_removed_although_the_entry_is_whole(file: Path, own_cache: Path) -> None:
+    entry = cached(file)
+    for name in (entry.name, "an older state of the file", "another file"):
+        (entry.parent / f"{name}.new-killed" / "made").mkdir(parents=True)
+    assert cached(file) == entry and entries(own_cache) == [entry.name]
+
+
 def test_number_formats_and_versions_have_their_own_entries(
     file: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
