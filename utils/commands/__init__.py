@@ -6,6 +6,7 @@ from utils.commands.experiments.lossless import LOSSLESS
 from utils.commands.experiments.race import RACE, SUITE
 from utils.commands.experiments.replay import REPLAY
 from utils.commands.experiments.sweep import SWEEP
+from utils.commands.experiments.verdict.command import VERDICT
 from utils.commands.experiments.whatif import WHATIF
 from utils.commands.experiments.why import WHY
 from utils.commands.explain import COLUMNS, EXPLAIN
@@ -25,7 +26,7 @@ __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry
 
 def default_registry() -> Registry:
     """All commands. /help orders them by their groups and ranks, and in this order if these are equal."""
-    experiments = (RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
+    experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
     commands = (*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, *SESSION_COMMANDS)

@@ -18,6 +18,7 @@ from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason
 from utils.errors import ContextOverflow, UserError
 from utils.metrics.results import Generation, collect
+from utils.metrics.stopwatch import Stopwatch
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
@@ -158,11 +159,18 @@ class Harness:
         return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
 
     def run_alone(
-        self, prompt: list[int], strategy: Strategy, settings: Settings, *, history: Turns = ()
+        self,
+        prompt: list[int],
+        strategy: Strategy,
+        settings: Settings,
+        *,
+        history: Turns = (),
+        stopwatch: Stopwatch | None = None,
     ) -> Generation:
         """Run a strategy on its own storage. Raises KeyboardInterrupt on Ctrl-C."""
         fix_seeds(settings.seed)
-        run = collect(strategy.steps(self.job(prompt, settings, history)))
+        job = self.job(prompt, settings, history).with_observers(stopwatch)
+        run = collect(strategy.steps(job), stopwatch=stopwatch)
         # `collect` turns Ctrl-C into a partial run; a command must end instead.
         if run.finish is FinishReason.INTERRUPTED:
             raise KeyboardInterrupt

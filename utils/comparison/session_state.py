@@ -47,11 +47,14 @@ class ShownResults:
 class SessionState:
     """The memory of one session.
 
-    storage: the session's n-gram storage. rounding: the largest change of the target's logits by verify width seen
+    storage: the session's n-gram storage. prompts: those that were run, in order. advice: the fields of Settings that
+    the last verdict recommends. rounding: the largest change of the target's logits by verify width seen
     so far.
     """
 
     storage: NGramStorage
+    prompts: list[str] = field(default_factory=list)
+    advice: Mapping[str, Any] | None = None
     last: LastPrompt | None = None
     results: ShownResults = field(default_factory=ShownResults)
     rounding: float = 0.0

@@ -49,6 +49,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(**config.flags)
     arguments = parser.parse_args(argv)
     arguments.config = config
+    if arguments.verdict is not None:
+        arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
@@ -104,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="run the prompts of a file: one per line, or JSON lines with 'prompt'",
+    )
+    add(
+        "--verdict",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="answer whether speculative decoding helps, on the prompts of a file or on built-in ones, and exit",
     )
     add("--json", type=Path, metavar="FILE", help="append a JSON record of each generation to this file")
     add("--no-color", action="store_true", help="plain text output")

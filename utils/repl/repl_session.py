@@ -227,6 +227,7 @@ class ReplSession:
         # Before the switch, because it describes the state of the old pair.
         self._note_losses()
         loaded.harness.state.results = self.harness.state.results  # a report covers all models of the session
+        loaded.harness.state.prompts.extend(self.harness.state.prompts)
         self._loaded = loaded
         release_memory()
 

@@ -95,6 +95,7 @@ class PromptRunner:
         text = encodable(text)
         # Before the storage is emptied, so that a prompt that is refused changes nothing.
         planned = self.harness.plan(text, settings, self.renderer.note)
+        self.harness.state.prompts.append(text)
         if settings.reset_in_between:
             self.harness.state.storage.reset()
             self.harness.state.caches.texts.clear()

@@ -1,0 +1,115 @@
+"""What can be recommended: a drafter kind with a draft length, and the settings under which it is measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.comparison.harness import Harness
+from utils.comparison.strategies import Strategy
+from utils.comparison.warm_up import with_costs
+from utils.config.settings import Settings
+from utils.errors import UserError
+from utils.pairs.pair import Pair
+from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL
+
+NAMES = {
+    MODEL: "the drafter model",
+    HEAD: "the head",
+    "lookup": "prompt lookup",
+    "suffix": "suffix matching",
+    "chain": "suffix matching chained with the drafter",
+    "ngram": "n-gram assisted decoding",
+}
+WITHOUT_DRAFTER = ("lookup", "suffix")
+# The loaded drafter is what most users ask about. A chain is replayed last, because its replay takes the longest.
+ORDER = (LOADED, MODEL, HEAD, "ngram", "lookup", "suffix")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy with a draft length. gamma: None is adaptive. predicted: speed-up by replay of the tuning prompts."""
+
+    strategy: Strategy
+    gamma: int | None
+    predicted: float
+
+    def label(self, pair: Pair) -> str:
+        """As sentences name it."""
+        return f"{kind_name(self.strategy, pair)} with /gamma {self.gamma_text}"
+
+    @property
+    def gamma_text(self) -> str:
+        return "auto" if self.gamma is None else str(self.gamma)
+
+    def settings(self, settings: Settings, length: int) -> Settings:
+        """The settings of its runs."""
+        return replace(settings, gamma=self.gamma, length=length)
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """The fields of Settings that make a session use it."""
+        if not self.strategy.chooses_kind:
+            return {"ngram": True, "speculative": False, "gamma": self.gamma}
+        return {"speculative": True, "ngram": False, "drafter_kind": (self.strategy.word,), "gamma": self.gamma}
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The commands that make a session use it."""
+        kind = f"/drafter_kind {self.strategy.word}" if self.strategy.chooses_kind else "/ngram on"
+        return kind, f"/gamma {self.gamma_text}"
+
+    def figures(self, pair: Pair) -> dict[str, Any]:
+        """As the JSON record has it."""
+        return {
+            "drafter_kind": self.strategy.drafter_label(pair),
+            "gamma": self.gamma,
+            "predicted_speedup": self.predicted,
+        }
+
+
+def kind_name(strategy: Strategy, pair: Pair) -> str:
+    """A drafter kind in words."""
+    label = strategy.drafter_label(pair) or strategy.name
+    if label.startswith(LAYERS):
+        return f"the target's first {label.removeprefix(LAYERS)} layers"
+    return NAMES.get(label, label)
+
+
+def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, list[str]]:
+    """Every strategy that can draft here, settings with all of their costs, and a sentence for each that cannot.
+
+    Costs that are not known yet are measured now.
+    """
+    loaded = () if harness.pair.drafter is None else (LOADED, "chain")
+    known, problems = [], []
+    for word in dict.fromkeys((*loaded, *settings.drafter_kind, *WITHOUT_DRAFTER)):
+        if word == LOADED and not loaded:
+            continue
+        try:
+            settings = with_costs(harness, replace(settings, drafter_kind=(word,)))
+        except UserError as error:
+            problems.append(f"{word} cannot draft here: {error}")
+        else:
+            known.append(word)
+    settings = replace(settings, drafter_kind=tuple(known))
+    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
+    return sorted(drafting, key=_order), settings, problems
+
+
+def _order(strategy: Strategy) -> int:
+    return ORDER.index(strategy.word) if strategy.word in ORDER else len(ORDER) + (strategy.word == "chain")
+
+
+def best_of_each(candidates: Sequence[Candidate], pair: Pair) -> list[Candidate]:
+    """The best candidate of each drafter kind, the best kind first."""
+    best: dict[str, Candidate] = {}
+    for candidate in candidates:
+        kind = str(candidate.strategy.drafter_label(pair))
+        if kind not in best or _preference(candidate) > _preference(best[kind]):
+            best[kind] = candidate
+    return sorted(best.values(), key=_preference, reverse=True)
+
+
+def _preference(candidate: Candidate) -> float:
+    """The predicted speed-up; adaptive gamma needs a little less, because it also fits prompts that differ."""
+    return candidate.predicted * (1.02 if candidate.gamma is None else 1.0)

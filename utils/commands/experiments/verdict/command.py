@@ -1,0 +1,149 @@
+"""/verdict: the command, its report and its record."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.experiments.verdict import wording
+from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
+from utils.commands.experiments.verdict.measurement import Measurement
+from utils.commands.experiments.verdict.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
+from utils.commands.experiments.verdict.record import Measured, Row
+from utils.commands.experiments.verdict.selection import Selection
+from utils.commands.experiments.verdict.timing import Stopwatch
+from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
+from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.config.settings import Settings, setting_fields
+from utils.errors import UserError
+from utils.metrics.intervals import SLOWER
+
+APPLY = "apply"
+
+
+def _verdict(argument: str, context: CommandContext) -> Outcome:
+    if argument == APPLY:
+        return _apply(context)
+    plan = plan_prompts(argument, context.harness.state.prompts)
+    run = VerdictRun(context.harness, context.settings, plan)
+    title = f"/verdict on {len(plan.measured)} {plan.source}"
+    report = Report(
+        "verdict",
+        plan.source,
+        context.settings,
+        wording.HEADINGS,
+        run.events(),
+        run.conclusion,
+        attachment=run.attachment,
+        transposed=True,
+        title=title,
+    )
+    return [RunReport(report)]
+
+
+def _apply(context: CommandContext) -> Outcome:
+    """Use the settings that the last verdict recommended."""
+    advice = context.harness.state.advice
+    if advice is None:
+        raise UserError("there is no recommendation yet: run /verdict first.")
+    changed = replace(context.settings, **advice)
+    shown = (f"/{name} {entry.show(changed)}" for name, entry in setting_fields().items() if entry.name in advice)
+    return [ChangeSettings(changed, " ".join(shown))]
+
+
+@dataclass(slots=True)
+class VerdictRun:
+    """One verdict: first the selection, then the measurement."""
+
+    harness: Harness
+    settings: Settings
+    plan: PromptPlan
+    selection: Selection | None = None
+    measurement: Measurement | None = None
+    skipped: tuple[str, ...] = ()
+
+    def events(self) -> Iterator[ReportEvent]:
+        yield from then_findings(self._measure(), self._findings)
+
+    def _measure(self) -> Iterator[ReportEvent]:
+        clock = Stopwatch.start()
+        # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
+        settings = replace(self.settings, turns=False)
+        measured, skipped = ready_prompts(self.harness, settings, self.plan.measured)
+        tuning, _ = ready_prompts(self.harness, settings, self.plan.tuning)
+        self.skipped = tuple(skipped)
+        if not measured or not tuning:
+            raise UserError(f"none of the prompts can be used. {' '.join(skipped[:1])}")
+        self.selection = Selection(self.harness, settings, tuning, clock)
+        yield from self.selection.run()
+        chosen = self.selection.chosen()
+        used = chosen.settings(self.selection.settings, self.selection.length)
+        self.measurement = Measurement(self.harness, used, chosen, measured, self.plan.divided, clock)
+        yield from self.measurement.run()
+
+    def _findings(self) -> Iterator[Finding]:
+        if self.selection is None or self.measurement is None or not self.measurement.finished_pairs:
+            return
+        measured = Measured(
+            self.harness, self.settings, self.plan, self.selection, self.measurement, skipped=self.skipped
+        )
+        row, target = measured.candidate_row(), measured.target_row()
+        self.harness.state.advice = self._advice(row)
+        yield Finding(wording.cells(target, memory=None), target)
+        yield Finding(wording.cells(row, memory=row["extra_memory"]), row)
+
+    def _advice(self, row: Row) -> Mapping[str, Any] | None:
+        """The settings to use from now on, if the answer is clear."""
+        assert self.measurement is not None
+        if wording.helps(row):
+            return self.measurement.candidate.changes
+        return {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
+
+    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+        return wording.without_blanks(wording.sentences(findings[-1].figures))
+
+    def attachment(self, findings: Sequence[Finding]) -> str:
+        """Equivalent settings of other programs, to copy, where the candidate is recommended."""
+        row, pair = findings[-1].figures, self.harness.pair
+        if not wording.helps(row):
+            return ""
+        gamma = row["best_fixed_gamma"] if row["gamma"] is None else row["gamma"]
+        rows = equivalents(
+            str(row["drafter_kind"]),
+            gamma,
+            drafter=str(pair.drafter_name),
+            same_tokenizer=pair.drafter_tokenizer is None,
+        )
+        return "\n".join(["Equivalent settings elsewhere:", *equivalent_lines(rows)])
+
+
+VERDICT = Command(
+    "verdict",
+    "[FILE|builtin|apply]",
+    "does it help, with which settings?",
+    _verdict,
+    group="does it help?",
+    rank=1,
+    page=Page(
+        "Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
+        "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
+        "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
+        "built-in ones.",
+        (
+            "> /verdict",
+            "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41 to",
+            "1.63 over 12 prompts), text identical on 12 of 12.",
+        ),
+        syntax=(
+            "/verdict          on the prompts typed so far, or else on the built-in ones",
+            "/verdict FILE     on the prompts of a file: one per line, or JSON lines",
+            "/verdict builtin  on the built-in prompts",
+            "/verdict apply    use the settings that the last answer recommends",
+        ),
+        see_also=("race", "whatif", "why"),
+    ),
+    words=(BUILT_IN, APPLY),
+    meanings={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+)

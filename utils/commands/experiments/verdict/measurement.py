@@ -1,0 +1,131 @@
+"""Measures a candidate against the target alone: in turns, pass after pass over all prompts, until the answer is clear.
+
+Both run in the same settings, each with a prefill of its own, and after a short run of the same prompt that is not
+counted. Who goes first alternates over prompts and passes.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+
+from utils.commands.experiments.repeated_runs import PairedRun
+from utils.commands.experiments.verdict.candidates import Candidate
+from utils.commands.experiments.verdict.plan import ReadyPrompt
+from utils.commands.experiments.verdict.timing import TOTAL_SECONDS, Stopwatch
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Progress
+from utils.config.settings import Settings
+from utils.errors import UserError
+from utils.metrics.intervals import Interval, speedup_interval
+from utils.metrics.stopwatch import Stopwatch as RunStopwatch
+
+NARROW = 1.06  # ratio of the ends of an interval that needs no further pass
+MIN_REPEATS = 5  # of a single prompt
+MIN_PASSES = 2  # over several prompts that are not compared with others
+MOST_PASSES = 20
+PROVISIONAL = 3  # prompts or repeats from which on an interval is shown
+WARM_UP_TOKENS = 2
+
+
+@dataclass(slots=True)
+class Measurement:
+    """The runs so far. pairs: by the prompt's index, the candidate's run and the target's of each pass.
+
+    divided: whether the answer is for prompts of this kind, and not only for these.
+    """
+
+    harness: Harness
+    settings: Settings
+    candidate: Candidate
+    prompts: list[ReadyPrompt]
+    divided: bool
+    clock: Stopwatch
+    pairs: dict[int, list[PairedRun]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def finished_pairs(self) -> int:
+        return sum(map(len, self.pairs.values()))
+
+    @property
+    def speedups(self) -> list[list[float]]:
+        """The speed-ups of the repeats of each prompt that has any."""
+        groups = ([pair.speedup for pair in self.pairs[index]] for index in sorted(self.pairs))
+        known = ([speedup for speedup in group if speedup] for group in groups)
+        return [group for group in known if group]
+
+    def interval(self) -> Interval | None:
+        """Of the speed-ups so far, or None if there are none."""
+        groups = self.speedups
+        if not groups:
+            return None
+        # An interval over prompts also holds for these prompts, but is wider. It serves until all were repeated.
+        repeated = not self.divided and min(map(len, groups)) > 1
+        return speedup_interval(groups, these_prompts=repeated)
+
+    def run(self) -> Generator[Progress, None, None]:
+        """Run passes until the interval is narrow or the time is over. At least one pass is whole.
+
+        Raises UserError if no prompt can be measured.
+        """
+        began = self.clock.seconds
+        for number in range(MOST_PASSES):
+            for place, index in enumerate(self._measurable()):
+                yield Progress(self._progress(number, place, began))
+                try:
+                    self._run_pair(index, number)
+                except UserError as error:
+                    self.problems.append(f"Prompt {self.prompts[index].number} was skipped: {error}")
+                    self.pairs.pop(index, None)
+                    self.prompts[index] = replace(self.prompts[index], ids=[])
+            if not self._measurable():
+                raise UserError(f"none of the prompts could be measured. {' '.join(self.problems[:1])}")
+            if self._is_enough(number + 1, began):
+                return
+
+    def _measurable(self) -> list[int]:
+        return [index for index, prompt in enumerate(self.prompts) if prompt.ids]
+
+    def _run_pair(self, index: int, number: int) -> None:
+        ids, strategy = self.prompts[index].ids, self.candidate.strategy
+        if not number:
+            # The first prefill of a length may be slow, and must not be billed to whoever runs first.
+            self.harness.run_alone(ids, strategy, replace(self.settings, length=WARM_UP_TOKENS))
+        runs = {}
+        order = (strategy, self.harness.baseline) if (index + number) % 2 else (self.harness.baseline, strategy)
+        for one in order:
+            watch = RunStopwatch() if one is strategy else None
+            runs[one.name] = self.harness.run_alone(ids, one, self.settings, stopwatch=watch)
+        # Only complete pairs are added, so Ctrl-C cannot leave a run without its partner.
+        self.pairs.setdefault(index, []).append(PairedRun(runs[strategy.name], runs[self.harness.baseline.name]))
+
+    def _is_enough(self, passes: int, began: float) -> bool:
+        seconds = self.clock.seconds
+        interval = self.interval()
+        if interval is None or seconds + (seconds - began) / passes > TOTAL_SECONDS:
+            return True
+        least = MIN_REPEATS if len(self.pairs) == 1 else 1 if self.divided else MIN_PASSES
+        return passes >= least and interval.high / max(interval.low, 1e-9) < NARROW
+
+    def _progress(self, number: int, place: int, began: float) -> str:
+        """What is being measured, what it showed so far, and how long the rest takes."""
+        prompts = len(self._measurable())
+        where = f"pass {number + 1}, prompt {place + 1} of {prompts}" if prompts > 1 else f"repeat {number + 1}"
+        parts = [f"measuring {self.candidate.label(self.harness.pair)}: {where}", *self._so_far()]
+        if self.finished_pairs:
+            parts.append(f"at most {self._seconds_left(prompts, began):.0f} s left")
+        return "; ".join(parts)
+
+    def _seconds_left(self, prompts: int, began: float) -> float:
+        """Until the last pass that there is time for ends."""
+        seconds = self.clock.seconds
+        whole = prompts * (seconds - began) / self.finished_pairs
+        passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1
+        return max(1.0, passes * whole - (seconds - began))
+
+    def _so_far(self) -> Sequence[str]:
+        interval = self.interval()
+        if interval is None:
+            return ()
+        enough = max(len(self.pairs), self.finished_pairs if len(self.prompts) == 1 else 0) >= PROVISIONAL
+        shown = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if enough and interval.is_bounded else ""
+        return (f"so far {interval.estimate:.2f}x{shown}",)

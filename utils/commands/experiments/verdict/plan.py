@@ -1,0 +1,113 @@
+"""Which prompts /verdict measures, and on which other prompts it chooses what to measure.
+
+Candidates that were chosen on the measured prompts would look better than they are. Only where there are too few
+prompts to divide are both done on the same ones, in different repeats, and the answer is about these prompts only.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.comparison.harness import Harness
+from utils.config.settings import Settings
+from utils.decode.model_session import ModelSession
+from utils.errors import UserError
+from utils.models.sources import parse_path
+from utils.prompts.prompt_files import Prompt, read_prompts
+from utils.text import encodable
+
+BUILT_IN = "builtin"  # the argument that chooses the built-in prompts
+FOLDER = Path(__file__).parent
+FEW = 5  # up to so many prompts are not divided
+MOST_TUNING = 3
+MOST_MEASURED = 24  # of more prompts, so many are taken, evenly spaced
+TUNING_SHARE = 4  # one prompt of so many is for tuning
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The prompts of one verdict.
+
+    source: what the prompts are, in plural. tuning: those on which a candidate is chosen. divided: whether these are
+    other prompts than the measured ones. left_out: how many were not taken because there are so many.
+    """
+
+    source: str
+    measured: tuple[Prompt, ...]
+    tuning: tuple[Prompt, ...]
+    divided: bool = True
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPrompt:
+    """A prompt that the target can take. number: its place among the measured or tuning prompts, from 1."""
+
+    number: int
+    prompt: Prompt
+    ids: list[int]
+
+
+def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
+    """The prompts that the argument names, or those typed so far, or else the built-in ones.
+
+    Raises UserError for a file that cannot be read or has no prompts.
+    """
+    if argument == BUILT_IN or not (argument or typed):
+        tuning = tuple(read_prompts(FOLDER / "tuning.jsonl"))
+        return PromptPlan("built-in prompts", tasks_in_turn(list(read_prompts(FOLDER / "prompts.jsonl"))), tuning)
+    if not argument:
+        return divide("prompts of this session", [Prompt(text) for text in dict.fromkeys(typed)])
+    path = parse_path(argument)
+    prompts = list(dict.fromkeys(read_prompts(path)))
+    if not prompts:
+        raise UserError(f"the prompts file {path} has no prompts: write one per line.")
+    return divide(f"prompts of {path.name}", prompts)
+
+
+def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
+    """Divide prompts into measured ones and a few for tuning, unless there are only a few.
+
+    Tuning prompts are evenly spaced, so that a file that is sorted by task does not lose a whole task to them.
+    """
+    if len(prompts) <= FEW:
+        return PromptPlan(source, tuple(prompts), spaced(prompts, MOST_TUNING), divided=False)
+    tuning = spaced(prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE))
+    others = [prompt for prompt in prompts if prompt not in tuning]
+    measured = tasks_in_turn(spaced(others, MOST_MEASURED))
+    return PromptPlan(source, measured, tuning, left_out=len(others) - len(measured))
+
+
+def tasks_in_turn(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """The first prompt of each task, then the second of each: the first intervals must not be those of one task."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for prompt in prompts:
+        turns.append(seen[prompt.task])
+        seen[prompt.task] += 1
+    return tuple(prompt for _, prompt in sorted(zip(turns, prompts, strict=True), key=lambda pair: pair[0]))
+
+
+def spaced(prompts: Sequence[Prompt], count: int) -> tuple[Prompt, ...]:
+    """So many of the prompts, evenly spaced, or all."""
+    if len(prompts) <= count:
+        return tuple(prompts)
+    return tuple(prompts[(2 * index + 1) * len(prompts) // (2 * count)] for index in range(count))
+
+
+def ready_prompts(
+    harness: Harness, settings: Settings, prompts: Sequence[Prompt]
+) -> tuple[list[ReadyPrompt], list[str]]:
+    """The prompts with their token ids, and a sentence for each that the target cannot take."""
+    ready, skipped = [], []
+    session = ModelSession(harness.pair.target, use_cache=False)  # only `begin` is used, which checks the length
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            ids = harness.prompt_ids(encodable(prompt.text), settings)
+            session.begin(ids)
+        except UserError as error:
+            skipped.append(f"Prompt {number} was skipped: {error}")
+        else:
+            ready.append(ReadyPrompt(number, prompt, ids))
+    return ready, skipped

@@ -1,0 +1,128 @@
+"""The figures of a verdict, as its record has them and its sentences use them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from utils.commands.experiments.repeated_runs import PairedRun
+from utils.commands.experiments.verdict.analysis import draft_figures, geometric, run_figures, same_texts
+from utils.commands.experiments.verdict.candidates import best_of_each, kind_name
+from utils.commands.experiments.verdict.measurement import Measurement
+from utils.commands.experiments.verdict.plan import PromptPlan
+from utils.commands.experiments.verdict.selection import Selection
+from utils.comparison.harness import Harness
+from utils.config.settings import Settings, setting_fields
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, finished or interrupted. settings: those of the session. skipped: prompts, in sentences."""
+
+    harness: Harness
+    settings: Settings
+    plan: PromptPlan
+    selection: Selection
+    measurement: Measurement
+    skipped: tuple[str, ...]
+
+    def target_row(self) -> Row:
+        """The target alone."""
+        runs = [pair.target for pair in self._pairs() if pair.target]
+        return {"strategy": self.harness.baseline.name, "name": "target-only", "speedup": 1.0, **run_figures(runs)}
+
+    def _pairs(self) -> list[PairedRun]:
+        return [pair for index in sorted(self.measurement.pairs) for pair in self.measurement.pairs[index]]
+
+    def candidate_row(self) -> Row:
+        measurement, pair = self.measurement, self.harness.pair
+        candidate, interval = measurement.candidate, measurement.interval()
+        assert interval is not None
+        strategy, kind = candidate.strategy, candidate.strategy.kind
+        assert kind is not None
+        drafts = draft_figures(self._pairs(), interval.estimate)
+        runs = run_figures([pair.run for pair in self._pairs()])
+        return {
+            "strategy": strategy.name,
+            "name": f"{candidate.strategy.drafter_label(pair)}, gamma {candidate.gamma_text}",
+            "candidate": candidate.label(pair),
+            **candidate.figures(pair),
+            **runs,
+            **drafts,
+            "drafts_per_round": drafts["drafted"] / drafts["rounds"] if drafts["rounds"] else 0.0,
+            "speedup": interval.estimate,
+            "interval": [interval.low, interval.high] if interval.is_bounded else None,
+            "verdict": interval.verdict,
+            "extra_memory": (pair.drafter_memory or 0) if kind.uses_loaded else 0,
+            **self._prompt_figures(),
+            **self._circumstances(),
+            **self._selection_figures(),
+        }
+
+    def _prompt_figures(self) -> Row:
+        """What belongs to single prompts, and what is counted over them."""
+        measurement = self.measurement
+        numbered = [(measurement.prompts[index], measurement.pairs[index]) for index in sorted(measurement.pairs)]
+        each = [
+            {
+                "number": ready.number,
+                "task": ready.prompt.task,
+                "speedups": [pair.speedup for pair in pairs],
+                "same": same_texts(pairs),
+                "accepted": sum(pair.run.accepted for pair in pairs),
+            }
+            for ready, pairs in numbered
+        ]
+        tasks: dict[str, list[Row]] = {}
+        for one in each:
+            tasks.setdefault(str(one["task"]), []).append(one)
+        repeated = not self.plan.divided and min(len(pairs) for _, pairs in numbered) > 1
+        return {
+            "prompts": len(each),
+            "pairs": measurement.finished_pairs,
+            "passes": max(len(pairs) for _, pairs in numbered),
+            "interval_over": "repeats" if repeated or len(each) == 1 else "prompts",
+            "same_texts": sum(one["same"] for one in each),
+            "by_prompt": each,
+            "tasks": {task: _task_figures(group) for task, group in tasks.items()},
+        }
+
+    def _circumstances(self) -> Row:
+        measurement = self.measurement
+        strategy, settings = measurement.candidate.strategy, self.settings
+        return {
+            "divided": self.plan.divided,
+            "source": self.plan.source,
+            "left_out": self.plan.left_out,
+            "must_be_the_targets": strategy.repeats_target(settings),
+            "engine_verified": self.harness.pair.engine.state.verified,
+            "verify": settings.verify,
+            "processor": setting_fields()["processor"].show(settings),
+            "length": measurement.settings.length,
+            "length_setting": settings.length,
+        }
+
+    def _selection_figures(self) -> Row:
+        selection, measurement, pair = self.selection, self.measurement, self.harness.pair
+        considered = [
+            {"name": kind_name(one.strategy, pair), **one.figures(pair)}
+            for one in best_of_each(selection.candidates(), pair)
+        ]
+        return {
+            "kind_name": kind_name(measurement.candidate.strategy, pair),
+            "commands": list(measurement.candidate.commands),
+            "best_fixed_gamma": selection.best_fixed_gamma(measurement.candidate.strategy),
+            "considered": considered,
+            "not_tried": selection.not_replayed(),
+            "skipped": [*self.skipped, *measurement.problems, *selection.problems],
+        }
+
+
+def _task_figures(group: Sequence[Row]) -> Row:
+    means = [geometric(known) for one in group if (known := [speed for speed in one["speedups"] if speed])]
+    return {
+        "prompts": len(group),
+        "speedup": geometric(means) if means else 1.0,
+        "accepted": sum(one["accepted"] for one in group),
+    }

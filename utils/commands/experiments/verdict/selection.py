@@ -1,0 +1,158 @@
+"""Finds a candidate: replays the target's answers to the tuning prompts with every drafter and gamma, then runs a few.
+
+The replay is that of /whatif, with measured costs. Its best candidates are run in turns on the same prompts, because
+costs are not everything. Nothing of this enters the figures of the verdict.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from statistics import mean
+
+from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost
+from utils.commands.experiments.repeated_runs import rotated
+from utils.commands.experiments.verdict.candidates import Candidate, best_of_each, drafting_strategies, kind_name
+from utils.commands.experiments.verdict.plan import ReadyPrompt
+from utils.commands.experiments.verdict.timing import SELECTION_SECONDS, Stopwatch, run_length
+from utils.comparison.gamma_replay import replay_gammas
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Progress
+from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings
+from utils.distributed import broadcast
+from utils.errors import UserError
+from utils.metrics.costs import Costs
+from utils.metrics.results import Generation
+
+PROBE_TOKENS = 8
+TUNING_TOKENS = 48
+REPLAY_SHARE = 0.6  # of the time for selection, from which on no further prompt is replayed
+TRIED = 3  # candidates that are run
+WORTH_TRYING = 0.8  # times the best prediction
+Arm = tuple[Strategy, int | None]
+Progressing = Generator[Progress, None, None]
+
+
+@dataclass(slots=True)
+class Selection:
+    """What is known of the candidates so far.
+
+    settings: with the costs of all drafters. length: new tokens of a run. predicted: for each replayed prompt, the
+    speed-up by strategy and gamma. speeds: for each trial round, tokens per second in the order of `tried`.
+    """
+
+    harness: Harness
+    settings: Settings
+    prompts: Sequence[ReadyPrompt]
+    clock: Stopwatch
+    length: int = 0
+    strategies: list[Strategy] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    predicted: list[dict[Arm, float]] = field(default_factory=list)
+    tried: list[Candidate] = field(default_factory=list)
+    speeds: list[list[float]] = field(default_factory=list)
+
+    def run(self) -> Progressing:
+        """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
+        yield Progress("warming up the target and every drafter ...")
+        self._warm_up()
+        yield from self._replay_all()
+        best = best_of_each(self.candidates(), self.harness.pair)
+        self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
+        yield from self._try_all()
+
+    def candidates(self) -> list[Candidate]:
+        """All that were replayed, with the geometric mean of their speed-ups. Without gamma 0, which drafts nothing."""
+        # Prompts for which the time was not enough are left out: all candidates must be judged on the same ones.
+        whole = [scores for scores in self.predicted if set(scores) >= set(self.predicted[0])]
+        return [
+            Candidate(strategy, gamma, exp(mean(log(scores[strategy, gamma]) for scores in whole)))
+            for strategy, gamma in (self.predicted[0] if whole else ())
+            if gamma != 0
+        ]
+
+    def chosen(self) -> Candidate:
+        """The candidate that was fastest when run, or if there was no time for that, when replayed."""
+        best = best_of_each(self.tried, self.harness.pair)[0]
+        if self.speeds:
+            means = [mean(map(log, speeds)) for speeds in zip(*self.speeds, strict=True)]
+            best = self.tried[means.index(max(means))]
+        return best
+
+    def best_fixed_gamma(self, strategy: Strategy) -> int:
+        """The best gamma that is a number, for programs without an adaptive one."""
+        fixed = [one for one in self.candidates() if one.strategy is strategy and one.gamma is not None]
+        best = max(fixed, key=lambda candidate: candidate.predicted, default=None)
+        return best.gamma if best is not None and best.gamma is not None else 1
+
+    def not_replayed(self) -> list[str]:
+        """The drafter kinds for which the time was not enough."""
+        replayed = {strategy.name for strategy, _ in self.predicted[0]} if self.predicted else set()
+        return [kind_name(one, self.harness.pair) for one in self.strategies if one.name not in replayed]
+
+    def _warm_up(self) -> None:
+        """Run everything once, which also finds out what cannot run, and choose the length of the runs."""
+        self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
+        ids, short = self.prompts[0].ids, self.settings.length
+        probe = min(short, PROBE_TOKENS)
+        for strategy in list(self.strategies):
+            try:
+                self._run(ids, strategy, probe)
+            except UserError as error:
+                self.strategies.remove(strategy)
+                self.problems.append(f"{kind_name(strategy, self.harness.pair)} cannot draft here: {error}")
+        if not self.strategies:
+            raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
+        self._run(ids, self.harness.baseline, probe)
+        timed = self._run(ids, self.harness.baseline, probe)
+        self.length = broadcast(run_length(timed.seconds / max(1, len(timed.tokens)), self.settings.length))
+
+    def _run(self, ids: list[int], strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
+        return self.harness.run_alone(ids, strategy, Candidate(strategy, gamma, 1.0).settings(self.settings, length))
+
+    def _replay_all(self) -> Progressing:
+        for prompt in self.prompts:
+            if self.predicted and self.clock.seconds > REPLAY_SHARE * SELECTION_SECONDS:
+                break
+            yield Progress(
+                f"choosing a drafter: replaying tuning prompt {prompt.number} of {len(self.prompts)} with "
+                f"{len(self.strategies)} drafters, at most {max(1, SELECTION_SECONDS - self.clock.seconds):.0f} s ..."
+            )
+            scores = self._replay(prompt.ids)
+            if scores:
+                self.predicted.append(scores)
+        if not self.predicted:
+            raise UserError("the answers have fewer than two tokens: use prompts with longer answers.")
+
+    def _replay(self, ids: list[int]) -> dict[Arm, float]:
+        """The predicted speed-up of every strategy and gamma on one prompt, as far as there is time."""
+        length = min(self.length, TUNING_TOKENS)
+        run = self._run(ids, self.harness.baseline, length)
+        if len(run.steps) < 2:
+            return {}
+        # Of what is compared here only this was measured by each rank for itself.
+        timing, costs = broadcast(TargetTiming.of(run)), self.settings.costs or Costs()
+        scores: dict[Arm, float] = {}
+        job = self.harness.job(ids, Candidate(self.harness.baseline, None, 1.0).settings(self.settings, length))
+        for strategy, gamma, steps, timings in replay_gammas(job, self.strategies, run.tokens):
+            drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair))
+            scores[strategy, gamma] = timing.alone(len(run.tokens)) / timing.predict(steps, costs, drafting)
+            if self.clock.seconds > SELECTION_SECONDS:
+                break
+        return scores
+
+    def _try_all(self) -> Progressing:
+        """Run the best candidates in turns, while there is time."""
+        if len(self.tried) < 2:
+            return
+        for turn, prompt in enumerate(self.prompts):
+            if self.clock.seconds > SELECTION_SECONDS:
+                return
+            names = ", ".join(kind_name(candidate.strategy, self.harness.pair) for candidate in self.tried)
+            yield Progress(f"choosing a drafter: running {names} on tuning prompt {prompt.number} ...")
+            speeds: dict[int, float] = {}
+            for index in rotated(range(len(self.tried)), turn):
+                one = self.tried[index]
+                run = self._run(prompt.ids, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
+                speeds[index] = run.tokens_per_second or 1e-9
+            self.speeds.append(broadcast([speeds[index] for index in sorted(speeds)]))

@@ -1,0 +1,35 @@
+"""The time that /verdict may take, and how long one run may be."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from utils.distributed import broadcast
+from utils.metrics.stopwatch import Clock
+
+SELECTION_SECONDS = 25.0  # replays and trials begin only before this
+TOTAL_SECONDS = 150.0  # a further pass begins only if it ends before this
+RUN_SECONDS = 4.5  # of a run by the target alone, which bounds its length
+LENGTHS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Seconds since the start, equal on all tensor-parallel ranks, because they decide what is run next."""
+
+    clock: Clock = time.monotonic
+    began: float = field(default=0.0)
+
+    @classmethod
+    def start(cls) -> "Stopwatch":
+        return cls(time.monotonic, time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        return broadcast(self.clock() - self.began)
+
+
+def run_length(step: float, longest: int, lengths: Sequence[int] = LENGTHS) -> int:
+    """New tokens of one run: the largest of a few lengths that the target generates in time, at most `longest`."""
+    fitting = [length for length in lengths if length * step <= RUN_SECONDS]
+    return min(longest, fitting[-1] if fitting else lengths[0])

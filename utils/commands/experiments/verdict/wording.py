@@ -1,0 +1,192 @@
+"""The sentences of a verdict. They are made from its figures alone, so a record says the same as the screen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from utils.metrics.intervals import FASTER, SLOWER
+from utils.text import byte_size
+
+Row = dict[str, Any]
+SMALL_GAIN = 1.03  # a speed-up below this is not worth a recommendation
+NO_GAIN = 1.02  # a task with less does not profit
+CAUSES = {
+    "drafting": "the cost of drafting",
+    "verifying": "the cost of verifying several tokens at once",
+    "rejection": "rejected drafts",
+    "other": "work outside the models",
+    "prefill": "reading the prompt, which speculative decoding does not make faster",
+}
+
+
+def sentences(row: Row) -> list[str]:
+    """All sentences, the answer first. row: the figures of the candidate's finding."""
+    lines = [answer(row), conditions(row), *tasks(row)]
+    if row["bottleneck"]:
+        lines += [bottleneck(row), better_drafter(row)]
+    return [*lines, *selection(row), *row["skipped"], *apply(row)]
+
+
+def answer(row: Row) -> str:
+    """Whether it helps, with which settings, and whether the text is the target's own."""
+    name, texts, ratio = row["candidate"], texts_sentence(row), f"{row['speedup']:.2f}x target-only{interval_text(row)}"
+    here = "here" if row["divided"] else f"on {these(row)}"
+    if row["interval"] is None:
+        return f"Too few runs for an answer: {name} was {about(row['speedup'])} target-only so far, {texts}."
+    if not row["accepted"]:
+        return (
+            f"Speculative decoding does not help {here}: no draft was accepted. The best candidate was {name}, "
+            f"{ratio}, {texts}."
+        )
+    if row["verdict"] == SLOWER:
+        return f"Speculative decoding does not help {here}: the best candidate, {name}, is slower: {ratio}, {texts}."
+    if row["verdict"] == FASTER and row["speedup"] < SMALL_GAIN:
+        return f"Speculative decoding hardly helps {here}: {name} is {ratio}, {texts}."
+    if row["verdict"] == FASTER:
+        start = "Use" if row["divided"] else f"On {these(row)}, use"
+        return f"{start} {name}: {ratio}, {texts}."
+    return (
+        f"Speculative decoding makes no difference {here} that can be told from noise: "
+        f"{name} is {ratio}, not distinguishable from no difference; {texts}."
+    )
+
+
+def about(speedup: float) -> str:
+    return f"about {speedup:.1f}x"
+
+
+def these(row: Row) -> str:
+    return "this prompt" if row["prompts"] == 1 else f"these {row['prompts']} prompts"
+
+
+def interval_text(row: Row) -> str:
+    """The interval and what it is taken over."""
+    if row["interval"] is None:
+        return ""
+    low, high = row["interval"]
+    over = f"{row['prompts']} prompts" if row["interval_over"] == "prompts" else f"{row['pairs']} repeats"
+    return f" (95 % interval {low:.2f} to {high:.2f} over {over})"
+
+
+def texts_sentence(row: Row) -> str:
+    """Whether the texts are the target's own."""
+    if not row["must_be_the_targets"]:
+        return f"same distribution of texts (/verify {row['verify']})"
+    identical = f"text identical on {row['same_texts']} of {row['prompts']}"
+    if row["same_texts"] == row["prompts"]:
+        return identical
+    cause = "this should not happen, please report it" if row["engine_verified"] else "rounding ties, see /audit"
+    return f"{identical} ({cause})"
+
+
+def conditions(row: Row) -> str:
+    """How it was measured."""
+    passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)}"
+    where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
+    chosen = "other prompts" if row["divided"] else "runs that are not counted"
+    shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
+    left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
+    return (
+        f"Measured: whole runs with their prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "
+        f"{where}, in turns with target-only. The settings were chosen on {chosen}.{left_out}"
+    )
+
+
+def tasks(row: Row) -> list[str]:
+    """Where it helps and where it does not, if the prompts name several tasks."""
+    known = row["tasks"]
+    if len(known) < 2:
+        return []
+    shown = ", ".join(f"{task} {one['speedup']:.2f}x" for task, one in known.items())
+    without = [task for task, one in known.items() if one["speedup"] < NO_GAIN or not one["accepted"]]
+    few = min(one["prompts"] for one in known.values())
+    line = f"By task: {shown}."
+    if without:
+        line += f" It does not help with {', '.join(without)}."
+    if few < 3:
+        line += f" (These are rough: as few as {few} prompt{'s' * (few > 1)} for a task.)"
+    return [line]
+
+
+def bottleneck(row: Row) -> str:
+    """What limits the speed-up."""
+    cause = row["bottleneck"]
+    if cause == "no drafts":
+        share = row["declined_rounds"] / row["rounds"]
+        return f"Bottleneck: nothing is drafted in {share:.0%} of the rounds, which are then decode steps."
+    costs = f"verifying {row['drafts_per_round']:.1f} drafts takes {row['verify_cost']:.2f} decode steps"
+    if row["draft_cost"] is not None:
+        costs += f", a draft {row['draft_cost']:.2f}"
+    rate = "" if row["acceptance_rate"] is None else f", {row['acceptance_rate']:.0%} of the drafts are accepted"
+    return f"Bottleneck: {CAUSES[cause]}; without it {about(row['limits'][cause])}. {costs}{rate}.".replace(
+        ". v", ". V", 1
+    )
+
+
+def better_drafter(row: Row) -> str:
+    """What a drafter twice as fast or twice as accurate would bring."""
+    gains = row["better_drafter"]
+    return (
+        f"A drafter twice as fast would bring {about(gains['twice_as_fast'])}, one twice as accurate (half as many "
+        f"rejections at every position) {about(gains['twice_as_accurate'])}, with unchanged draft lengths."
+    )
+
+
+def selection(row: Row) -> list[str]:
+    """What else was considered."""
+    others = [one for one in row["considered"] if one["name"] != row["kind_name"]]
+    lines = []
+    if others:
+        shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in others)
+        lines.append(f"Predicted for the other drafters on the tuning prompts: {shown}.")
+    if row["not_tried"]:
+        lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
+    return lines
+
+
+def helps(row: Row) -> bool:
+    """Whether the answer recommends the candidate."""
+    return bool(row["interval"] and row["accepted"] and row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
+
+
+def apply(row: Row) -> list[str]:
+    """How to use the recommended settings here."""
+    if row["interval"] is None:
+        return []
+    if helps(row):
+        return [f"To use it here: /verdict apply, or {' and '.join(row['commands'])}."]
+    return ["/verdict apply turns speculative decoding off here." if row["verdict"] == SLOWER else ""]
+
+
+def cells(row: Row, *, memory: int | None) -> tuple[str, ...]:
+    """The column of one arm in the table."""
+
+    def text(name: str, form: str, scale: float = 1) -> str:
+        return "-" if row.get(name) is None else form.format(scale * row[name])
+
+    drafted = f"{row['accepted']}/{row['drafted']}" if row.get("drafted") else "-"
+    return (
+        row["name"],
+        text("speedup", "{:.2f}x"),
+        text("tokens_per_second", "{:.1f}"),
+        text("decode_tokens_per_second", "{:.1f}"),
+        text("first_token_seconds", "{:.0f} ms", 1000),
+        drafted + text("acceptance_rate", " = {:.3f}") if row.get("drafted") else "-",
+        text("tokens_per_target_forward", "{:.2f}"),
+        "-" if memory is None else "none" if not memory else byte_size(memory),
+    )
+
+
+HEADINGS = (
+    "",
+    "whole run",
+    "tokens/s, whole run",
+    "tokens/s, decoding",
+    "time to first token",
+    "acceptance",
+    "tokens per forward",
+    "extra weights",
+)
+
+
+def without_blanks(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if line]
