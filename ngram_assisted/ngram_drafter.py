@@ -5,7 +5,6 @@ verification rule for one-hot drafts are those of `sampling`. Related: prompt lo
 arXiv 2404.08698).
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from ngram_assisted.matches import Match, buckets_of
@@ -17,6 +16,8 @@ from sampling.verification import choose_rule
 from utils.bounds import FILLER_TOP_K
 from utils.decode.decoding import Decoding, token_ids
 from utils.decode.drafts import Draft, DraftEvidence, Verified, matching_prefix
+from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
+from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Domain, Noise
 from utils.logits_processor import LogitsProcessor, top_tokens
@@ -108,7 +109,7 @@ def ngram_assisted_speculative_generate(
     filler_top_k: int = 3,
     logits_processor: LogitsProcessor | None = None,
     max_gen_len: int = 40,
-    eos_tokens_id: int | Iterable[int] | None = 1,
+    eos_tokens_id: EndIds = OWN_ENDS,
     pad_token_id: int = 0,
     use_cache: bool = True,
     first_target: bool = True,
@@ -122,12 +123,14 @@ def ngram_assisted_speculative_generate(
     and the acceptance rate.
 
     inputs: flat list of prompt ids, entered into `ngramstorage` by its initialize(); the storage is never reset here.
-    target: causal or encoder-decoder model. tokenizer: makes debug output readable. first_target: the first round
-    drafts nothing. verify: as in speculative_generate; one-hot drafts are verified alike under every rule, and the
-    text is that of autoregressive decoding. The acceptance rate is 0.0 if nothing was drafted. Raises UserError (a
-    ValueError) for an unusable prompt, argument, rule, cache or logits.
+    target: causal or encoder-decoder model. tokenizer: makes debug output readable. eos_tokens_id: as in
+    autoregressive_generate; "model" stands for the target's. first_target: the first round drafts nothing. verify: as
+    in speculative_generate; one-hot drafts are verified alike under every rule, and the text is that of autoregressive
+    decoding. The acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError) for an unusable
+    prompt, argument, rule, cache or logits.
     """
-    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    check_model(target, "target")
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=end_tokens(eos_tokens_id, target), seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     drafter = NGramDrafter(
         ngramstorage,

@@ -2,11 +2,13 @@
 tests.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from sampling.debug import traced
 from utils.decode.decoding import Decoding, token_ids
+from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
+from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.decode.steps import Step
@@ -35,7 +37,7 @@ def autoregressive_generate(
     model: Any,
     max_gen_len: int = 40,
     logits_processor: LogitsProcessor | None = None,
-    eos_tokens_id: int | Iterable[int] | None = 1,
+    eos_tokens_id: EndIds = OWN_ENDS,
     pad_token_id: int = 0,
     use_cache: bool = True,
     debug: bool = False,
@@ -44,11 +46,13 @@ def autoregressive_generate(
 ) -> list[int]:
     """Generate with one model. Returns the new token ids, with the end token and without the prompt.
 
-    inputs: flat list of prompt ids. model: causal or encoder-decoder; `inputs` then feed the encoder. pad_token_id:
-    the decoder's first id if an encoder-decoder config names none. debug: print every step. Raises UserError (a
-    ValueError) for an unusable prompt or unusable logits.
+    inputs: flat list of prompt ids. model: causal or encoder-decoder; `inputs` then feed the encoder. eos_tokens_id:
+    the id or ids that end the text; "model" for those of the model's generation settings, None for none. pad_token_id:
+    the decoder's first id if an encoder-decoder config names none; it ends no text. debug: print every step. Raises
+    UserError (a ValueError) for an unusable prompt or unusable logits.
     """
-    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    check_model(model, "model")
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=end_tokens(eos_tokens_id, model), seed=seed)
     session = ModelSession(model, use_cache=use_cache, rewinds=False, start_token=pad_token_id)
     return tokens_of(traced(autoregressive_steps(token_ids(inputs), session, decoding), enabled=debug))
 

@@ -5,7 +5,7 @@ arXiv 1609.08144). Beams live in the rows of one session. A beam that has ended 
 candidates, and the best one that ever ended is the result.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from sampling.debug import traced
 from utils.bounds import RealRange, WholeRange
 from utils.decode.decoding import Decoding, naming, token_ids
+from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
+from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import FinishReason, Step
 from utils.logits_processor import max_logits, stable_topk
@@ -110,7 +112,7 @@ def beam_search_generate(
     top_k: int = 3,
     min_length: float = 5.0,
     alpha: float = 1.2,
-    eos_tokens_id: int | Iterable[int] | None = 1,
+    eos_tokens_id: EndIds = OWN_ENDS,
     pad_token_id: int = 0,
     debug: bool = False,
     tokenizer: Any = None,
@@ -119,11 +121,12 @@ def beam_search_generate(
 ) -> list[int]:
     """Generate by beam search. Returns the best beam's new token ids, with the end token and without the prompt.
 
-    inputs: flat list of prompt ids. pad_token_id: the decoder's first id if an encoder-decoder config names none.
-    seed: unused, accepted so that the decoders are interchangeable. Raises UserError (a ValueError) for arguments out
-    of range.
+    inputs: flat list of prompt ids. eos_tokens_id, pad_token_id: as in autoregressive_generate. seed: unused, accepted
+    so that the decoders are interchangeable. Raises UserError (a ValueError) for arguments out of range.
     """
-    decoding = Decoding.of(None, max_gen_len, end_ids=eos_tokens_id, seed=0 if seed is None else seed)
+    check_model(model, "model")
+    end_ids = end_tokens(eos_tokens_id, model)
+    decoding = Decoding.of(None, max_gen_len, end_ids=end_ids, seed=0 if seed is None else seed)
     session = ModelSession(model, rewinds=False, start_token=pad_token_id)
     width = BeamWidth(num_beams, top_k, min_length, alpha)
     return tokens_of(

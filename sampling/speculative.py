@@ -4,7 +4,7 @@ It holds no positions, no cache branch, no greedy branch, no text, no clock and 
 processors and the consumers of Steps own those.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from sampling.verification import REJECTION, choose_rule
 from utils.bounds import WholeRange
 from utils.decode.decoding import Decoding, token_ids
 from utils.decode.drafts import NO_DRAFT, Draft, Drafter, Verified
+from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
+from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
 from utils.decode.session import TargetSession
@@ -85,7 +87,7 @@ def speculative_generate(
     gamma: int = 5,
     logits_processor: LogitsProcessor | None = None,
     max_gen_len: int = 40,
-    eos_tokens_id: int | Iterable[int] | None = 1,
+    eos_tokens_id: EndIds = OWN_ENDS,
     pad_token_id: int = 0,
     use_cache: bool = True,
     skip_sample_adjustment: bool = False,
@@ -100,14 +102,17 @@ def speculative_generate(
 
     inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models with the same
     vocabulary, except for padding. tokenizer: makes debug output readable. gamma: maximum number of drafts per round.
-    skip_sample_adjustment: draw corrected tokens from p, which no longer follows the target's distribution.
-    first_target: the first round drafts nothing. verify: "rejection", "coupled" (the text of autoregressive_generate
-    with the same seed) or "block". The acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError)
-    for an unusable prompt, pair, rule, cache or logits.
+    eos_tokens_id: as in autoregressive_generate; "model" stands for the target's. skip_sample_adjustment: draw
+    corrected tokens from p, which no longer follows the target's distribution. first_target: the first round drafts
+    nothing. verify: "rejection", "coupled" (the text of autoregressive_generate with the same seed) or "block". The
+    acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError) for an unusable prompt, pair, rule,
+    cache or logits.
     """
+    check_model(drafter, "drafter", "; autoregressive_generate needs no drafter")
+    check_model(target, "target")
     if drafter.config.is_encoder_decoder != target.config.is_encoder_decoder:
         raise UserError("Drafter and target must both be decoder-only or both be encoder-decoder models.")
-    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=eos_tokens_id, seed=seed)
+    decoding = Decoding.of(logits_processor, max_gen_len, end_ids=end_tokens(eos_tokens_id, target), seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     rule = choose_rule(verify, adjust=not skip_sample_adjustment)
     drafter_session = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)

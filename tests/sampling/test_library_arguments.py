@@ -1,6 +1,10 @@
 """Arguments of the library functions, and the errors for invalid ones."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from tiny import tiny_llama, tiny_t5
 from toys import PATH, ToyModel, chain, decoding, session
 
@@ -10,6 +14,7 @@ from sampling import (
     ModelDrafter,
     autoregressive_generate,
     autoregressive_steps,
+    beam_search_generate,
     beam_search_steps,
     speculative_generate,
     speculative_steps,
@@ -29,7 +34,6 @@ def test_unusable_prompts_are_refused(prompt: list[int]) -> None:
 
 def test_arrays_and_tensors_of_ids_are_accepted() -> None:
     import numpy as np
-    import torch
 
     model, ids = tiny_llama(), [3, 9, 4]
     end = autoregressive_generate(ids, model, 9, eos_tokens_id=-1)[5]
@@ -95,9 +99,39 @@ def test_invalid_arguments_are_refused_by_name() -> None:
     )
 
 
-def test_a_custom_processor_may_return_any_float_format() -> None:
-    import torch
+def test_what_is_not_a_model_is_refused_by_name() -> None:
+    model = tiny_llama()
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("drafter", lambda: speculative_generate([1], None, model)),
+        ("drafter", lambda: speculative_generate([1], "model", model)),
+        ("target", lambda: speculative_generate([1], model, None)),
+        ("target", lambda: ngram_assisted_speculative_generate([1], NGramStorage(3, 64), None)),
+        ("model", lambda: autoregressive_generate([1], None)),
+        ("model", lambda: beam_search_generate([1], None)),
+    ]
+    for name, call in calls:
+        with pytest.raises(UserError, match=f"^{name} must be a transformers model, not "):
+            call()
 
+
+@pytest.mark.parametrize("indices", [(), (7,), (7, 12)])
+def test_by_default_a_text_ends_at_the_models_own_end_tokens(indices: tuple[int, ...]) -> None:
+    """Not at token 1, which is an ordinary token in most vocabularies."""
+    model, prompt = tiny_llama(), [3, 14, 15]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[1] *= 4
+    text = autoregressive_generate(prompt, model, 40, eos_tokens_id=None)
+    assert 1 in text, "otherwise this test could not fail"
+    model.generation_config.eos_token_id = [text[index] for index in indices] or None
+    expected = text[: min((text.index(text[index]) + 1 for index in indices), default=40)]
+    assert autoregressive_generate(prompt, model) == expected
+    assert autoregressive_generate(prompt, model, eos_tokens_id="model") == expected
+    assert speculative_generate(prompt, model, model)[0] == expected
+    assert ngram_assisted_speculative_generate(prompt, NGramStorage(3, 64), model)[0] == expected
+    assert beam_search_generate(prompt, model, 40, 1, 1) == expected
+
+
+def test_a_custom_processor_may_return_any_float_format() -> None:
     model = tiny_llama()
     made = autoregressive_generate([1], model, 5, lambda logits: torch.softmax(logits, -1).bfloat16(), -1, seed=0)
     assert len(made) == 5
@@ -111,8 +145,6 @@ def test_minus_infinity_is_probability_zero() -> None:
 
 
 def test_a_seed_repeats_a_call_and_without_one_torch_draws_it() -> None:
-    import torch
-
     from utils.logits_processor import MultinomialProcessor
 
     model, sampler = tiny_llama(), MultinomialProcessor(1.5)

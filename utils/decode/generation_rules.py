@@ -16,6 +16,9 @@ from torch import Tensor
 from utils.decode.model_info import model_name, vocabulary_size
 from utils.errors import UserError
 
+OWN_ENDS = "model"
+EndIds = int | Iterable[int] | str | None  # an argument of the library functions
+
 # Settings that `generate` applies in greedy decoding too, and the value that switches each of them off.
 IGNORED: dict[str, Any] = {
     "repetition_penalty": 1.0,
@@ -87,6 +90,13 @@ class GenerationRules:
             logits[:, 0] = -torch.inf
             logits[:, 0, self.forced] = 0
         return logits
+
+
+def end_tokens(ids: EndIds, model: Any) -> int | Iterable[int] | None:
+    """The ids that end a text. OWN_ENDS stands for those in the model's generation settings."""
+    if isinstance(ids, str) and ids == OWN_ENDS:
+        return _end_ids(getattr(model, "generation_config", None))
+    return ids  # type: ignore[return-value]  # any other string is refused with the other values that are not ids
 
 
 def _valid(model: Any, field: str, is_valid: Callable[[Any], bool]) -> Any:

@@ -6,10 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.errors import UserError
+
 
 def model_name(model: Any) -> str:
     """A name for messages."""
     return str(getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def check_model(model: Any, argument: str, remedy: str = "") -> None:
+    """Raise UserError if an argument of a library function is not a model."""
+    if getattr(model, "config", None) is None or not callable(model):
+        raise UserError(f"{argument} must be a transformers model, not {type(model).__name__}{remedy}.")
 
 
 def vocabulary_size(model: Any) -> int:
