@@ -6,7 +6,6 @@ visible symbols before anything is shown.
 
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from rich.filesize import decimal
@@ -127,48 +126,3 @@ class TextStream:
         """The text since the anchor: what was returned before, and all of it."""
         tokens = self._tokens[self._anchor :]
         return decode(self._tokenizer, tokens[: self._shown - self._anchor]), decode(self._tokenizer, tokens)
-
-
-class WrappedText:
-    """Growing text, wrapped at word boundaries: a word is held back until it is known whether it fits into the line.
-
-    width: columns of a line; None does not wrap. cells: the number of columns that a text takes. Wide characters are
-    usually written without spaces, so a line may end at any of them.
-    """
-
-    def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
-        self._width, self._cells = width, cells
-        self._column = 0
-        self._gap = self._word = ""
-
-    def add(self, text: str) -> str:
-        """The text that can be shown now."""
-        if self._width is None:
-            return text
-        shown = ""
-        for character in text:
-            if character == "\n":
-                shown += self.end() + character
-                self._column = 0
-            elif character in " \t":
-                shown += self.end() if self._word else ""
-                self._gap += character
-            else:
-                # A wide character ends the word before it and is a word of its own.
-                wide = self._cells(character) > 1
-                shown += self.end() if wide and self._word else ""
-                self._word += character
-                # A word as wide as the line is shown at once: no other line would hold it either.
-                shown += self.end() if wide or self._cells(self._word) >= self._width else ""
-        return shown
-
-    def end(self) -> str:
-        """The text that was held back."""
-        gap, word, self._gap, self._word = self._gap, self._word, "", ""
-        size = self._cells(gap.expandtabs()) + self._cells(word)
-        # The gap is dropped where the line breaks.
-        if word and self._column and self._width is not None and self._column + size > self._width:
-            self._column = self._cells(word)
-            return "\n" + word
-        self._column += size
-        return gap + word

@@ -3,10 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
-from utils.text import TextStream, WrappedText, decode, token_piece, visible
+from utils.text import TextStream, decode, token_piece, visible
 
 TOKENIZER = tiny_tokenizer()
 
@@ -32,35 +31,6 @@ def test_a_stream_adds_up_to_the_whole_text(text: str) -> None:
     pieces = [stream.add((token,)) for token in ids]
     assert "".join(pieces) + stream.end() == decode(TOKENIZER, ids)
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
-
-
-@given(
-    st.lists(st.sampled_from(["a", "bcd", " ", "  ", "\n", "漢", "efghij"]), max_size=40),
-    st.integers(8, 14),
-    st.integers(1, 7),
-)
-def test_lines_are_wrapped_between_words_however_the_text_is_split(parts: list[str], width: int, size: int) -> None:
-    text = "".join(parts)
-    lines = WrappedText(width, cell_len)
-    shown = "".join(lines.add(text[start : start + size]) for start in range(0, len(text), size)) + lines.end()
-    single = WrappedText(width, cell_len)
-    assert shown == single.add(text) + single.end()
-    assert "".join(shown.split()) == "".join(text.split()), "text was lost"
-    unwrapped = WrappedText(None)
-    assert unwrapped.add(text) + unwrapped.end() == text
-    for line in shown.split("\n"):
-        longest = max(map(cell_len, line.split()), default=0)
-        assert cell_len(line.rstrip()) <= width or longest > width or not line[:1].strip(), line
-    words = [word for word in text.split() if word.isascii() and len(word) < width]
-    assert all(word in shown.split() or "漢" in text for word in words), "a word was split"
-
-
-def test_text_that_fits_is_unchanged() -> None:
-    code = "def f(x):\n    return x\n\n\tend"
-    lines = WrappedText(20)
-    assert lines.add(code) + lines.end() == code
-    lines = WrappedText(10)
-    assert lines.add("one two three") + lines.end() == "one two\nthree" and lines.add("!") + lines.end() == "!"
 
 
 def test_an_incomplete_character_is_held_back_until_the_end() -> None:

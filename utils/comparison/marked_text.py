@@ -1,6 +1,6 @@
 """The text of a run in pieces that say whether they come from accepted drafts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,18 +16,34 @@ class TextPiece(NamedTuple):
     accepted: bool
 
 
+class MarkedStream:
+    """The pieces that the steps of a run complete. Together they are the text of its tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextStream(tokenizer)
+        self._all_accepted = True  # of the tokens whose text is held back
+
+    def add(self, step: Step) -> list[TextPiece]:
+        """The text that a step completes. A character of several tokens is a draft if all of them are."""
+        pieces = []
+        for index, token in enumerate(step.tokens):
+            self._all_accepted &= index < step.accepted
+            if text := self._text.add((token,)):
+                pieces.append(self._piece(text))
+        return pieces
+
+    def end(self) -> list[TextPiece]:
+        """The rest of the text, incomplete characters included."""
+        return [self._piece(rest)] if (rest := self._text.end()) else []
+
+    def _piece(self, text: str) -> TextPiece:
+        accepted, self._all_accepted = self._all_accepted, True
+        return TextPiece(text, accepted)
+
+
 def marked_text(steps: Iterable[Step], tokenizer: Any) -> tuple[TextPiece, ...]:
     """The pieces of a run's text, neighbours of the same kind joined. Together they are the text of its tokens."""
-    pieces = (piece for piece in _pieces(steps, tokenizer) if piece.text)
-    groups = groupby(pieces, key=itemgetter(1))
+    stream = MarkedStream(tokenizer)
+    pieces = [piece for step in steps for piece in stream.add(step)]
+    groups = groupby([*pieces, *stream.end()], key=itemgetter(1))
     return tuple(TextPiece("".join(piece.text for piece in group), accepted) for accepted, group in groups)
-
-
-def _pieces(steps: Iterable[Step], tokenizer: Any) -> Iterator[TextPiece]:
-    stream, accepted = TextStream(tokenizer), False
-    for step in steps:
-        for place, token in enumerate(step.tokens):
-            # A character of several tokens counts as what its last token is.
-            accepted = place < step.accepted
-            yield TextPiece(stream.add((token,)), accepted)
-    yield TextPiece(stream.end(), accepted)

@@ -1,9 +1,39 @@
-"""What the runs of one prompt mean, in plain words: how a text ended, and who was faster."""
+"""What the runs of one prompt mean, in plain words: how a text ended, who was faster, and what to type next.
 
+Pure functions over finished runs. One run of each strategy is no proof, so speeds are "about", and no gain is claimed
+that the accepted drafts cannot explain.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
-from utils.metrics.results import Generation
+from utils.metrics.divergence import Cause
+from utils.metrics.results import Comparison, Generation
 
 FULL_CONTEXT = "cut at {} tokens: the context is full"
+TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
+NOTICEABLE = 0.05  # a smaller share of difference is none, in a single run
+FEW_TOKENS = 16
+NO_TOKENS = "No token was generated, so there is nothing to compare."
+NOT_FINISHED = "Not finished, so not compared: {}."
+NO_TARGET = "Without target-only there is nothing to compare the speed with: /target on."
+FAILED_TARGET = "Target-only did not finish, so there is nothing to compare the speed with."
+NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /speculative on or /ngram on."
+BLANK = "The text shows as nothing, so its speed says nothing about real text."
+DIFFERENT_LENGTHS = "The texts have different lengths, which affects tokens/s, too."
+NOISE = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
+DIFFERENCES = {
+    Cause.SAMPLING: "drew another text from the same distribution",
+    Cause.ROUNDING: "differs from token {} by a rounding tie",
+    Cause.QUANTIZATION: "differs from token {} because of its quantization",
+    Cause.UNEXPLAINED: "differs from token {} for no known reason",
+    None: "differs from token {}",
+}
+NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of drafting"
 
 
 def ending(run: Generation, length: int) -> str:
@@ -16,3 +46,174 @@ def ending(run: Generation, length: int) -> str:
             return f"cut at {made} tokens (/length)" if made >= length else FULL_CONTEXT.format(made)
         case FinishReason.INTERRUPTED:
             return "interrupted"
+
+
+def credible_speedup(run: Generation, comparison: Comparison) -> float | None:
+    """The speed-up as far as accepted drafts explain it.
+
+    A verify pass takes at least as long as a decode step, so tokens per target forward bound the speed-up.
+    """
+    if comparison.speedup is None:
+        return None
+    bound = run.tokens_per_target_forward
+    return comparison.speedup if bound is None else min(comparison.speedup, bound)
+
+
+def is_noise(run: Generation, comparison: Comparison) -> bool:
+    """Whether a run looks faster than target-only although hardly a draft was accepted."""
+    credible, measured = credible_speedup(run, comparison), comparison.speedup
+    return credible is not None and measured is not None and measured > 1 and credible < 1 + NOTICEABLE
+
+
+class Speed(Enum):
+    """A run's speed compared with target-only."""
+
+    FASTER = auto()
+    EVEN = auto()
+    SLOWER = auto()
+    UNEXPLAINED = auto()  # no draft was accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A run with drafts beside the target's. factor: its credible speed-up."""
+
+    compared: ComparedRun
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return self.compared.strategy.name
+
+    @property
+    def speed(self) -> Speed:
+        if not self.compared.run.accepted:
+            return Speed.UNEXPLAINED
+        if abs(self.factor - 1) < NOTICEABLE:
+            return Speed.EVEN
+        return Speed.FASTER if self.factor > 1 else Speed.SLOWER
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRuns:
+    """The runs of one prompt.
+
+    planned: the names of the strategies that were to run. blank: those whose text shows as nothing. causes: why texts
+    differ, by name.
+    """
+
+    compared: Sequence[ComparedRun]
+    planned: Sequence[str]
+    blank: Collection[str] = ()
+    causes: Mapping[str, Cause] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> list[ComparedRun]:
+        return [entry for entry in self.compared if entry.run.finish is not FinishReason.INTERRUPTED]
+
+    @property
+    def baseline(self) -> ComparedRun | None:
+        """The target's own run, if it is finished."""
+        return next((entry for entry in self.finished if entry.strategy.is_baseline), None)
+
+    @property
+    def missing(self) -> list[str]:
+        """The strategies that failed, were interrupted or were not reached."""
+        names = {entry.strategy.name for entry in self.finished}
+        return [name for name in self.planned if name not in names]
+
+    @property
+    def rivals(self) -> list[Rival]:
+        """The finished runs that promise the target's text or distribution, the fastest first."""
+        found = [
+            Rival(entry, factor)
+            for entry in self.finished
+            if entry.strategy.lossless and not entry.strategy.is_baseline
+            if (factor := credible_speedup(entry.run, entry.comparison)) is not None
+        ]
+        return sorted(found, key=lambda rival: -rival.factor)
+
+
+def summary(runs: PromptRuns) -> str:
+    """Who was faster than target-only and by about how much, whose text it is, and the next command to type."""
+    baseline, rivals = runs.baseline, runs.rivals
+    if not runs.compared:
+        return ""  # every strategy has reported its error
+    if not any(entry.run.tokens for entry in runs.compared):
+        return NO_TOKENS
+    if baseline is None:
+        return FAILED_TARGET if TARGET in runs.planned else NO_TARGET
+    missing = NOT_FINISHED.format(_listed(runs.missing)) if runs.missing else ""
+    if not rivals:
+        return missing or NO_RIVAL
+    if {TARGET, *(rival.name for rival in rivals)} & set(runs.blank):
+        return BLANK
+    lengths = {len(entry.run.tokens) for entry in (baseline, *(rival.compared for rival in rivals))}
+    parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
+    sentence = f"{', '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
+    further = (_not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
+    return " ".join([sentence, *filter(None, further)])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _size(tokens: int) -> str:
+    return f" (over only {tokens} token{'s' if tokens > 1 else ''})" if tokens < FEW_TOKENS else ""
+
+
+def _unexplained(rivals: Sequence[Rival]) -> bool:
+    """Whether no strategy had a draft accepted."""
+    return all(rival.speed is Speed.UNEXPLAINED for rival in rivals)
+
+
+def _speeds(rivals: Sequence[Rival]) -> str:
+    """Who was faster than target-only, and by about how much."""
+    if _unexplained(rivals):
+        return NO_DRAFTS.format("accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed")
+    judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
+    best, several = judged[0], len(judged) > 1
+    factor = f"about {best.factor:.1f}x"
+    match best.speed:
+        case Speed.FASTER:
+            return f"{best.name} was {'the fastest, ' if several else ''}{factor} as fast as target-only"
+        case Speed.EVEN if several:
+            return "Nothing was clearly faster than target-only"
+        case Speed.EVEN:
+            return f"{best.name} was about as fast as target-only"
+        case _:
+            who = f"the best, {best.name}," if several else best.name
+            return f"Nothing was faster than target-only: {who} ran at {factor} its speed"
+
+
+def _not_explained(rivals: Sequence[Rival]) -> str:
+    """Which strategies had no draft accepted, beside others that had."""
+    names = [rival.name for rival in rivals if rival.speed is Speed.UNEXPLAINED]
+    return NOISE.format(_listed(names)) if names and not _unexplained(rivals) else ""
+
+
+def _texts(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
+    """Whether the texts are the target's own."""
+    compared = [rival for rival in rivals if rival.compared.comparison.same is not None]
+    same = [rival.name for rival in compared if rival.compared.comparison.same]
+    parts = []
+    if same:
+        whose = "" if len(same) == len(compared) else f" of {_listed(same)}"
+        parts.append(f"the text{whose} is the target's own")
+    for rival in compared:
+        if not rival.compared.comparison.same:
+            words = DIFFERENCES[runs.causes.get(rival.name)]
+            position = rival.compared.comparison.first_difference or 0
+            parts.append(f"{rival.name} {words.format(position + 1)}")
+    return ", ".join(parts)
+
+
+def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
+    """What to type next, and why."""
+    if Cause.UNEXPLAINED in runs.causes.values():
+        return "please report it with the output of /texts"
+    speeds = {rival.speed for rival in rivals}
+    if Speed.FASTER in speeds:
+        return "/race 5 confirms it"
+    return "/race 5 tells more" if Speed.EVEN in speeds else "/verdict looks for settings that help"

@@ -28,12 +28,14 @@ from utils.metrics.stopwatch import Stopwatch
 from utils.models.load_errors import is_out_of_memory
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import RunView, show_comparison
+from utils.screen.run_view import PromptView, RunView, show_comparison
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
-NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 SAME_REASON = "Not run, for the same reason as {}."
+COMPARING = "{}: comparing its logits with target-only ..."
+COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
+NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 
 
@@ -59,6 +61,23 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         renderer.crash()
     # Not for a UserError, which all ranks raise alike.
     abort_if_tensor_parallel()
+
+
+class Refusals:
+    """Explains why strategies of one prompt did not run. A reason that several have in common is given once."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._given: dict[str, str] = {}  # the strategy that was refused first, by reason
+
+    def explain(self, strategy: Strategy, error: Exception) -> None:
+        reason = str(error) if isinstance(error, UserError) else ""
+        if reason in self._given:
+            self._renderer.error(SAME_REASON.format(self._given[reason]))
+            return
+        if reason:
+            self._given[reason] = strategy.name
+        explain_error(self._renderer, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +146,16 @@ class PromptRunner:
 
     def _run_all(self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]]) -> bool:
         """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
-        refused: dict[str, str] = {}  # why, and the first strategy with that reason
+        job = planned[0].job
+        view, refusals = PromptView(self.renderer, job.pair.tokenizer, job.settings), Refusals(self.renderer)
         try:
             for strategy, job in planned:
                 # For each strategy, so that its result does not depend on which others are enabled.
                 fix_seeds(job.settings.seed)
                 try:
-                    run = self._run_strategy(strategy, job, results)
+                    run = self._run_strategy(job, view.begin(strategy), results)
                 except Exception as error:
-                    explained = with_reset_hint(error, job.history)
-                    first = refused.setdefault(str(explained), strategy.name)
-                    if isinstance(explained, UserError) and first != strategy.name:
-                        explained = UserError(SAME_REASON.format(first))
-                    explain_error(self.renderer, explained)
+                    refusals.explain(strategy, with_reset_hint(error, job.history))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -147,19 +163,15 @@ class PromptRunner:
             return True
         return False
 
-    def _run_strategy(self, strategy: Strategy, job: Job, results: list[tuple[Strategy, Generation]]) -> Generation:
+    def _run_strategy(self, job: Job, view: RunView, results: list[tuple[Strategy, Generation]]) -> Generation:
         """Run one strategy and show it. The run is in `results` before its last lines are shown, which may fail."""
         settings = job.settings
         # Only this rule accepts a draft by its own p/q; the others have no such probability to show.
         accepts_by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
         watch = Stopwatch()
-        tokenizer = job.pair.tokenizer
-        view = RunView(self.renderer, tokenizer, strategy, level=settings.debug, length=settings.length)
-        view.begin()
-        steps = strategy.steps(job.with_observers(watch, tracer))
-        run = collect(steps, view.show, stopwatch=watch, tracer=tracer)
-        results.append((strategy, run))
+        run = collect(view.strategy.steps(job.with_observers(watch, tracer)), view.show, stopwatch=watch, tracer=tracer)
+        results.append((view.strategy, run))
         view.end(run)
         return run
 
@@ -168,6 +180,9 @@ class PromptRunner:
         causes: dict[str, Divergence] = {}
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
+        except KeyboardInterrupt:
+            self.renderer.note(COMPARISON_STOPPED)
+            raise
         except Exception as error:
             self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
@@ -179,5 +194,6 @@ class PromptRunner:
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
         """Add the cause of each difference to `causes` as soon as it is computed."""
         for strategy, run in unlike_target(last):
+            self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy, causes[strategy.name]

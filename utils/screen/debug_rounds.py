@@ -4,6 +4,7 @@ Lines are broken and written by `utils.screen.renderer`.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from utils.decode.steps import Step
@@ -21,9 +22,8 @@ RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
 )
 LEGEND = (
     "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
-    "before the processor, q = 1 for drafts without probabilities"
+    "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
 )
-NEAR_MISS, UNLIKELY, NOT_SAMPLED = "near miss", "unlikely", "most likely, but a different token was sampled"
 
 
 def legend(*, ascii_only: bool) -> str:
@@ -51,13 +51,26 @@ def round_pieces(
 
 def round_timing(step: Step, timing: RoundTiming | None) -> str:
     """The milliseconds of a round by activity, and its number of new tokens."""
-    if timing is None:
-        return ""
+    return "" if timing is None else _times([timing], len(step.tokens))
+
+
+def folded_rounds(timings: Sequence[RoundTiming | None]) -> list[Piece]:
+    """Several rounds without drafts, of one token each, with their total time."""
+    known = [timing for timing in timings if timing is not None]
+    pieces = [(f"{len(timings)} rounds without a draft", "blue")]
+    return [*pieces, (_times(known, len(timings)), "dark_grey")] if known else pieces
+
+
+def _times(timings: Sequence[RoundTiming], tokens: int) -> str:
     parts = (
-        f"{name} {1000 * seconds:.1f}"
-        for name, seconds in (("draft", timing.drafting), ("verify", timing.verifying), ("other", timing.other))
+        f"{name} {1000 * sum(map(seconds, timings)):.1f}"
+        for name, seconds in (
+            ("draft", attrgetter("drafting")),
+            ("verify", attrgetter("verifying")),
+            ("other", attrgetter("other")),
+        )
     )
-    return f"{' | '.join(parts)} ms | +{len(step.tokens)}"
+    return f"{' | '.join(parts)} ms | +{tokens}"
 
 
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
@@ -69,17 +82,19 @@ def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
 
 
 def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
+    draft, target = token_piece(tokenizer, trace.token), token_piece(tokenizer, trace.target_token)
+    # A sampled token may be less likely than the draft.
+    verb = "preferred" if trace.target_p > trace.p else "drew"
     figures = [f"p {trace.p:.2g}"]
     if trace.q is not None:
-        figures += [f"q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
+        figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
     if trace.acceptance is not None and 0 < trace.acceptance < 1:
         figures.append(f"acceptance probability {trace.acceptance:.2g}")
-    verdict = NEAR_MISS if trace.is_near_miss else UNLIKELY
-    if trace.rank == 1:
-        verdict = NOT_SAMPLED
-    target = f"target {token_piece(tokenizer, trace.target_token)} (p {trace.target_p:.2g})"
-    draft = token_piece(tokenizer, trace.token)
-    return f"{draft}: {target}; the draft is choice {trace.rank}, {', '.join(figures)}: {verdict}"
+    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
+    return (
+        f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
+        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
+    )
 
 
 def _source(trace: DraftTrace) -> str:

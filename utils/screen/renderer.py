@@ -17,27 +17,26 @@ from termcolor import colored
 
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
-from utils.comparison.strategies import Strategy
 from utils.comparison.summary import ending
 from utils.decode.steps import Step
-from utils.metrics.divergence import Candidate, Cause, Divergence
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
-from utils.screen.debug_rounds import Piece, legend, round_pieces, round_timing, trace_lines
+from utils.screen.debug_rounds import Piece, folded_rounds, legend, round_pieces, round_timing, trace_lines
+from utils.screen.marked_text import Mark, MarkedPiece
 from utils.screen.report_tables import report_table
 from utils.screen.tables import comparison_table, list_table, side_by_side
 from utils.screen.writer import ProgressLine, Writer, has_width, open_console
-from utils.text import token_piece, visible
+from utils.text import count_of, visible
 
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
-CAUSES = {
-    Cause.SAMPLING: "sampling: expected under /verify {rule}; with /verify coupled the texts are the same",
-    Cause.ROUNDING: "rounding tie: a different verify width moves logits by up to {drift:.2g} here",
-    Cause.QUANTIZATION: "quantization: under bnb-int8 a different verify width moves logits, by up to {drift:.2g} here",
-    Cause.UNEXPLAINED: "unexplained: please report it with the output of /divergence",
+MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
+    Mark.TEXT: (None, []),
+    Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not tell colours apart
+    Mark.NOTE: (None, ["dark"]),
 }
+MARKS_EXPLAINED = "bold green: drafts that the target accepted"
 
 
 class Renderer:
@@ -50,6 +49,7 @@ class Renderer:
         self._progress = ProgressLine(messages)
         self._out, self._messages = Writer(out, self._progress, wraps=wraps), Writer(messages, self._progress)
         self.colour = colour
+        self._has_explained = False
 
     @property
     def width(self) -> int:
@@ -73,9 +73,15 @@ class Renderer:
         """The prompt of the following answers, for a screen on which it was not typed."""
         self._line(self._out, "> " + text, "bold")
 
-    def stream(self, text: str, colour: str) -> None:
-        """A piece of growing text, written immediately."""
-        self._write(self._paint(visible(text), colour))
+    def stream(self, pieces: Iterable[MarkedPiece]) -> None:
+        """Pieces of growing text, written immediately. Marks are colours, and nothing where there are none."""
+        self._write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces))
+
+    def explain_marks(self) -> None:
+        """Say once what the colours of a text mean."""
+        if self.colour and not self._has_explained:
+            self._line(self._out, MARKS_EXPLAINED, "dim")
+            self._has_explained = True
 
     def legend(self) -> None:
         """The meaning of the signs in rounds."""
@@ -97,6 +103,10 @@ class Renderer:
         for line in trace_lines(traces, tokenizer):
             self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
+    def plain_rounds(self, number: int, timings: Sequence[RoundTiming | None]) -> None:
+        """A line for consecutive rounds without drafts, the first of which has this number."""
+        self._pieces(f"{number:4d} ", folded_rounds(timings))
+
     def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
         """Coloured pieces in as many lines as the terminal needs. Pieces are not broken."""
         room, used = self.stream_width, cell_len(start)
@@ -114,37 +124,23 @@ class Renderer:
     def _is_ascii(self) -> bool:
         return self._out.console.encoding == "ascii"
 
-    def figures(self, run: Generation, length: int, *, forwards: bool = True) -> None:
-        """The line of figures below the text of a strategy. length: the maximum number of new tokens."""
-        parts = []
+    def figures(self, run: Generation, length: int) -> None:
+        """The line of figures below a text. length: the maximum number of new tokens."""
+        parts = [f"{count_of(len(run.tokens), 'token')} in {run.seconds:.2f} s"]
         if run.drafted:
-            parts.append(f"acceptance {run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}")
-        if forwards and run.tokens_per_target_forward is not None:
-            parts.append(f"{run.tokens_per_target_forward:.2f} tokens per target forward")
-        speed = run.tokens_per_second
-        parts += [
-            f"{len(run.tokens)} tokens",
-            f"{run.seconds:.2f} s",
-            "- tokens/s" if speed is None else f"{speed:.1f} tokens/s",
-        ]
+            parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
         if words := ending(run, length):
             parts.append(words)
-        self._line(self._out, " · ".join(parts), "dim")
+        self.remark(" · ".join(parts))
+
+    def remark(self, text: str) -> None:
+        """A line about the text above it."""
+        self._line(self._out, text, "dim")
 
     def comparison(self, compared: Sequence[ComparedRun]) -> None:
         """The table below all texts: one row per strategy."""
         self.newline()
         self._draw(comparison_table(compared, self._out.table_width))
-
-    def divergence(self, strategy: Strategy, divergence: Divergence, tokenizer: Any, *, rule: str) -> None:
-        """One line that explains why a text differs from the target's."""
-        candidates = (divergence.ours, divergence.theirs, *divergence.highest)
-        ours, theirs, *highest = (candidate_piece(tokenizer, candidate) for candidate in candidates)
-        cause = CAUSES[divergence.cause].format(rule=rule, drift=divergence.rounding or 0)
-        self.result(
-            f"{strategy.name} differs at token {divergence.position + 1}: {ours}, target-only {theirs} "
-            f"(the target's top two: {', '.join(highest)}, {divergence.gap:.2g} apart in raw logits) · {cause}"
-        )
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
         """Rows under headings. optional: the headings of columns that a narrow screen lacks, the first ones first."""
@@ -214,20 +210,15 @@ class Renderer:
         """Frames and dots replaced by ASCII characters if the screen has no others."""
         return text.translate(IN_ASCII) if self._is_ascii else text
 
-    def _paint(self, text: str, colour: str) -> str:
-        # Both flags, because termcolor would otherwise decide by environment variables, differently from rich.
-        return colored(text, colour, no_color=not self.colour, force_color=self.colour)
+    def _paint(self, text: str, colour: str | None, attributes: Sequence[str] = ()) -> str:
+        if not self.colour or not (colour or attributes):
+            return text
+        # A flag, because termcolor would otherwise decide by environment variables, differently from rich.
+        return colored(text, colour, attrs=attributes, force_color=True)
 
     def _write(self, text: str) -> None:
         # Not through rich, which would wrap the text and break the escape sequences of termcolor.
         self._out.write(text)
-
-
-def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
-    """A token as a readable piece with its probability; None is the end of a text."""
-    return (
-        "(the end)" if candidate is None else f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
-    )
 
 
 def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = False) -> Renderer:

@@ -5,68 +5,138 @@ from itertools import repeat
 from typing import Any
 
 from utils.comparison.last_prompt import LastPrompt, own_conversations
+from utils.comparison.marked_text import MarkedStream
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
+from utils.comparison.summary import PromptRuns, ending, summary
+from utils.comparison.text_relation import EarlierRun, relation, start_of_context, start_of_difference
+from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.metrics.divergence import Divergence
+from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
+from utils.screen.divergence_words import divergence_sentence
+from utils.screen.marked_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, plain_text
 from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
 from utils.screen.report_tables import transposed_rows
-from utils.text import TextStream, WrappedText
+from utils.screen.round_view import RoundView
+from utils.text import count_of, decode, visible
 
-OWN_CONVERSATION = "{}: its conversation differs since turn {}, so its text is not compared"
+OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
+NONE = "(no tokens)"
+READS_THE_SAME = ", but the text reads the same"
+
+
+class PromptView:
+    """Shows the runs of one prompt: the first text in full, and of the others what differs from it.
+
+    live: whether the runs are going on, so that it is worth showing how far they have got.
+    """
+
+    def __init__(self, renderer: Renderer, tokenizer: Any, settings: Settings, *, live: bool = True) -> None:
+        self.renderer, self.tokenizer, self.settings = renderer, tokenizer, settings
+        self.live = live
+        self.shown: list[EarlierRun] = []  # finished runs whose texts are on the screen
+
+    def begin(self, strategy: Strategy) -> "RunView":
+        """Show the title of a run."""
+        self.renderer.title(strategy.title, strategy.colour)
+        return RunView(self, strategy)
 
 
 class RunView:
-    """Shows the text of a run as it grows, or with /debug every round and then the text.
+    """Shows one run: its text as it grows, or how far it has got and then its text. With /debug every round first."""
 
-    level: the value of /debug. length: the maximum number of new tokens.
-    """
-
-    def __init__(self, renderer: Renderer, tokenizer: Any, strategy: Strategy, *, level: str, length: int) -> None:
-        self._renderer, self._tokenizer, self._strategy = renderer, tokenizer, strategy
-        self._level = level if strategy.drafts else "off"
-        self._length = length
-        # Tokens become text first, and text is wrapped afterwards: a character may need several tokens, a line several
-        # words.
-        self._text, self._lines = TextStream(tokenizer), WrappedText(renderer.stream_width, renderer.cells)
-        self._count = 0
-        self._pending = ""
-
-    def begin(self) -> None:
-        """Show the title of the run."""
-        self._renderer.title(self._strategy.title, self._strategy.colour)
-        if self._level == "full":
+    def __init__(self, prompt: PromptView, strategy: Strategy) -> None:
+        self._prompt, self.strategy, self._renderer = prompt, strategy, prompt.renderer
+        level = prompt.settings.debug if strategy.drafts else "off"
+        self._rounds = None if level == "off" else RoundView(prompt.renderer, prompt.tokenizer)
+        # The drafts of each strategy are worth a look under /debug full, even in the same text.
+        self._in_full = level == "full" or not prompt.shown
+        self._text = MarkedStream(prompt.tokenizer)
+        self._lines = WrappedText(prompt.renderer.stream_width, prompt.renderer.cells)
+        self._pieces: list[MarkedPiece] = []
+        self._tokens = 0
+        if level == "full":
             self._renderer.legend()
+        self._count("reading the prompt ...")
 
     def show(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
         """Show one more step."""
-        self._count += 1
-        text = self._text.add(step.tokens)
-        if self._level != "off":
-            self._renderer.round(self._count, step, self._tokenizer, timing=timing, traces=traces)
-            self._pending += text  # shown in one piece below the rounds
-        else:
-            self._renderer.stream(self._lines.add(text), self._strategy.colour)
+        self._tokens += len(step.tokens)
+        pieces = as_marked(self._text.add(step))
+        self._pieces += pieces
+        if self._rounds is not None:
+            self._rounds.show(step, timing, traces)
+        elif self._in_full:
+            self._renderer.stream(self._lines.add(pieces))
+            return
+        if self._rounds is None or self._rounds.waiting:
+            self._count(f"{self._tokens}/{self._prompt.settings.length} tokens ...")
+
+    def _count(self, progress: str) -> None:
+        if self._prompt.live:
+            self._renderer.count(f"{self.strategy.name}: {progress}")
 
     def end(self, run: Generation) -> None:
-        """Show the rest of the text and the figures of the finished run."""
-        rest = self._lines.add(self._pending + self._text.end()) + self._lines.end()
-        self._renderer.stream(rest, self._strategy.colour)
+        """Show the rest of the text, or what differs, and the figures of the finished run."""
+        self._renderer.end_progress()
+        rest = as_marked(self._text.end())
+        self._pieces += rest
+        if self._rounds is not None:
+            self._rounds.end()
+        if self._in_full:
+            self._end_in_full(run, self._pieces if self._rounds is not None else rest)
+        else:
+            self._show_difference(run)
+        if self._in_full or self._rounds is not None:
+            self._renderer.figures(run, self._prompt.settings.length)
+        self._prompt.shown.append((self.strategy, run))
+
+    def _end_in_full(self, run: Generation, rest: Sequence[MarkedPiece]) -> None:
+        self._write(rest)
+        if not plain_text(self._pieces).strip():
+            self._renderer.remark(
+                f"({count_of(len(run.tokens), 'token')} that show as nothing)" if run.tokens else NONE
+            )
+        self._explain_marks(self._pieces)
+
+    def _show_difference(self, run: Generation) -> None:
+        """One line if the text is on the screen already, or else the text from the first difference on."""
+        found = relation(run, self._prompt.shown)
+        sentence, (_, other) = found.sentence(), found.other
+        ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
+        ours, theirs = plain_text(self._pieces), visible(decode(self._prompt.tokenizer, other.tokens))
+        if not sentence.endswith(":"):
+            self._renderer.remark(sentence + (f" ({ended})" if ended and ended != other_ended else ""))
+        elif ours == theirs:
+            self._renderer.remark(sentence.removesuffix(":") + READS_THE_SAME)
+        else:
+            start = start_of_difference(ours, theirs)
+            first = start_of_context(ours, start)
+            shown = from_character(self._pieces, first)
+            self._write([(f"{sentence} {'... ' if first else ''}", Mark.NOTE), *shown])
+            if ended:
+                self._renderer.remark(ended)
+            self._explain_marks(shown)
+
+    def _write(self, pieces: Sequence[MarkedPiece]) -> None:
+        self._renderer.stream([*self._lines.add(pieces), *self._lines.end()])
         self._renderer.newline()
-        self._renderer.figures(run, self._length, forwards=self._strategy.uses_target)
+
+    def _explain_marks(self, pieces: Sequence[MarkedPiece]) -> None:
+        if any(mark is Mark.ACCEPTED for _, mark in pieces):
+            self._renderer.explain_marks()
 
 
 def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, Divergence]) -> None:
-    """Show the runs of a prompt again, round by round. causes: why texts differ, by the name of the strategy."""
+    """Show the runs of a prompt again, as they were shown. causes: why texts differ, by the name of the strategy."""
     renderer.prompt(last.text)
+    prompt = PromptView(renderer, last.job.pair.tokenizer, last.job.settings, live=False)
     for strategy, run, _ in last.compared:
-        level = "full" if run.traces else "on"
-        view = RunView(renderer, last.job.pair.tokenizer, strategy, level=level, length=last.job.settings.length)
-        view.begin()
+        view = prompt.begin(strategy)
         # Not strict: a run without a tracer has no traces, so `repeat` fills in.
         for step, timing, traces in zip(run.steps, run.timings, run.traces or repeat(()), strict=False):
             view.show(step, timing, traces)
@@ -76,13 +146,20 @@ def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, 
 
 
 def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
-    """Show the table of runs, and a line for each text that differs or that cannot be compared."""
+    """Show the table of runs, a line for each text that differs or that cannot be compared, and what it all means."""
+    tokenizer = last.job.pair.tokenizer
     if last.compared:
         renderer.comparison(last.compared)
-    for strategy, turn in own_conversations(last):
+    own = own_conversations(last)
+    for strategy, turn in own:
         renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
+    known: dict[str, Cause] = {}
     for strategy, divergence in causes:
-        renderer.divergence(strategy, divergence, last.job.pair.tokenizer, rule=last.job.settings.verify)
+        renderer.result(divergence_sentence(strategy.name, divergence, tokenizer))
+        known[strategy.name] = divergence.cause
+    blank = [entry.strategy.name for entry in last.compared if not decode(tokenizer, entry.run.tokens).strip()]
+    if sentence := summary(PromptRuns(last.compared, list(last.jobs), blank=blank, causes=known)):
+        renderer.result(sentence)
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:

@@ -5,12 +5,14 @@ All tables adapt to the width of the screen. They are written by `utils.screen.r
 
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
 from utils.comparison.strategies import Strategy
+from utils.comparison.summary import is_noise
 from utils.metrics.results import Comparison, Generation
 from utils.text import visible
 
@@ -25,8 +27,7 @@ COLUMNS = (
     "tokens/\nforward",
     "text",
 )
-# Columns that a narrow screen lacks, by its least width; the line under each text has their figures too.
-OMITTED = ((92, ()), (76, (2,)), (0, (2, 6, 7)))
+OPTIONAL = (2, 6, 1, 5)  # columns that a narrow screen lacks, in this order
 MIN_TEXT_WIDTH = 36  # of a text beside others
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 
@@ -35,16 +36,21 @@ def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row per strategy, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     rows = [[strategy.name, *_cells(strategy, run, comparison)] for strategy, run, comparison in compared]
-    omitted = next(columns for least_width, columns in OMITTED if width >= least_width)
-    for index, heading in enumerate(COLUMNS):
-        if index not in omitted:
-            # rich would otherwise break words to make a column narrower.
-            longest = max(len(word) for text in (heading, *(row[index] for row in rows)) for word in text.split())
-            table.add_column(heading, justify="left" if index in (0, 8) else "right", min_width=longest)
+    lines = [[line for text in texts for line in text.split("\n")] for texts in zip(COLUMNS, *rows, strict=True)]
+    sizes = [max(map(cell_len, texts)) for texts in lines]
+    shown = list(range(len(COLUMNS)))
+    for index in OPTIONAL:
+        if sum(sizes[column] + 1 for column in shown) <= width:
+            break
+        shown.remove(index)
+    for index in shown:
+        # rich would otherwise break words to make a column narrower.
+        longest = max(cell_len(word) for line in lines[index] for word in line.split())
+        table.add_column(COLUMNS[index], justify="left" if index in (0, 8) else "right", min_width=longest)
     for (strategy, _, _), row in zip(compared, rows, strict=True):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
-        table.add_row(*(cell for index, cell in enumerate(cells) if index not in omitted))
+        table.add_row(*(cells[index] for index in shown))
     return table
 
 
@@ -56,7 +62,7 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         str(len(run.tokens)),
         f"{run.seconds:.2f}",
         number(run.tokens_per_second, "{:.1f}"),
-        number(comparison.speedup, "{:.2f}x"),
+        "noise" if is_noise(run, comparison) else number(comparison.speedup, "{:.2f}x"),
         number(run.acceptance_rate, "{:.3f}"),
         number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),

@@ -132,9 +132,11 @@ def test_a_prompt_after_a_report_is_the_last_result(session: ReplSession, tmp_pa
     session.handle("three")
     assert session.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
     words = words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
-    assert "three" in words and "predicted" not in words and "verify" in words, (
-        "its rounds are exported although they were not shown"
-    )
+    assert "three" in words and "predicted tokens/s" not in words and "verify" not in words
+    session.handle("/debug on")
+    session.handle("four")
+    assert session.handle(f"/export {tmp_path / 'y.svg'}") is Verdict.DONE
+    assert "verify" in words_of((tmp_path / "y.svg").read_text(encoding="utf-8")), "rounds, as on the screen"
 
 
 @pytest.mark.parametrize(

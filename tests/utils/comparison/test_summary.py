@@ -1,14 +1,42 @@
 """What is said in plain words about the runs of a prompt."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from utils.comparison.summary import ending
+from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.strategies import STRATEGIES
+from utils.comparison.summary import PromptRuns, ending, is_noise, summary
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Generation
+from utils.metrics.divergence import Cause
+from utils.metrics.results import Comparison, Generation, compare
+
+ROWS = {row.name: row for row in STRATEGIES}
+ROWS |= {f"speculative {kind}": replace(ROWS["speculative"], name=f"speculative {kind}") for kind in ("head", "lookup")}
 
 
-def run_of(tokens: int, finish: FinishReason = FinishReason.LENGTH) -> Generation:
-    return Generation((Step((), 0, 5),) * tokens, 1.0, 0.1, finish)
+def run_of(tokens: int, finish: FinishReason = FinishReason.LENGTH, token: int = 5) -> Generation:
+    """One token per step and second."""
+    return Generation((Step((), 0, token),) * tokens, float(tokens), 0.1, finish)
+
+
+def drafting(factor: float, *, accepted: int = 20, rejected: int = 20, tokens: int = 60, token: int = 5) -> Generation:
+    """A run that takes 1/factor of the target's time."""
+    steps = [Step((token,), 1, token)] * accepted + [Step((0,), 0, token)] * rejected
+    steps += [Step((), 0, token)] * (tokens - 2 * accepted - rejected)
+    return Generation(tuple(steps), tokens / factor, 0.1, FinishReason.LENGTH)
+
+
+def said(*, planned: tuple[str, ...] = (), same: bool = True, **runs: Generation) -> str:
+    return summary(prompt_runs(*planned, same=same, **runs))
+
+
+def prompt_runs(*planned: str, same: bool = True, more: Any = (), **runs: Generation) -> PromptRuns:
+    named = {name.replace("_", " "): run for name, run in runs.items()}
+    target = named.get("target")
+    compared = [ComparedRun(ROWS[name], run, compare(run, target, same_request=same)) for name, run in named.items()]
+    return PromptRuns(compared, [*named, *planned], **dict(more))
 
 
 @pytest.mark.parametrize(
@@ -26,3 +54,107 @@ def test_the_end_of_a_text_is_named_unless_it_ended_by_itself(finish: FinishReas
 
 def test_a_text_that_filled_the_context_does_not_advise_a_longer_length() -> None:
     assert "/length" not in ending(run_of(12), 13) and "context" in ending(run_of(12), 13)
+
+
+def test_one_run_that_was_faster_is_about_so_much_and_is_to_be_confirmed() -> None:
+    text = said(speculative=drafting(1.42), target=run_of(60))
+    assert "speculative was about 1.4x" in text and "the target's own" in text and "/race 5" in text
+
+
+@pytest.mark.parametrize("factor", [1.29, 1.0, 0.8])
+def test_no_gain_is_claimed_where_no_draft_was_accepted(factor: float) -> None:
+    """tokens per forward is 1.00: whatever was measured, drafts cannot have brought it."""
+    run = drafting(factor, accepted=0)
+    text = said(ngram=run, target=run_of(60))
+    assert "faster" not in text and "1.3" not in text and "noise" in text and "/race" not in text
+    assert is_noise(run, compare(run, run_of(60))) is (factor > 1)
+
+
+def test_a_gain_is_never_larger_than_the_accepted_drafts_explain() -> None:
+    """1 of 18 drafts accepted and 1.23x measured: at most 1.02 tokens per forward."""
+    run = drafting(1.23, accepted=1, rejected=17)
+    assert "1.2" not in said(ngram=run, target=run_of(60)) and is_noise(run, compare(run, run_of(60)))
+    capped = drafting(2.5, accepted=20, rejected=0, tokens=60)
+    text = said(ngram=capped, target=run_of(60))
+    assert capped.tokens_per_target_forward == 1.5 and "about 1.5x" in text
+    assert not is_noise(capped, compare(capped, run_of(60)))
+
+
+def test_others_without_an_accepted_draft_are_named_beside_the_winner() -> None:
+    text = said(speculative=drafting(1.4), ngram=drafting(1.11, accepted=0), target=run_of(60))
+    assert text.startswith("speculative was about 1.4x") and "ngram: no draft was accepted" in text
+
+
+def test_the_fastest_of_several_drafters_is_named() -> None:
+    text = said(speculative_head=drafting(1.2), speculative_lookup=drafting(1.4), target=run_of(60))
+    assert text.startswith("speculative lookup was the fastest, about 1.4x")
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.01, "as fast as"), (0.97, "as fast as"), (0.6, "about 0.6x")])
+def test_no_winner_is_named_where_there_is_none(factor: float, word: str) -> None:
+    text = said(speculative=drafting(factor), target=run_of(60))
+    assert word in text and "1.0x" not in text and "/race 5 confirms" not in text
+    several = said(speculative=drafting(factor), ngram=drafting(factor - 0.01), target=run_of(60))
+    assert several.startswith("Nothing was") and "/race 5 confirms" not in several
+
+
+def test_texts_that_differ_are_named_with_the_reason() -> None:
+    runs = {"speculative": drafting(1.4, token=6), "ngram": drafting(1.1), "target": run_of(60)}
+    for cause, words in (
+        (Cause.SAMPLING, ("same distribution", "/race 5")),
+        (Cause.ROUNDING, ("rounding", "token 1", "/race 5")),
+        (Cause.QUANTIZATION, ("quantization", "token 1", "/race 5")),
+        (Cause.UNEXPLAINED, ("no known reason", "/texts")),
+    ):
+        text = summary(prompt_runs(more={"causes": {"speculative": cause}}, **runs))
+        assert all(word in text for word in words), text
+        assert "the text of ngram is the target's own" in text
+    assert "speculative differs from token 1" in summary(prompt_runs(**runs))
+
+
+def test_texts_of_different_requests_are_not_compared() -> None:
+    text = said(speculative=drafting(1.4), target=run_of(60), same=False)
+    assert "about 1.4x" in text and "target's own" not in text and "differs" not in text
+
+
+def test_texts_of_different_lengths_are_pointed_out() -> None:
+    text = said(speculative=drafting(1.4, token=6), target=run_of(30))
+    assert "lengths" in text and "lengths" not in said(speculative=drafting(1.4), target=run_of(60))
+
+
+def test_a_short_text_is_named_as_such() -> None:
+    text = said(speculative=drafting(1.4, accepted=2, rejected=0, tokens=6), target=run_of(6))
+    assert "only 6 tokens" in text
+
+
+def test_without_a_finished_target_nothing_is_compared() -> None:
+    assert "/target on" in said(speculative=drafting(1.4))
+    assert "/target on" in said(drafter=run_of(60))
+    for runs in ({"speculative": drafting(1.4)}, {"target": run_of(9, FinishReason.INTERRUPTED)}):
+        text = said(planned=("target",), **runs)
+        assert "did not finish" in text and "1.4" not in text and "/target on" not in text
+
+
+def test_strategies_that_did_not_finish_are_named() -> None:
+    unfinished = replace(drafting(1.3), finish=FinishReason.INTERRUPTED)
+    text = said(speculative=drafting(1.4), target=run_of(60), ngram=unfinished, planned=("drafter",))
+    assert "speculative was about" in text and "ngram and drafter" in text and "1.3" not in text
+
+
+def test_the_target_alone_advises_drafts() -> None:
+    assert "/speculative on" in said(target=run_of(60))
+    assert "/speculative on" in said(target=run_of(60), drafter=run_of(60, token=6), beam=run_of(60))
+
+
+def test_texts_without_content_are_not_praised() -> None:
+    assert said(speculative=run_of(0), target=run_of(0)).startswith("No token")
+    blank = {"speculative": drafting(1.4), "target": run_of(60)}
+    text = summary(prompt_runs(more={"blank": ("speculative", "target")}, **blank))
+    assert "1.4" not in text and "nothing" in text
+    assert summary(PromptRuns([], ["target"])) == ""
+
+
+def test_a_comparison_without_a_speed_is_no_rival() -> None:
+    empty = ComparedRun(ROWS["speculative"], drafting(1.4), Comparison())
+    target = ComparedRun(ROWS["target"], run_of(60), Comparison(1.0, same=True))
+    assert "1.4" not in summary(PromptRuns([empty, target], ["speculative", "target"]))

@@ -22,7 +22,7 @@ from utils.logits_processor import GreedyProcessor, MultinomialProcessor, TopKPr
 from utils.metrics.draft_trace import DraftTrace, DraftTracer, TracedDrafter, contains, rank
 from utils.metrics.results import Generation, collect
 from utils.repl.runner import Verdict
-from utils.screen.debug_rounds import NEAR_MISS, RATIO_LEVELS, UNLIKELY, legend, round_pieces, trace_lines
+from utils.screen.debug_rounds import RATIO_LEVELS, legend, round_pieces, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
@@ -149,9 +149,11 @@ def test_shapes_show_the_ratio_without_colour() -> None:
 
 def test_a_rejected_draft_is_explained() -> None:
     (line,) = trace_lines([trace(0.2, 0.5)], None)
-    assert all(figure in line for figure in ("9 (p 0.6)", " 2, ", "p 0.2, ", "q 0.5, ", "p/q 0.4", NEAR_MISS))
+    assert all(figure in line for figure in ("preferred 9 (p 0.6)", "rank 2 ", "p 0.2, ", "q 0.5, ", "p/q 0.4", "near"))
     (line,) = trace_lines([trace(0.001, None, rank=40)], None)
-    assert all(figure in line for figure in (" 40, ", "p 0.001", UNLIKELY)) and "q" not in line
+    assert all(figure in line for figure in ("rank 40 ", "p 0.001")) and not {"q", "near"} & set(line.split())
+    (line,) = trace_lines([trace(0.7, 0.9, rank=1)], None)
+    assert "preferred" not in line and "near" not in line, "a sampled token was less likely than the draft"
     assert trace_lines([trace(0.2, 0.5, target_token=5)], None) == []
 
 

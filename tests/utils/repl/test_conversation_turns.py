@@ -169,7 +169,7 @@ def test_texts_of_different_conversations_are_not_explained(
     view.take()
     handled(session, "And why?")
     assert by_name(file, "And why?")["speculative"]["divergence"] is None
-    assert view.take()[0].splitlines()[-1] == OWN_CONVERSATION.format("speculative", 2)
+    assert view.take()[0].splitlines()[-2] == OWN_CONVERSATION.format("speculative", 2)
     handled(session, "/divergence")
     assert "ngram" in (message := view.take()[1]) and "speculative" not in message
     unexplained = Finding((), {"cause": Cause.UNEXPLAINED})

@@ -11,6 +11,7 @@ from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
 from utils.errors import UserError
+from utils.repl import runner
 from utils.repl.runner import OUT_OF_MEMORY, Verdict
 
 
@@ -107,19 +108,45 @@ def test_an_interrupt_while_a_run_is_shown_keeps_its_result(
 ) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
-    calls: list[int] = []
 
-    def figures(*arguments: object, **options: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
+    def remark(text: str) -> None:
+        if text == "= same text":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(view.renderer, "figures", figures)
+    monkeypatch.setattr(view.renderer, "remark", remark)
     assert session.handle("Hello") is Verdict.INTERRUPTED
     assert [(row["strategy"], row["finish"]) for row in records_of(file)] == [
         ("speculative", "length"),
         ("ngram", "length"),
     ]
+
+
+def test_a_second_ctrl_c_ends_the_comparison_and_keeps_the_records(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is computed why texts differ: the table is there once, and so are the records."""
+    file = tmp_path / "runs.jsonl"
+    session = open_session(view, records=file)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "divergence_of", interrupted)
+    session.handle("/processor multinomial 1.5")
+    assert session.handle("Hello") is Verdict.INTERRUPTED
+    results, messages = view.take()
+    assert results.count("tokens/s") == 1 and "was stopped" in messages
+    assert [row["strategy"] for row in records_of(file)] == ["speculative", "ngram", "target"]
+    session.handle("/processor greedy")
+    assert session.handle("Hello") is Verdict.DONE
+
+
+def test_a_reason_that_several_strategies_share_is_given_once(view: Screen) -> None:
+    strategies = tuple(replace(row, steps=failing) if row.drafts else row for row in STRATEGIES)
+    session = open_session(view, strategies=strategies)
+    assert session.handle("Hello") is Verdict.FAILED
+    message = view.take()[1]
+    assert message.count("This one cannot run.") == 1 and "same reason as speculative" in message
 
 
 def test_an_interrupt_while_warming_up_is_raised(view: Screen) -> None:

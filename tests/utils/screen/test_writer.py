@@ -8,33 +8,12 @@ from io import StringIO
 import pytest
 from fakes import screen
 from rich.console import Console
+from terminal import Terminal
 
+from utils.screen.marked_text import Mark
 from utils.screen.renderer import Renderer, make_renderer
 
 LONG_CELL = "a cell with many words, " * 10
-
-
-class Terminal:
-    """What a terminal shows of a stream: carriage return, erasing to the end of a line, and new lines."""
-
-    def __init__(self, text: str) -> None:
-        self.lines, column = [""], 0
-        while text:
-            if text.startswith("\x1b[K"):
-                self.lines[-1], text = self.lines[-1][:column], text[3:]
-                continue
-            if text.startswith("\x1b["):  # a colour
-                text = text[text.index("m") + 1 :]
-                continue
-            sign, text = text[0], text[1:]
-            if sign == "\r":
-                column = 0
-            elif sign == "\n":
-                self.lines.append("")
-                column = 0
-            else:
-                self.lines[-1] = self.lines[-1][:column] + sign + self.lines[-1][column + 1 :]
-                column += 1
 
 
 class Interrupting(StringIO):
@@ -88,7 +67,7 @@ def test_progress_is_one_line_that_the_next_output_replaces() -> None:
 def test_results_clear_the_progress_line_of_the_messages() -> None:
     view = screen(colour=True)
     view.renderer.progress("working")
-    view.renderer.stream("text", "cyan")
+    view.renderer.stream([("text", Mark.ACCEPTED)])
     assert Terminal(view.messages.getvalue()).lines == [""]
 
 

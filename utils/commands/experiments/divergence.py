@@ -14,7 +14,7 @@ from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import Strategy
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
-from utils.screen.renderer import candidate_piece
+from utils.screen.divergence_words import candidate_piece
 
 HEADINGS = (
     "strategy",

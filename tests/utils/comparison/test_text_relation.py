@@ -1,0 +1,64 @@
+"""Which text a run is compared with on the screen, and where the difference begins."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.comparison.strategies import STRATEGIES
+from utils.comparison.text_relation import relation, start_of_context, start_of_difference
+from utils.decode.steps import FinishReason, Step
+from utils.metrics.results import Generation
+
+ROWS = {row.name: row for row in STRATEGIES}
+
+
+def run_of(*tokens: int) -> Generation:
+    return Generation(tuple(Step((), 0, token) for token in tokens), 1.0, 0.1, FinishReason.LENGTH)
+
+
+def earlier(**runs: Generation) -> list:
+    return [(ROWS[name], run) for name, run in runs.items()]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "other", "position", "words"),
+    [
+        ((1, 2, 3), "speculative", None, ("same text",)),
+        ((1, 2, 4), "ngram", None, ("same text", "ngram")),
+        ((1, 9, 4), "speculative", 1, ("differs", "token 2", ":")),
+        ((1, 2), "speculative", 2, ("token 2", "ends")),
+        ((1, 2, 3, 4), "speculative", 3, ("longer", "token 4", ":")),
+    ],
+)
+def test_a_text_is_compared_with_an_equal_one_or_the_first(
+    tokens: tuple[int, ...], other: str, position: int | None, words: tuple[str, ...]
+) -> None:
+    found = relation(run_of(*tokens), earlier(speculative=run_of(1, 2, 3), ngram=run_of(1, 2, 4)))
+    assert found.other[0].name == other and found.position == position
+    assert all(word in found.sentence() for word in words)
+    assert ("speculative" in found.sentence()) is False
+
+
+def test_the_targets_text_comes_before_the_first_one() -> None:
+    runs = earlier(speculative=run_of(1, 2, 3), target=run_of(1, 2, 4))
+    found = relation(run_of(1, 5), runs)
+    assert found.other[0].is_baseline and "target" in found.sentence() and found.position == 1
+    both = earlier(speculative=run_of(1, 2), target=run_of(1, 2))
+    assert relation(run_of(1, 2), both).other[0].is_baseline
+
+
+@given(st.text("ab \n", max_size=60), st.text("ab \n", max_size=60))
+def test_the_difference_is_where_the_texts_part(ours: str, theirs: str) -> None:
+    start = start_of_difference(ours, theirs)
+    assert ours[:start] == theirs[:start] and (ours[start : start + 1] != theirs[start : start + 1] or ours == theirs)
+    context = start_of_context(ours, start)
+    assert context <= start and "\n" not in ours[context:start]
+
+
+def test_a_few_whole_words_are_shown_before_a_difference() -> None:
+    text = "one two three four five six seven eight nine"
+    assert text[start_of_context(text, len(text)) :] == "four five six seven eight nine"
+    assert start_of_context("x" * 100, 100) == 68
+    assert start_of_context("short text", 6) == 0

@@ -1,0 +1,68 @@
+"""How the text of a run relates to texts that are already on the screen: the same, or different from some token on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from utils.comparison.strategies import Strategy
+from utils.metrics.results import Generation, first_difference
+
+CONTEXT = 32  # characters before a difference that are shown with it
+
+EarlierRun = tuple[Strategy, Generation]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRelation:
+    """other: the run that was compared with. first: whether its text was the first one on the screen.
+
+    position: the 0-based index of the first token that differs, None if all are equal. ours, theirs: the numbers of
+    tokens of both texts.
+    """
+
+    other: EarlierRun
+    first: bool
+    position: int | None
+    ours: int
+    theirs: int
+
+    def sentence(self) -> str:
+        """The relation in words. It ends in a colon if a text follows."""
+        name = "" if self.first else f" {self.other[0].name}"
+        if self.position is None:
+            return f"= same text{' as' if name else ''}{name}"
+        if self.position == self.ours:
+            return f"the same{' as' if name else ''}{name} up to token {self.ours}, where it ends"
+        if self.position == self.theirs:
+            return f"the same{' as' if name else ''}{name}, and longer from token {self.position + 1}:"
+        return f"differs{' from' if name else ''}{name} from token {self.position + 1}:"
+
+
+def relation(run: Generation, earlier: Sequence[EarlierRun]) -> TextRelation:
+    """Compare a run with one that has the same tokens, or else with the target's if that is there, or with the first.
+
+    earlier: the runs whose texts are on the screen, at least one.
+    """
+    ours = run.tokens
+    # The target's text comes before others, because that is what the texts should be.
+    candidates = sorted(earlier, key=lambda entry: not entry[0].is_baseline)
+    other = next((entry for entry in candidates if entry[1].tokens == ours), None)
+    if other is None:
+        other = candidates[0] if candidates[0][0].is_baseline else earlier[0]
+    theirs = other[1].tokens
+    return TextRelation(other, other is earlier[0], first_difference(ours, theirs), len(ours), len(theirs))
+
+
+def start_of_difference(ours: str, theirs: str) -> int:
+    """The index of the first character that differs."""
+    start = first_difference(ours, theirs)
+    return len(ours) if start is None else start
+
+
+def start_of_context(text: str, difference: int) -> int:
+    """The index from which a few words of the line before a difference are shown."""
+    start = max(0, difference - CONTEXT, text.rfind("\n", 0, difference) + 1)
+    # Not in the middle of a word, unless the word is all there is.
+    if 0 < start < difference and not text[start - 1].isspace():
+        blank = text.find(" ", start, difference)
+        start = start if blank < 0 else blank + 1
+    return start
