@@ -1,6 +1,7 @@
 """Slash commands: one module for each group. `default_registry` holds all of them."""
 
 from utils.commands.experiments.audit import AUDIT
+from utils.commands.experiments.compare import COMPARE
 from utils.commands.experiments.divergence import DIVERGENCE
 from utils.commands.experiments.lossless import LOSSLESS
 from utils.commands.experiments.race import RACE, SUITE
@@ -27,7 +28,7 @@ __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry
 def default_registry() -> Registry:
     """All commands. /help orders them by their groups and ranks, and in this order if these are equal."""
     experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
-    results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT)
+    results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
     commands = (*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, *SESSION_COMMANDS)
     return Registry([help_command(commands), *commands])

@@ -24,12 +24,13 @@ class DotRow:
 
 @dataclass(frozen=True, slots=True)
 class DotChart:
-    """A row of dots for each thing that was measured. reference: the value of the target alone, if it is shown."""
+    """A row of dots for each thing that was measured. reference: a value to compare with. about: what that is."""
 
     title: str
     x_label: str
     rows: Sequence[DotRow]
     reference: float | None = None
+    about: str = TARGET_ONLY
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ NEWER_PARTS = ("machine",)  # that older records lack
 # Fields of a record by their type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 MAX_RATE = 1e9
-NUMBERS = ("tokens_per_second", "tokens_per_target_forward")
+NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_target")
+GENERATION = "generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class RecordedRun:
     rounds: int | None
     tokens_per_second: float | None
     tokens_per_target_forward: float | None
+    speedup_vs_target: float | None
     history: Turns
     settings: Mapping[str, Any]
     circumstances: Mapping[str, Mapping[str, Any]]
@@ -70,10 +72,10 @@ class RecordedRun:
                 # A field that the record lacks is not reported as a difference.
                 then = self.circumstances[part].get(name, now[part][name])
                 if then != now[part][name]:
-                    yield f"{part}, {name}: {_shown(then)} then, {_shown(now[part][name])} now"
+                    yield f"{part}, {name}: {shown_value(then)} then, {shown_value(now[part][name])} now"
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))[:80] or "none"
     return "none" if value is None else str(value)[:80]
@@ -84,20 +86,39 @@ def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
 
     Raises UserError for a file that cannot be read, is damaged, or holds no generation.
     """
-    # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
-    lines = read_text(path, "The records file").split("\n")
     runs: list[RecordedRun] = []
     others: Counter[str] = Counter()
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            record = _parsed(line, f"{path}, line {number}")
-            if record["record"] == "generation":
-                runs.append(_recorded_run(record, number, f"{path}, line {number}"))
-            else:
-                others[record["record"]] += 1
+    for number, record in numbered_records(path):
+        if isinstance(record, UserError):
+            raise record
+        if record["record"] == GENERATION:
+            runs.append(recorded_run(record, number))
+        else:
+            others[record["record"]] += 1
     if not runs:
         raise UserError(f"{path} holds no record of a generation. --json FILE writes one for each.")
     return runs, others
+
+
+def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | UserError]]:
+    """Each record with the number of its line. A damaged line gives the error that says so instead.
+
+    Records of generations have been checked. Raises UserError for a file that cannot be read.
+    """
+    # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
+    lines = read_text(path, "The records file").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = _parsed(line, where)
+            if record["record"] == GENERATION:
+                _check(record, where)
+        except UserError as error:
+            yield number, error
+        else:
+            yield number, record
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
@@ -108,16 +129,22 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("record"), str):
         raise UserError(f"{where}: this is not a record. Use a file that --json has written.")
     if record.get("schema") != SCHEMA:
-        raise UserError(f"{where}: schema {_shown(record.get('schema'))} is not supported, only schema {SCHEMA} is.")
+        raise UserError(
+            f"{where}: schema {shown_value(record.get('schema'))} is not supported, only schema {SCHEMA} is."
+        )
     return record
 
 
-def _recorded_run(record: dict[str, Any], line: int, where: str) -> RecordedRun:
+def _check(record: dict[str, Any], where: str) -> None:
     """Raises UserError for a field that is missing or has the wrong type."""
     for name, is_valid in _checks(record).items():
         if not is_valid:
             problem = "has an invalid value" if name in record else "is missing"
             raise UserError(f'{where}: the record is damaged: its "{name}" {problem}.')
+
+
+def recorded_run(record: dict[str, Any], line: int) -> RecordedRun:
+    """The checked record of a generation."""
     return RecordedRun(
         line=line,
         prompt=record["prompt"],
@@ -139,7 +166,7 @@ def _checks(record: dict[str, Any]) -> dict[str, bool]:
     return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
         **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
-        **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
+        **{name: record.get(name) is None or is_number(record[name]) for name in NUMBERS},
         **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
         "text": record.get("text") is None or isinstance(record["text"], str),
         "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
@@ -163,6 +190,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether this is a rate that a run can have."""
     return type(value) in (int, float) and 0 <= value <= MAX_RATE  # false for NaN

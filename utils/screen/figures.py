@@ -114,7 +114,7 @@ def _draw_dots(chart: DotChart, axes: Any) -> None:
         if len(row.values) > 1:
             axes.plot(median(row.values), place, marker="|", markersize=15, markeredgewidth=2.5, color=colour)
     if chart.reference is not None:
-        axes.axvline(chart.reference, color=GREY, linestyle="--", linewidth=1, label=TARGET_ONLY)
+        axes.axvline(chart.reference, color=GREY, linestyle="--", linewidth=1, label=chart.about)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.set_yticks(range(len(chart.rows)), [_clean(row.label) for row in chart.rows])
     axes.set_ylim(len(chart.rows) - 0.5, -0.5)

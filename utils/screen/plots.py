@@ -52,7 +52,7 @@ def _dot_lines(chart: DotChart, width: int) -> Iterator[str]:
         yield f"{shortened_text(row.label, label):<{label}} {_dots(row, chart, scale)} {_median(row):>{last}}"
     yield " " * (label + 1) + scale.line(chart.reference)
     signs = [f"{DOT} one run", f"{MEDIAN} median", f"[{INTERVAL}] 95 % interval" if _has_intervals(chart) else ""]
-    signs += [f"{REFERENCE} {TARGET_ONLY}" if chart.reference is not None else ""]
+    signs += [f"{REFERENCE} {chart.about}" if chart.reference is not None else ""]
     yield from _legend([chart.x_label, *filter(None, signs)], width, left_out=len(chart.rows) - len(shown))
 
 

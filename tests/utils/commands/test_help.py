@@ -35,6 +35,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> ReplSession:
         assert session.handle(line) is Verdict.DONE
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello", "task": "code"}\n')
     assert records_of(folder / "runs.jsonl")
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_bytes((folder / "runs.jsonl").read_bytes())
     session.folder = folder  # type: ignore[attr-defined]
     return session
 

@@ -247,7 +247,7 @@ REPLAY = Command(
         "Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
         "name every difference in versions, models, engine and settings.",
         ("> /replay runs.jsonl", "3 of 3 texts are the same"),
-        see_also=("export", "audit"),
+        see_also=("compare", "export", "audit"),
     ),
     files=("",),
 )

@@ -1,0 +1,270 @@
+"""/compare: figures on records with known ratios, what is matched and what is not, and what is said about noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Screen, open_session, records_of
+from recordings import Row, recorded
+
+from utils.commands.experiments.compare import AT_OTHER_TIMES, SAME
+from utils.comparison.matching import match
+from utils.comparison.measurements import read_measurements
+from utils.metrics.intervals import speedup_interval
+from utils.repl.runner import Verdict
+
+PROMPTS = [f"prompt {number}" for number in range(6)]
+SETTINGS = {"length": 128, "processor": "greedy", "seed": 42, "gamma": "auto", "drafter_kind": "loaded", "debug": "off"}
+CIRCUMSTANCES: Row = {
+    "models": {"target": "big", "drafter": "small", "dtype": "float32"},
+    "engine": {"kind": "plain", "threads": 1},
+    "versions": {"torch": "2.0"},
+    "machine": {"cpu": "One", "gpus": []},
+}
+
+
+def record(prompt: str, speed: float, **changes: Any) -> Row:
+    """A record of a generation."""
+    row: Row = {
+        "schema": 1,
+        "record": "generation",
+        "prompt": prompt,
+        "history": [],
+        "strategy": "speculative",
+        "drafter_kind": "model",
+        "text": "abc",
+        "token_ids": [1, 2, 3],
+        "prompt_tokens": 4,
+        "finish": "length",
+        "tokens_per_second": speed,
+        "tokens_per_target_forward": 2.0,
+        "speedup_vs_target": speed / 10,
+        "drafted": 10,
+        "accepted": 5,
+        "rounds": 3,
+        "settings": SETTINGS,
+        **CIRCUMSTANCES,
+    }
+    return row | changes
+
+
+def written(path: Path, rows: Sequence[Row | str]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def compared(
+    view: Screen, folder: Path, first: Sequence[Row | str], second: Sequence[Row | str]
+) -> tuple[list[Row], str]:
+    """The rows and the conclusion."""
+    a, b = written(folder / "a.jsonl", first), written(folder / "b.jsonl", second)
+    session = open_session(view, records=folder / "compared.jsonl")
+    assert session.handle(f"/compare {a} {b}") is Verdict.DONE, view.take()
+    report = records_of(folder / "compared.jsonl")[-1]
+    assert report["record"] == "compare"
+    return report["findings"], "\n".join(report["conclusion"])
+
+
+def test_a_known_ratio_is_found(view: Screen, tmp_path: Path) -> None:
+    speeds = [(10.0 + number, (10.0 + number) * (1.5 + number / 50)) for number in range(6)]
+    first = [record(prompt, speed, accepted=4) for prompt, (speed, _) in zip(PROMPTS, speeds, strict=True)]
+    second = [record(prompt, speed, accepted=6) for prompt, (_, speed) in zip(PROMPTS, speeds, strict=True)]
+    rows, conclusion = compared(view, tmp_path, first, list(reversed(second)))
+    assert [row["ratios"] for row in rows] == [[pytest.approx(1.5 + number / 50)] for number in range(6)]
+    interval = speedup_interval([[ours / theirs] for theirs, ours in speeds])
+    assert interval.low > 1 and f"B is faster than A: B / A is {interval.estimate:.2f} " in conclusion
+    assert f"interval {interval.low:.2f} to {interval.high:.2f} over 6 prompts" in conclusion
+    assert "24/60 = 0.400 in A, 36/60 = 0.600 in B" in conclusion and "6 of 6 are the same" in conclusion
+    assert SAME in conclusion and AT_OTHER_TIMES in conclusion and "Not compared" not in conclusion
+    shown = view.take()[0]
+    assert "speed of B over speed of A" in shown and "10.0 -> 15.0" in shown and "4/10 -> 6/10" in shown
+
+
+def test_the_other_way_round_it_is_slower(view: Screen, tmp_path: Path) -> None:
+    slow, fast = ([record(prompt, speed) for prompt in PROMPTS] for speed in (10.0, 20.0))
+    _, conclusion = compared(view, tmp_path, fast, slow)
+    assert "B is slower than A: B / A is 0.50" in conclusion
+
+
+def test_noise_is_no_difference(view: Screen, tmp_path: Path) -> None:
+    noise = [0.9, 1.1, 1.02, 0.97, 1.05, 0.96]
+    first = [record(prompt, 10.0) for prompt in PROMPTS]
+    second = [record(prompt, 10.0 * factor) for prompt, factor in zip(PROMPTS, noise, strict=True)]
+    _, conclusion = compared(view, tmp_path, first, second)
+    assert "not distinguishable from no difference" in conclusion and "faster" not in conclusion
+
+
+def test_one_run_each_is_too_few(view: Screen, tmp_path: Path) -> None:
+    _, conclusion = compared(view, tmp_path, [record("x", 10.0)], [record("x", 17.0)])
+    assert "about 1.70 on one prompt with one run each: too few to tell" in conclusion
+    assert "faster" not in conclusion and "interval" not in conclusion
+
+
+def test_the_same_file_twice_is_no_difference(view: Screen, tmp_path: Path) -> None:
+    rows = [record(prompt, 10.0 + number) for number, prompt in enumerate(PROMPTS)]
+    _, conclusion = compared(view, tmp_path, rows, rows)
+    assert conclusion.count("not distinguishable") == 2 and SAME in conclusion
+
+
+def test_repeats_of_one_prompt_give_an_interval_for_it(view: Screen, tmp_path: Path) -> None:
+    first = [record("x", speed) for speed in (10.0, 11.0, 10.0, 10.5, 10.2)]
+    second = [record("x", speed) for speed in (20.0, 22.0, 20.0)]
+    (row,), conclusion = compared(view, tmp_path, first, second)
+    assert row["ratios"] == [pytest.approx(value) for value in (2, 2, 2, 20 / 10.5, 22 / 10.2)]
+    assert row["lines"] == [[1, 2, 3, 4, 5], [1, 2, 3]] and "over 5 repeats of one prompt" in conclusion
+
+
+def test_no_gain_is_claimed_where_no_draft_was_accepted(view: Screen, tmp_path: Path) -> None:
+    first, second = ([record(prompt, speed, accepted=0) for prompt in PROMPTS] for speed in (10.0, 20.0))
+    assert "speed-up over target-only" not in compared(view, tmp_path, first, second)[1]
+
+
+def changed(**settings: Any) -> Callable[[str], Row]:
+    return lambda prompt: record(prompt, 10.0, settings=SETTINGS | settings)
+
+
+def test_a_different_gamma_is_the_difference_that_is_compared(view: Screen, tmp_path: Path) -> None:
+    rows, conclusion = compared(
+        view, tmp_path, [*map(changed(gamma=4), PROMPTS)], [*map(changed(gamma=8, costs="x"), PROMPTS)]
+    )
+    assert len(rows) == 6 and "setting gamma: 4 in A, 8 in B." in conclusion and "costs" not in conclusion
+
+
+def test_each_setting_meets_its_own(view: Screen, tmp_path: Path) -> None:
+    first = [record("x", 10.0 * gamma, settings=SETTINGS | {"gamma": gamma}) for gamma in (1, 2, 4)]
+    rows, conclusion = compared(view, tmp_path, first, [*reversed(first), record("x", 1.0, settings=SETTINGS)])
+    assert [row["ratios"] for row in rows] == [[1.0]] * 3
+    assert "B, line 4 (speculative): A has this prompt only with other settings (gamma 1 instead of auto)" in conclusion
+
+
+def test_runs_of_another_task_are_named_and_not_compared(view: Screen, tmp_path: Path) -> None:
+    first = [record("x", 10.0), record("longer", 10.0), record("only here", 10.0), record("x", 9.0, strategy="ngram")]
+    second = [record("x", 10.0), record("longer", 10.0, settings=SETTINGS | {"length": 256}), record("new", 5.0)]
+    rows, conclusion = compared(view, tmp_path, first, second)
+    assert [row["prompt"] for row in rows] == ["x"]
+    assert (
+        "A, line 2 (speculative): B has this prompt only with other settings (length 256 instead of 128)" in conclusion
+    )
+    assert "A, line 3 (speculative): B has no run of this prompt." in conclusion
+    assert "A, line 4 (ngram): B has no run of this strategy on this prompt." in conclusion
+    assert "B, line 3 (speculative): A has no run of this prompt." in conclusion and "Not compared (5)" in conclusion
+
+
+def test_the_target_alone_does_not_depend_on_gamma(view: Screen, tmp_path: Path) -> None:
+    target = {"strategy": "target", "drafted": None, "accepted": None, "drafter_kind": None}
+    first = [record("x", 10.0, **target), record("x", 11.0, **target, settings=SETTINGS | {"gamma": 2})]
+    second = [record("x", 20.0, **target, settings=SETTINGS | {"gamma": 8})]
+    (row,), conclusion = compared(view, tmp_path, first, second)
+    assert row["tokens_per_second"] == [[10.0, 11.0], [20.0]] and SAME in conclusion
+    assert "acceptance" not in conclusion and "speed-up" not in conclusion
+
+
+def test_every_difference_is_named_once(view: Screen, tmp_path: Path) -> None:
+    other = json.loads(json.dumps(CIRCUMSTANCES))
+    other["models"]["drafter"], other["versions"]["torch"], other["machine"]["cpu"] = "head", "3.0", "Two"
+    other["engine"]["threads"], other["machine"]["gpus"] = 8, ["H100"]
+    second = [record(prompt, 10.0, drafter_kind="head", **other) for prompt in PROMPTS]
+    _, conclusion = compared(view, tmp_path, [record(prompt, 10.0) for prompt in PROMPTS], second)
+    for line in (
+        "models, drafter: small in A, head in B.",
+        "versions, torch: 2.0 in A, 3.0 in B.",
+        "engine, threads: 1 in A, 8 in B.",
+        "machine, cpu: One in A, Two in B.",
+        "machine, gpus: none in A, H100 in B.",
+        "speculative, drafter kind: model in A, head in B.",
+    ):
+        assert conclusion.count(line) == 1, line
+    assert SAME not in conclusion
+
+
+def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp_path: Path) -> None:
+    second = [record("x", 10.0, token_ids=[1, 9, 3]), record("y", 10.0, token_ids=[7], models={"target": "other"})]
+    rows, conclusion = compared(view, tmp_path, [record("x", 10.0), record("y", 10.0)], second)
+    assert [row["same_text"] for row in rows] == [False, True]
+    assert rows[0]["first_difference"] == 1 and "differs at token 2" in view.take()[0]
+    assert "1 of 2 are the same" in conclusion
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{broken", "line 2: this is not valid JSON"),
+        (json.dumps(record("x", 1.0) | {"token_ids": "no"}), '"token_ids" has an invalid value'),
+        (json.dumps(record("x", 1.0) | {"schema": 9}), "schema 9"),
+        (json.dumps(record("x", 1.0) | {"finish": "interrupted"}), "line 2: the run was interrupted"),
+        (json.dumps(record("x", 0.0)), "line 2: the run has no speed"),
+        (json.dumps({"schema": 1, "record": "race", "prompt": "x", "settings": {}, "findings": [3]}), '"findings"'),
+        (json.dumps({"schema": 1, "record": "race", "prompt": 3, "settings": {}, "findings": []}), '"prompt"'),
+        (json.dumps({"schema": 1, "record": "race", "settings": {"turns": True}, "findings": []}), "conversation"),
+    ],
+)
+def test_a_damaged_line_is_one_sentence(view: Screen, tmp_path: Path, line: str, reason: str) -> None:
+    good = record("x", 10.0)
+    rows, conclusion = compared(view, tmp_path, [good, line, good], [good])
+    (sentence,) = (part for part in conclusion.splitlines() if reason in part)
+    assert "a.jsonl, line 2" in sentence and "Not compared (1)" in conclusion and rows[0]["lines"] == [[1, 3], [1]]
+
+
+def test_many_damaged_lines_are_counted(view: Screen, tmp_path: Path) -> None:
+    good = record("x", 10.0)
+    _, conclusion = compared(view, tmp_path, [good, *["broken"] * 50], [good])
+    assert "Not compared (50)" in conclusion and "and 30 more." in conclusion and conclusion.count("JSON") == 20
+
+
+def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:
+    def race(speeds: list[float]) -> Row:
+        finding = {"strategy": "speculative", "tokens_per_second": speeds, "speedups": [speed / 10 for speed in speeds]}
+        return {
+            "schema": 1,
+            "record": "race",
+            "prompt": "x",
+            "settings": SETTINGS,
+            "findings": [finding],
+            **CIRCUMSTANCES,
+        }
+
+    (row,), conclusion = compared(view, tmp_path, [race([10.0, 11.0, 12.0])], [race([20.0, 22.0, 24.0])])
+    assert row["ratios"] == [2.0] * 3 and "over 3 repeats" in conclusion and row["same_text"] is None
+
+
+def test_real_records_match(view: Screen, tmp_path: Path) -> None:
+    lines = ("/length 8", "one two", "/race 2", "/whatif", "three")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first, second = (recorded(view, tmp_path / name, *lines) for name in ("a", "b"))
+    session = open_session(view, records=tmp_path / "c.jsonl")
+    assert session.handle(f"/compare '{first}' {second}") is Verdict.DONE
+    report = records_of(tmp_path / "c.jsonl")[-1]
+    assert [(row["prompt"], row["strategy"]) for row in report["findings"]] == [
+        (prompt, strategy) for prompt in ("one two", "three") for strategy in ("speculative", "ngram", "target")
+    ]
+    assert all(row["same_text"] for row in report["findings"])
+    assert [len(row["tokens_per_second"][0]) for row in report["findings"]] == [3, 3, 3, 1, 1, 1]
+    assert "whatif 2" in " ".join(report["conclusion"])
+    matches, problems = match(*(read_measurements(file).measurements for file in (first, second)))
+    assert len(matches) == 6 and not problems
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("", "two files"),
+        ("a.jsonl", "two files"),
+        ("a b c", "two files"),
+        ("'a b", "quotation mark"),
+        ("{0}/good {0}/missing", "missing"),
+        ("{0}/good {0}/empty", "no run"),
+        ("{0}/good {0}/other", "in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(view: Screen, tmp_path: Path, argument: str, words: str) -> None:
+    for name, rows in (("good", [record("x", 1.0)]), ("empty", []), ("other", [record("y", 1.0)])):
+        written(tmp_path / name, rows)
+    session = open_session(view)
+    assert session.handle(f"/compare {argument.format(tmp_path)}") is Verdict.FAILED
+    messages = view.take()[1]
+    assert words in messages and messages.count("\n") == 1

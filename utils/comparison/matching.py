@@ -1,0 +1,156 @@
+"""Which measurements of two files belong together: those of the same prompt, strategy and task.
+
+The task is what decides how much work a run is: length, processor, seed and the prompt's form. Other settings, such as
+gamma, may differ; they are then a difference that is compared. What has no counterpart is named with the reason.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from utils.comparison.measurements import Measurement
+from utils.comparison.recorded_runs import CIRCUMSTANCES, shown_value
+
+TASK = ("length", "processor", "seed", "system", "special")
+# These select what runs and what is shown, depend on the machine, or are part of what must be equal anyway.
+NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
+TARGET_PART = "target"  # its runs do not depend on how drafts are made
+DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Measurements that belong together, those of the first file and those of the second."""
+
+    first: tuple[Measurement, ...]
+    second: tuple[Measurement, ...]
+
+    @property
+    def prompt(self) -> str:
+        return self.first[0].prompt
+
+    @property
+    def strategy(self) -> str:
+        return self.first[0].strategy
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speeds of the second file over those of the first, run by run; the shorter list is repeated."""
+        return _ratios(*([speed for one in part for speed in one.speeds] for part in (self.first, self.second)))
+
+    @property
+    def speedup_ratios(self) -> list[float]:
+        """The same for the speed-ups over target-only. Empty if one file has none."""
+        return _ratios(*([value for one in part for value in one.speedups] for part in (self.first, self.second)))
+
+
+def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    if not first or not second:
+        return []
+    count = max(len(first), len(second))
+    return [second[index % len(second)] / first[index % len(first)] for index in range(count)]
+
+
+def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[list[Match], list[str]]:
+    """The matches in the order of the first file, and a sentence for each measurement without a counterpart."""
+    groups = _groups(first), _groups(second)
+    matches: list[Match] = []
+    problems: list[str] = []
+    for key, ours in groups[0].items():
+        theirs = groups[1].get(key, [])
+        found, left, right = _match_group(ours, theirs)
+        matches += found
+        problems += [_problem(one, "A", "B", second) for one in left]
+        problems += [_problem(one, "B", "A", first) for one in right]
+    problems += [
+        _problem(one, "B", "A", first) for key, theirs in groups[1].items() if key not in groups[0] for one in theirs
+    ]
+    return matches, problems
+
+
+def _groups(measurements: Sequence[Measurement]) -> dict[tuple[Any, ...], list[Measurement]]:
+    groups: dict[tuple[Any, ...], list[Measurement]] = {}
+    for one in measurements:
+        groups.setdefault((one.prompt, one.history, one.strategy, _values(one, TASK)), []).append(one)
+    return groups
+
+
+def _values(one: Measurement, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(repr(one.settings.get(name)) for name in names)
+
+
+def _match_group(
+    ours: Sequence[Measurement], theirs: Sequence[Measurement]
+) -> tuple[list[Match], list[Measurement], list[Measurement]]:
+    """The matches of a prompt, strategy and task, and what is left of each file."""
+    left, right = (_by_method(part) for part in (ours, theirs))
+    matches = [Match(tuple(left.pop(method)), tuple(right.pop(method))) for method in [*left] if method in right]
+    if len(left) == len(right) == 1:  # one other way on each side: that is the difference to compare
+        (one,), (other,) = left.values(), right.values()
+        matches.append(Match(tuple(one), tuple(other)))
+        left, right = {}, {}
+    return matches, list(chain(*left.values())), list(chain(*right.values()))
+
+
+def _by_method(measurements: Sequence[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
+    methods: dict[tuple[str, ...], list[Measurement]] = {}
+    for one in measurements:
+        names = () if one.strategy == TARGET_PART else DRAFTING
+        methods.setdefault(_values(one, names), []).append(one)
+    return methods
+
+
+def _problem(one: Measurement, own: str, other: str, others: Sequence[Measurement]) -> str:
+    """Why a measurement has no counterpart."""
+    where = f"{own}, line {one.line} ({one.strategy})"
+    same_prompt = [row for row in others if (row.prompt, row.history) == (one.prompt, one.history)]
+    same_strategy = [row for row in same_prompt if row.strategy == one.strategy]
+    if not same_prompt:
+        return f"{where}: {other} has no run of this prompt."
+    if not same_strategy:
+        return f"{where}: {other} has no run of this strategy on this prompt."
+    theirs = same_strategy[0].settings
+    differing = [
+        f"{name} {shown_value(theirs[name])} instead of {shown_value(one.settings[name])}"
+        for name in (*TASK, *DRAFTING)
+        if name in theirs and name in one.settings and theirs[name] != one.settings[name]
+    ]
+    return f"{where}: {other} has this prompt only with other settings ({', '.join(differing) or 'several'})."
+
+
+def differences(matches: Sequence[Match]) -> list[str]:
+    """Every difference in versions, models, engine, machine and settings once, with its number of matches."""
+    counts: Counter[str] = Counter()
+    for found in matches:
+        counts.update(list(dict.fromkeys(_differences(found.first[0], found.second[0]))))
+    return [
+        sentence + ("." if count == len(matches) else f" ({count} of {len(matches)} comparisons).")
+        for sentence, count in counts.items()
+    ]
+
+
+def _differences(one: Measurement, other: Measurement) -> Iterator[str]:
+    for part, names in CIRCUMSTANCES.items():
+        ours, theirs = one.circumstances.get(part, {}), other.circumstances.get(part, {})
+        yield from (
+            f"{part}, {name}: {shown_value(ours[name])} in A, {shown_value(theirs[name])} in B"
+            for name in names
+            if name in ours and name in theirs and ours[name] != theirs[name]
+        )
+        missing = [name for name, values in (("A", ours), ("B", theirs)) if not values]
+        if len(missing) == 1:
+            yield f"{part}: not recorded in {missing[0]}"
+    if one.drafter_kind != other.drafter_kind and None not in (one.drafter_kind, other.drafter_kind):
+        yield f"{one.strategy}, drafter kind: {one.drafter_kind} in A, {other.drafter_kind} in B"
+    target, other_target = (part.circumstances.get("models", {}).get("target") for part in (one, other))
+    counts = one.prompt_tokens, other.prompt_tokens
+    if target == other_target and counts[0] != counts[1] and None not in counts:
+        yield "the prompt has a different number of tokens: the chat template or the tokenizer differs"
+    ignored = (*NOT_COMPARED, *(DRAFTING if one.strategy == TARGET_PART else ()))
+    yield from (
+        f"setting {name}: {shown_value(value)} in A, {shown_value(other.settings[name])} in B"
+        for name, value in one.settings.items()
+        if name not in ignored and name in other.settings and other.settings[name] != value
+    )
