@@ -16,6 +16,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from utils.repl.status import limits_of
 from utils.repl.tools import SessionTools
 from utils.screen.line_history import LineHistory, history_path
 from utils.screen.renderer import Renderer, make_renderer
+from utils.screen.writer import OutputError
 
 FIRST_NOTE = "Type a prompt, or /help for the commands; /quit or Ctrl-D leaves."
+OUTPUT_FAILED = "Standard output cannot be written: {}."
 INPUT_IGNORED = "Standard input is not read when prompts are given: pass its lines with -c."
 Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
@@ -118,6 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
     interactive = on_terminal and not arguments.lines and not arguments.prompts and arguments.prompt is None
     renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_rank_zero())
+    if sys.stdout is None:
+        renderer.error(OUTPUT_FAILED.format("it is closed"))
+        return 1
     try:
         texts = given_prompts(arguments)  # before anything slow
         session = start_session(arguments, renderer, default_registry(), interactive=interactive)
@@ -128,8 +134,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output is gone
+    except BrokenPipeError as error:  # the reader of our output is gone, or the output cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, OutputError):
+            with suppress(OSError):  # messages may go to the same disk
+                renderer.error(OUTPUT_FAILED.format(error.strerror))
         return 1
 
 

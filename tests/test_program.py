@@ -135,6 +135,29 @@ def test_a_prompt_of_the_command_line_runs_exactly_as_given_after_the_lines(
     assert [row["prompt"] for row in records_of(file)] == ["/gamma a\\nb"] * 3
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_that_cannot_be_written_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", str(folder), "--engine", "plain", "-c", "/length 2", "-c", "Hello"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert infer.main(arguments) == 1
+        full.flush()  # as at the end of the process: nothing is left that fails
+    errors = capsys.readouterr().err
+    assert "No space left" in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+def test_closed_output_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert infer.main(["--target", str(folder), "-c", "Hello"]) == 1
+    assert "closed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    assert infer.main(["--target", str(folder), "-c", "Hello"]) == 1
+
+
 @pytest.mark.parametrize("waiting", ["/length 8\n", ""])
 def test_piped_lines_beside_a_prompt_file_are_not_ignored_silently(
     waiting: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -227,9 +227,8 @@ def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = Fals
     A stream has colours if rich detects a terminal with colours, NO_COLOR is not set and `plain` is False. `silent`
     discards everything, for processes other than rank zero.
     """
-    if silent:
-        nowhere = open_console(open(os.devnull, "w", encoding="utf-8"), plain=plain)  # noqa: SIM115 (open until the end)
-        return Renderer(nowhere, nowhere, colour=False)
-    out = open_console(sys.stdout, plain=plain)
-    messages = out if interactive else open_console(sys.stderr, plain=plain)
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+    # A stream is None if it was closed before the start.
+    out = open_console((None if silent else sys.stdout) or nowhere, plain=plain)
+    messages = out if interactive else open_console((None if silent else sys.stderr) or nowhere, plain=plain)
     return Renderer(out, messages, colour=not out.no_color, wraps=has_width())

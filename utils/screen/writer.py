@@ -19,6 +19,21 @@ MOST_OFTEN = 0.1  # seconds between two counts of the same work
 CLEAR_LINE = "\r\x1b[K"
 
 
+class OutputError(BrokenPipeError):
+    """A stream cannot be written for a reason that the user should know, such as a full disk."""
+
+
+def put(console: Console, text: str) -> None:
+    """Write immediately. Raises OutputError if that fails, BrokenPipeError if nobody reads any more."""
+    try:
+        console.file.write(text)
+        console.file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from error
+
+
 class ProgressLine:
     """One line of a terminal that is overwritten, and cleared before anything else is written."""
 
@@ -51,8 +66,7 @@ class ProgressLine:
             self._write(CLEAR_LINE)
 
     def _write(self, text: str) -> None:
-        self._console.file.write(text)
-        self._console.file.flush()
+        put(self._console, text)
 
 
 class Writer:
@@ -69,8 +83,7 @@ class Writer:
 
     def write(self, text: str) -> None:
         self._progress.clear()
-        self.console.file.write(text)
-        self.console.file.flush()
+        put(self.console, text)
 
     def line(self, text: str, style: str = "") -> None:
         """A line, wrapped between words on a terminal only."""
