@@ -115,6 +115,21 @@ def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main
     assert [row["prompt"] for row in records_of(file)] == ["/gamma"] * 3 + ["Hello"] * 3
 
 
+def test_only_newlines_end_piped_lines(folder: Path, tmp_path: Path, main: Any) -> None:
+    file = tmp_path / "runs.jsonl"
+    for line in ("/system a\u2028/seed 7", "a\r/seed 7", "b\x0c/seed 7\r"):
+        result = main("--target", folder, "--json", file, stdin=f"/length 1\n/ngram off\n{line}\nHello")
+        assert result.returncode == 0 and records_of(file)[-1]["seed"] == 42, line
+        assert line.startswith("/") or records_of(file)[-3]["prompt"] == line.removesuffix("\r")
+
+
+@pytest.mark.parametrize("odd", ["pipe", ".", "a\0b", "none/file"])
+def test_records_need_a_regular_file(odd: str, tmp_path: Path, main: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")  # would wait for a reader
+    result = main("--target", "nowhere", "--json", tmp_path / odd, "-c", "Hello")
+    assert result.returncode == 1 and "--json" in result.stderr and "Illegal seek" not in result.stderr
+
+
 def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path, main: Any) -> None:
     result = main("--target", folder, "-c", "/gamma abc", "-c", "/length 3", "-c", "Hello")
     assert result.returncode == 1 and "Target only" in result.stdout and "abc" in result.stderr

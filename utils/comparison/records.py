@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from errno import ENOSPC
+from errno import EINVAL, ENOSPC
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -21,6 +21,7 @@ from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings, as_json
 from utils.engine.machine import machine_facts
 from utils.errors import UserError
+from utils.files import os_reason
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import Generation
 from utils.prompts.conversation import to_messages
@@ -150,6 +151,8 @@ class RecordFile:
         """Append one line per record in a single write, so that lines of other processes do not interleave."""
         lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
+            if self._path.exists() and not self._path.is_file():
+                raise OSError(EINVAL, "it is not a regular file, and records are appended to one")
             with self._path.open("ab", buffering=0) as file:
                 # A lone surrogate has no UTF-8 form; its backslash escape is valid JSON.
                 data, end = lines.encode("utf-8", errors="backslashreplace"), file.seek(0, os.SEEK_END)
@@ -157,7 +160,7 @@ class RecordFile:
                 if file.write(data) != len(data):
                     file.truncate(end)  # half a line would damage the next one
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
             raise UserError(
-                f"The records file {self._path} cannot be written: {error.strerror}. Choose another with --json."
+                f"The records file {self._path} cannot be written: {os_reason(error)}. Choose another with --json."
             ) from error

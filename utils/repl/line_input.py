@@ -71,7 +71,8 @@ def split_lines(typed: str) -> list[str]:
     if typed.lstrip().startswith(QUOTES):
         text = typed.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
         return [SAY + text] if text.strip() else []
-    lines = [line for line in typed.splitlines() if line.strip()]
+    # Not splitlines(): other separators may occur inside a text, which must not become a command.
+    lines = [line for line in typed.split("\n") if line.strip()]
     if len(lines) < 2:
         return [typed]
     # Pasted commands run one by one. Anything else is one prompt, sent through /say in case it begins with a slash.
@@ -167,10 +168,10 @@ def typed_lines(
 def piped_lines() -> Iterator[str]:
     """The lines of standard input. The last one may lack its newline."""
     if isinstance(sys.stdin, TextIOWrapper):
-        # A byte that is not UTF-8 must not end the program in the middle of the input.
-        sys.stdin.reconfigure(errors="replace")
+        # A byte that is not UTF-8 must not end the program in the middle of the input. Only "\n" ends a line.
+        sys.stdin.reconfigure(errors="replace", newline="\n")
     for line in sys.stdin or ():  # None if standard input is closed
-        yield line.rstrip("\r\n")
+        yield line.removesuffix("\n").removesuffix("\r")
 
 
 def input_waits() -> bool:

@@ -73,6 +73,9 @@ def test_several_lines_are_one_prompt_but_several_commands_stay_separate() -> No
         and split_lines('""""""') == []
         and split_lines("/x\n") == ["/x\n"]
     )
+    # Only a newline ends a line: the text of a setting never becomes a command.
+    for separator in "\r\x0b\x0c\x1c\x85\u2028":
+        assert split_lines(f"/system a{separator}/seed 7") == [f"/system a{separator}/seed 7"]
     assert (
         is_open_block('"""') and is_open_block('"""a\n""') and not is_open_block('"""a"""') and not is_open_block("a")
     )
