@@ -6,7 +6,7 @@ recorded drafts, verified by the text instead of the target. Rounds and acceptan
 does not depend on the drafts (greedy, `coupled`); otherwise they are an estimate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,20 +107,18 @@ class RecordedDrafter:
         """Nothing to learn."""
 
 
-def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> list[Draft]:
+def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> Iterator[Draft]:
     """The drafts, at most `count`, that a drafter proposes after each prefix of the text."""
     target, context = TextSession(text), list(text.context)
-    drafts: list[Draft] = []
     drafter.begin(text.prompt, list(context))
     for token in text.tokens:
         start = len(context)
         draft = drafter.propose(context, count)
-        drafts.append(Draft(list(draft.tokens), kind=draft.kind))
+        yield Draft(list(draft.tokens), kind=draft.kind)
         logits = target.feed(context, keep=1)
         context = [*context, token]
         target.rewind(start)
         drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
-    return drafts
 
 
 def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -33,22 +33,44 @@ class GammaRounds(NamedTuple):
     timings: list[RoundTiming]
 
 
+class ReplayProgress(NamedTuple):
+    """How much of the work for one strategy is done, from 0 to 1."""
+
+    strategy: Strategy
+    fraction: float
+
+
 def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
     """For each strategy, all of which draft, the rounds of gamma 0, 1, ... and of adaptive gamma, if the text were
     `tokens`.
 
     Storages and texts are used as the job has them, and are not changed. Raises UserError if a strategy cannot be run.
     """
+    for event in replay_events(job, strategies, tokens):
+        if isinstance(event, GammaRounds):
+            yield event
+
+
+def replay_events(
+    job: Job, strategies: Sequence[Strategy], tokens: list[int]
+) -> Iterator[GammaRounds | ReplayProgress]:
+    """`replay_gammas` with progress in between."""
     needs_features = any(strategy.needs_drafter for strategy in strategies)
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
     for strategy in strategies:
-        recorded = None
         # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
-        if (longest := _build(job, strategy, AUTO_GAMMA)).replay is not Replay.NEVER:
-            recorded = RecordedDrafter(_record(text, longest), len(text.context))
+        longest = _build(job, strategy, AUTO_GAMMA)
+        drafts: list[Draft] = []
+        if longest.replay is not Replay.NEVER:
+            for draft in _recorded(text, longest):
+                drafts.append(draft)
+                yield ReplayProgress(strategy, len(drafts) / (len(tokens) + AUTO_GAMMA))
+        recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
         for gamma in range(AUTO_GAMMA + 1):
             drafter = recorded or _build(job, strategy, gamma).drafter
             yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
+            if not recorded:
+                yield ReplayProgress(strategy, (gamma + 1) / (AUTO_GAMMA + 2))
         adaptive = _build(job, strategy, None).drafter
         yield GammaRounds(strategy, None, *replay(text, adaptive, job.decoding, gamma=AUTO_GAMMA))
 
@@ -64,11 +86,16 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     )
 
 
-def _record(text: FinishedText, built: BuiltDrafter) -> list[Draft]:
+def _recorded(text: FinishedText, built: BuiltDrafter) -> Iterator[Draft]:
+    """The drafts after each prefix of the text: whole rounds, or single drafts."""
+    return drafts_along(text, built.drafter, AUTO_GAMMA if built.replay is Replay.BY_ROUND else 1)
+
+
+def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
+    """The recorded drafts as rounds."""
     if built.replay is Replay.BY_ROUND:
-        return drafts_along(text, built.drafter, AUTO_GAMMA)
-    single = [draft.tokens for draft in drafts_along(text, built.drafter, 1)]
-    return [Draft(tokens) for tokens in chain_single_drafts(single, AUTO_GAMMA)]
+        return drafts
+    return [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
 
 
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:

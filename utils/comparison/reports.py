@@ -29,7 +29,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of a report: its cells for the screen, its figures for the JSON record."""
+    """One row of a report: its cells for the screen, if it is shown there, and its figures for the JSON record."""
 
     cells: tuple[str, ...]
     figures: dict[str, Any]

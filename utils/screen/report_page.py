@@ -145,7 +145,7 @@ def _report(number: int, result: ShownResult, place: str) -> Iterator[Block]:
     yield Heading(f"{number}. {_headline(result)}")
     stopped = "" if record["finished"] else " It was interrupted; these are the finished parts."
     yield Paragraph(f"{_changed(record)}{place}.{stopped}")
-    rows = [finding.cells for finding in result.findings]
+    rows = [finding.cells for finding in result.findings if finding.cells]
     if report.transposed:
         rows = list(zip(report.headings, *rows, strict=True))
     yield DataTable([[Cell(cell) for cell in row] for row in rows], () if report.transposed else report.headings)

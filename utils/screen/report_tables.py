@@ -26,7 +26,7 @@ class _Column:
 
     @property
     def one_line(self) -> int:
-        """The width at which no cell is broken. A heading may be broken between words and after a slash."""
+        """The width at which no cell is broken. A heading may take two lines."""
         return max([self.least_heading, *map(cell_len, self.cells)])
 
     @property
@@ -36,15 +36,17 @@ class _Column:
 
     @property
     def least_heading(self) -> int:
-        return max(map(cell_len, _in_lines(self.heading).split()), default=0)
+        return max(map(cell_len, _in_lines(self.heading).split("\n")))
 
     def heading_for(self, width: int) -> str:
         return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
 
 
 def _in_lines(heading: str) -> str:
-    """A heading that may be broken after a slash: tokens/forward, but not tokens/s."""
-    return re.sub(r"/(?=\w\w)", "/\n", heading)
+    """A heading on two lines of similar width, if it has a blank, or a slash as in tokens/forward (not tokens/s)."""
+    cuts = [match.end() for match in re.finditer(r" |/(?=\w\w)", heading)]
+    forms = [f"{heading[:cut].rstrip()}\n{heading[cut:]}" for cut in cuts]
+    return min(forms, key=lambda form: max(map(cell_len, form.split("\n"))), default=heading)
 
 
 def report_table(

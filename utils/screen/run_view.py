@@ -164,7 +164,7 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
     """Show what a report is about, its findings as a table and plots, and its conclusion."""
-    cells = [finding.cells for finding in findings]
+    cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
     if report.transposed:
         # One row per heading, and one column per finding.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of, tiny_pair
 
 from utils.commands.experiments.predicted_speed import TargetTiming
-from utils.commands.experiments.whatif import ESTIMATE, EXACT, _charts
+from utils.commands.experiments.whatif import ESTIMATE, EXACT, _charts, conclusion
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
 from utils.decode.steps import FinishReason, Step
@@ -31,10 +33,46 @@ def test_every_gamma_is_shown_and_recorded(view: Screen, tmp_path: Path) -> None
             row = rows[run["drafter_kind"], 3]
             names = ("rounds", "drafted", "accepted", "tokens_per_target_forward")
             assert [row[name] for name in names] == [run[name] for name in names]
-    assert "predicted speed-up" in shown and "* model" in shown and "A auto" in shown and "M measured" in shown
-    assert "model: best at gamma " in shown and EXACT in shown
+    assert (
+        "predicted speed-up" in shown and "* speculative model" in shown and "A auto" in shown and "M measured" in shown
+    )
+    assert EXACT in shown
+    assert {row["strategy"] for row in rows.values()} == {"speculative model", "speculative suffix", "ngram"}
     assert all(row["exact"] and row["speedup"] > 0 for row in rows.values())
     assert rows["model", 0]["speedup"] == pytest.approx(1)
+
+
+def test_a_gamma_that_accepts_no_more_has_a_record_and_no_line(view: Screen, tmp_path: Path) -> None:
+    session = open_session(view, records=tmp_path / "records.jsonl")
+    for line in ("/length 12", "/gamma 3", "Hello there"):
+        assert session.handle(line) is Verdict.DONE
+    view.take()
+    assert session.handle("/whatif") is Verdict.DONE
+    shown = session.harness.state.shown
+    assert shown is not None and len(shown.findings) == 2 * 18
+    for above, finding in pairwise(shown.findings):
+        ours, theirs = ([one.figures[name] for name in ("strategy", "rounds", "accepted")] for one in (finding, above))
+        assert bool(finding.cells) == (finding.figures["gamma"] is None or ours != theirs)
+    lines = view.take()[0].splitlines()
+    listed = [line for line in lines if line.startswith(("speculative  ", "ngram  "))]
+    assert len(listed) == sum(bool(finding.cells) for finding in shown.findings) < 2 * 18
+
+
+def predicted(name: str, *speedups: float, auto: float = 0.9) -> list[dict[str, Any]]:
+    rows = [{"strategy": name, "gamma": gamma, "speedup": speedup} for gamma, speedup in enumerate(speedups)]
+    return [*rows, {"strategy": name, "gamma": None, "speedup": auto}]
+
+
+def test_the_conclusion_names_a_gamma_only_if_it_is_predicted_to_be_faster() -> None:
+    slow, fast = predicted("a", 1.0, 1.01, 0.9), predicted("b", 1.0, 1.3, 1.52, auto=1.4)
+    (sentence,) = conclusion([slow], 2)
+    assert "no gamma" in sentence
+    first, second, following = conclusion([slow, fast], 3)
+    assert "no gamma" in first and "gamma 2" in second and "1.52x" in second and "1.40x" in second
+    assert "/gamma 2" in following and "/race 5" in following
+    assert "/gamma" not in conclusion([fast], 2)[-1], "it is set already"
+    adaptive = conclusion([predicted("b", 1.0, 1.5, auto=1.49)], 3)
+    assert "gamma auto" in adaptive[0] and "/gamma auto" in adaptive[-1], "auto is as good as the best"
 
 
 def test_under_rules_with_their_own_noise_it_is_an_estimate(view: Screen, tmp_path: Path) -> None:
@@ -87,7 +125,7 @@ def test_the_chart_has_predictions_and_what_was_measured(view: Screen, tmp_path:
     (chart,) = shown.report.charts(shown.findings)
     assert isinstance(chart, LineChart) and chart.reference == 1.0
     rows = records_of(tmp_path / "records.jsonl")
-    speedups = {run["drafter_kind"]: run["speedup_vs_target"] for run in rows[:-1] if run["drafter_kind"]}
+    speedups = {run["strategy"]: run["speedup_vs_target"] for run in rows[:-1] if run["drafter_kind"]}
     measured = {(point.series, point.x): point.y for point in chart.markers if point.name == "measured"}
     assert measured == {(kind, 3): speedup for kind, speedup in speedups.items()}
     figures = [row for row in rows[-1]["findings"] if row["drafter"] == "ngram"]
@@ -96,7 +134,7 @@ def test_the_chart_has_predictions_and_what_was_measured(view: Screen, tmp_path:
 
 def test_the_chart_ends_where_rounds_no_longer_change() -> None:
     def finding(kind: str, gamma: int | None, rounds: int) -> Finding:
-        row = {"drafter": kind, "gamma": gamma, "rounds": rounds, "drafted": rounds, "accepted": 0}
+        row = {"strategy": kind, "gamma": gamma, "rounds": rounds, "drafted": rounds, "accepted": 0}
         return Finding((), row | {"speedup": 1.0 + (gamma or 0) / 10, "measured_speedup": None})
 
     rounds = {"a": [9, 5, 4, 4, 4], "b": [9, 8, 8, 8, 8]}

@@ -41,10 +41,10 @@ def test_the_costs_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("rounds", "timing", "costs", "draft_cost", "words"),
     [
-        ([(0, 0), (0, 0), (1, 1)], RoundTiming(1, 2, 3), COSTS, 0.1, ["declined", "67%"]),
+        ([(0, 0), (0, 0), (1, 1)], RoundTiming(1, 2, 3), COSTS, 0.1, ["nothing was drafted", "67%"]),
         ([(2, 2)] * 4, RoundTiming(1, 1, 4), COSTS, 0.01, ["overhead", "50%"]),
-        ([(4, 1)] * 4, RoundTiming(1, 2, 3), Costs((0.5, 0.9, 1.3, 1.7)), 0.1, ["verify pass", "5 tokens", "2.7"]),
-        ([(2, 1)] * 4, RoundTiming(1, 2, 3), COSTS, 0.4, ["a draft", "0.40", "2.0"]),
+        ([(4, 1)] * 4, RoundTiming(1, 2, 3), Costs((0.5, 0.9, 1.3, 1.7)), 0.1, ["4 drafts", "2.7"]),
+        ([(2, 1)] * 4, RoundTiming(1, 2, 3), COSTS, 0.4, ["40%", "2.0"]),
         ([(2, 0)] * 3 + [(2, 1)], RoundTiming(1, 2, 3), Costs((0.0, 0.0)), 0.01, ["accepted", "1 of 8"]),
         ([(2, 2)] * 4, RoundTiming(1, 2, 3), Costs((0.0, 0.0)), 0.01, ["nothing", "3.0"]),
     ],
@@ -96,11 +96,13 @@ def test_the_gamma_with_the_highest_estimate() -> None:
 
 
 def test_the_advice_depends_on_the_figures() -> None:
-    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5]}
+    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5], "gamma": None}
     assert "/gamma 3" in advice(figures) and "1.50" in advice(figures)
-    assert "no other /gamma" in advice(figures | {"rate": 1.49})
-    assert "nothing was drafted" in advice(figures | {"by_position": []})
-    assert "no /gamma above 0" in advice(figures | {"best_gamma": 0, "best_rate": 1.0, "rate": 0.8})
+    assert "/gamma auto is already" in advice(figures | {"rate": 1.49})
+    assert "/gamma 3 is already" in advice(figures | {"rate": 1.49, "gamma": 3})
+    assert "no estimate" in advice(figures | {"by_position": []})
+    assert "No gamma" in advice(figures | {"best_gamma": 0, "best_rate": 1.0, "rate": 0.8})
+    assert "No gamma" in advice(figures | {"best_rate": 1.01, "rate": 1.0}), "the gain is not measurable"
 
 
 def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:

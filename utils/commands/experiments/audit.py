@@ -14,9 +14,10 @@ from utils.bounds import WholeRange
 from utils.commands.experiments.logit_trials import MODES, TrialText, logit_events
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.config.settings import setting_fields
 from utils.decode.noise import fix_seeds
@@ -30,7 +31,7 @@ ANSWER = 8  # maximum number of new tokens of each run
 LONGEST_PROMPT = 512  # tokens of the prompt that logits are computed for
 SMALL_DRIFT = 0.01  # a difference of logits below this seldom changes a token
 OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
-HEADINGS = ("mode", "trials", "unique outputs", "largest difference in logits", "argmax flips")
+HEADINGS = ("mode", "trials", "unique outputs", "logit difference", "argmax flips")
 EQUAL_TEXTS = (
     "the speculative, n-gram assisted and target-only texts are the same under greedy (with any rule), "
     "and with sampling under /verify coupled"
@@ -78,7 +79,7 @@ class _Texts:
     def collect(self, mode: str, orders: Sequence[Sequence[Strategy]]) -> Iterator[ReportEvent]:
         """Run the strategies in each of these orders. One finding also covers the texts of earlier modes."""
         refused: dict[str, str] = {}
-        done = 0
+        countdown, done = Countdown(), 0
         try:
             for order in orders:
                 for strategy in order:
@@ -87,8 +88,9 @@ class _Texts:
                     except UserError as error:
                         refused[strategy.name] = str(error)
                 done += 1
+                yield from countdown.at(done / len(orders), f"{mode}: {done} of {len(orders)} rounds")
         finally:  # Ctrl-C is raised again once the events are consumed
-            yield from (Progress(f"{mode}: {name} left out. {reason}") for name, reason in refused.items())
+            yield from (Note(f"{mode}: {name} left out. {reason}") for name, reason in refused.items())
             if done and any(self.seen.values()):
                 yield self._finding(mode, done)
 

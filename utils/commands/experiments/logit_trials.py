@@ -11,13 +11,15 @@ from random import Random
 
 from torch import Tensor
 
+from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, ReportEvent
+from utils.comparison.reports import Finding, Note, Progress, ReportEvent
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
+from utils.text import count_of
 
 LARGEST_BATCH = 8
 
@@ -123,16 +125,18 @@ MODES: dict[str, Callable[[TrialText], Iterator[Trial]]] = {"width": widths, "pr
 
 def logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[ReportEvent]:
     """One finding for the trials of a mode. Ctrl-C keeps the trials that were finished."""
-    yield Progress(f"{mode}: {text.trials} positions in {len(text.context)} tokens ...")
+    yield Progress(f"{mode}: {count_of(text.trials, 'position')} in {count_of(len(text.context), 'token')} ...")
     drift, unique, done, width = LogitDrift(0.0, 0, 0), 0, 0, 0
+    countdown = Countdown()
     try:
         for trial in MODES[mode](text):
             drift += LogitDrift.of(trial.versions)
             unique = max(unique, len({text.choices(version, trial.end) for version in trial.versions}))
             width = max(width, trial.width)
             done += 1
+            yield from countdown.at(done / text.trials, f"{mode}: {done} of {text.trials} positions")
     except UserError as error:
-        yield Progress(f"{mode}: left out. {error}")
+        yield Note(f"{mode}: left out. {error}")
     finally:  # Ctrl-C is raised again once the finding is consumed
         if done:
             if mode != "batch":  # the program itself never verifies in batches

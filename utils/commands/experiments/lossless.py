@@ -13,16 +13,17 @@ from torch import Tensor
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.chi_square import Fit, fit
+from utils.text import count_of
 
 DRAWS, MAX_DRAWS = 200, 1_000_000
-MANY_DRAWS = 100  # from which progress is shown after each quarter
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious, and wrong
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws for a test"
@@ -52,17 +53,18 @@ def _events(
     versions = _first_probs(harness, last.prompt, settings)
     # The first round must not be shortened by the end of the run.
     short = replace(settings, length=settings.max_drafts + 1)
-    for strategy in strategies:
-        yield Progress(f"{strategy.name}: drawing {draws} rounds ...")
+    countdown = Countdown()
+    for index, strategy in enumerate(strategies):
+        yield Progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
         job = replace(harness.job(last.prompt, short, last.history), prefills=SharedPrefills())
         counts: Counter[int] = Counter()
         try:
             for draw in range(draws):
-                if draw and draws >= MANY_DRAWS and draw % (draws // 4) == 0:
-                    yield Progress(f"{strategy.name}: {draw} of {draws} ...")
+                done = (index + draw / draws) / len(strategies)
+                yield from countdown.at(done, f"{strategy.name}: {draw} of {draws} draws")
                 counts[_first_token(strategy, job, draw)] += 1
         except UserError as error:
-            yield Progress(f"{strategy.name}: left out. {error}")
+            yield Note(f"{strategy.name}: left out. {error}")
         except KeyboardInterrupt:
             # The events are a generator, so this finding is consumed before Ctrl-C is raised again.
             if counts:

@@ -42,7 +42,7 @@ HEADINGS = (
     "tokens/forward",
     "text",
 )
-OPTIONAL = ("range", "95 % interval", "acceptance")
+OPTIONAL = ("range", "95 % interval", "acceptance", "tokens/forward")
 SETTINGS = (
     "gamma",
     "drafter_kind",

@@ -6,13 +6,15 @@ Rounds and acceptance come from the decoding loop itself, run over what the draf
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
-from utils.comparison.gamma_replay import replay_gammas
+from utils.comparison.countdown import Countdown
+from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt
@@ -20,10 +22,14 @@ from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.costs import Costs
+from utils.text import count_of
 
-HEADINGS = ("drafter", "gamma", "rounds", "accepted", "rate", "per forward", "tokens/s", "speed-up")
-EXACT = "Rounds and acceptance equal those of real runs. Speeds are predicted from measured costs (/costs)."
-ESTIMATE = "An estimate, as if under /verify coupled. Other rules draw other random numbers and accept slightly more."
+HEADINGS = ("strategy", "gamma", "rounds", "accepted", "acceptance", "tokens/forward", "tokens/s", "speed-up")
+OPTIONAL = ("accepted", "rounds")
+MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
+EXACT = "Rounds and acceptance are those of real runs. Speeds are predicted from measured costs (/costs)."
+ESTIMATE = "An estimate for /verify coupled. Other rules use other random numbers and accept slightly more drafts."
+UNLISTED = "A gamma that is not listed accepts the same drafts as the one above it."
 Row = dict[str, Any]  # the figures of a finding
 
 
@@ -33,7 +39,9 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
     # The text was made under the old settings; what drafts along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     findings = _findings(harness, _rerun_job(last, harness, settings), last, timing)
-    return [RunReport(Report("whatif", last.text, settings, HEADINGS, findings, _conclusion, charts=_charts))]
+    conclude = partial(_conclusion, context.settings.gamma)
+    report = Report("whatif", last.text, settings, HEADINGS, findings, conclude, charts=_charts, optional=OPTIONAL)
+    return [RunReport(report)]
 
 
 def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
@@ -49,12 +57,20 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
 def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming) -> Iterator[ReportEvent]:
     tokens, measured = target_run(last).tokens, _measured(last)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    yield Progress(f"replaying the target's {len(tokens)} tokens with {len(drafting)} drafters ...")
+    yield Progress(f"replaying the target's {len(tokens)} tokens with {count_of(len(drafting), 'drafter')} ...")
     costs, baseline = job.settings.costs or Costs(), len(tokens) / timing.alone(len(tokens))
-    for strategy, gamma, steps, timings in replay_gammas(job, drafting, tokens):
+    countdown = Countdown()
+    above: Row = {}
+    for event in replay_events(job, drafting, tokens):
+        if isinstance(event, ReplayProgress):
+            done = (drafting.index(event.strategy) + event.fraction) / len(drafting)
+            yield from countdown.at(done, f"replaying {event.strategy.name}, {done:.0%} done")
+            continue
+        strategy, gamma, steps, timings = event
         kind = str(strategy.drafter_label(job.pair))
         speed = len(tokens) / timing.predict(steps, costs, drafting_cost(timings, costs, kind))
         row = {
+            "strategy": strategy.name,
             "drafter": kind,
             "gamma": gamma,
             **_round_figures(steps),
@@ -63,7 +79,14 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
             "measured_speedup": measured.get(kind) if gamma == last.job.settings.gamma else None,
             "exact": strategy.repeats_target(job.settings),
         }
-        yield Finding(_cells(row), row)
+        yield Finding(() if _repeats(row, above) else _cells(row), row)
+        above = row
+
+
+def _repeats(row: Row, above: Row) -> bool:
+    """Whether a larger gamma only drafts more: it has a record, but no line on the screen."""
+    names = ("strategy", "rounds", "accepted")
+    return row["gamma"] is not None and all(row[name] == above.get(name) for name in names)
 
 
 def _measured(last: LastPrompt) -> dict[str, float | None]:
@@ -86,8 +109,8 @@ def _round_figures(steps: Sequence[Step]) -> Row:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        row["drafter"],
-        "auto" if row["gamma"] is None else str(row["gamma"]),
+        row["strategy"],
+        _shown(row["gamma"]),
         str(row["rounds"]),
         f"{row['accepted']}/{row['drafted']}",
         f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else "-",
@@ -97,26 +120,53 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _by_drafter(findings: Sequence[Finding]) -> dict[str, list[Row]]:
+def _shown(gamma: int | None) -> str:
+    return "auto" if gamma is None else str(gamma)
+
+
+def _by_strategy(findings: Sequence[Finding]) -> dict[str, list[Row]]:
     rows: dict[str, list[Row]] = {}
     for finding in findings:
-        rows.setdefault(finding.figures["drafter"], []).append(finding.figures)
+        rows.setdefault(finding.figures["strategy"], []).append(finding.figures)
     return rows
 
 
-def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    lines = []
-    for kind, rows in _by_drafter(findings).items():
-        best = max((row for row in rows if row["gamma"] is not None), key=lambda row: float(row["speedup"]))
-        auto = next((f"; auto {row['speedup']:.2f}x" for row in rows if row["gamma"] is None), "")
-        lines.append(f"{kind}: best at gamma {best['gamma']}, {best['speedup']:.2f}x{auto}")
+def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
+    lines = conclusion(list(_by_strategy(findings).values()), gamma)
     exact = all(finding.figures["exact"] for finding in findings)
-    return [*lines, EXACT if exact else ESTIMATE]
+    unlisted = [UNLISTED] if not all(finding.cells for finding in findings) else []
+    return [*lines, " ".join([EXACT if exact else ESTIMATE, *unlisted])]
+
+
+def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list[str]:
+    """The best gamma of each strategy, and what to type. Rows: of each gamma, and of auto (None). current: the value
+    of /gamma.
+    """
+    lines = []
+    advised: list[tuple[float, str]] = []
+    for rows in strategies:
+        name, best = rows[0]["strategy"], max(rows, key=lambda row: float(row["speedup"]))
+        auto = next((row for row in rows if row["gamma"] is None), None)
+        if best["speedup"] < MIN_GAIN:
+            lines.append(f"{name}: no gamma is predicted to be faster than target-only.")
+            continue
+        if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
+            best = auto
+        also = "" if auto is None or best is auto else f" (auto: {auto['speedup']:.2f}x)"
+        lines.append(
+            f"{name}: best with gamma {_shown(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}."
+        )
+        advised.append((best["speedup"], _shown(best["gamma"])))
+    if advised:
+        value = max(advised)[1]
+        change = "" if value == _shown(current) else f"/gamma {value}, then "
+        lines.append(f"Next: {change}/race 5 measures it.")
+    return lines
 
 
 def _charts(findings: Sequence[Finding]) -> list[LineChart]:
     """The predicted speed-up over gamma, up to the gamma from which no drafter's rounds change any more."""
-    rows = _by_drafter(findings)
+    rows = _by_strategy(findings)
     fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
     last = max(map(_last_change, fixed.values()))
     series = {kind: [row["speedup"] for row in of_kind[: last + 1]] for kind, of_kind in fixed.items()}
@@ -152,7 +202,7 @@ WHATIF = Command(
     page=Page(
         "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
         "decoding again.",
-        ("> /whatif", "model: best at gamma 4"),
+        ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only (auto: 1.48x)."),
         see_also=("gamma", "why", "race", "predicted"),
     ),
 )

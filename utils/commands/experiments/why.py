@@ -15,25 +15,28 @@ from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.warm_up import with_costs
+from utils.engine import Engine
+from utils.engine.forward_timing import WIDTHS
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
+from utils.text import count_of
 
 HEADINGS = (
     "strategy",
-    "speed-up, measured",
-    "speed-up, predicted",
-    "tokens per round",
-    "drafts per round",
+    "measured speed-up",
+    "predicted speed-up",
+    "tokens/round",
+    "drafts/round",
     "draft cost",
     "verify cost",
-    "accepted, by position",
+    "by position",
     "rounds without drafts",
-    "time drafting",
-    "time verifying",
-    "other time",
+    "drafting",
+    "verifying",
+    "other",
 )
-SHOWN_POSITIONS = 6
+SHOWN_POSITIONS = 4
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 MUCH_OVERHEAD = 0.1  # share of time outside the models above which it can be the limit
 HIGH_COST = 0.2  # extra cost per decode step above which drafting or verifying can be the limit
@@ -86,8 +89,10 @@ def _why(argument: str, context: CommandContext) -> Outcome:
 
 def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> Iterator[ReportEvent]:
     harness = context.harness
-    yield Progress("measuring the costs of drafts and verify passes ...")
-    harness.pair.engine.measure(repeats=REPEATS)
+    engine = harness.pair.engine
+    yield Progress(f"1 of 2: measuring what verify passes cost{_expected(engine)} ...")
+    engine.measure(repeats=REPEATS)
+    yield Progress("2 of 2: measuring what drafts cost ...")
     # costs=None, because stored costs would be used instead of new measurements.
     settings = replace(context.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)
     costs = with_costs(harness, settings).costs
@@ -96,7 +101,16 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
         strategy, run, _ = compared
         if strategy.drafts and run.timings:
             row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing)
+            row["gamma"] = last.job.settings.gamma
             yield Finding(_cells(row, run), row)
+
+
+def _expected(engine: Engine) -> str:
+    """How long the measurement will take, by the costs that are known; empty if none are."""
+    widths = (width for width in WIDTHS if width <= len(engine.costs) + 1)
+    forwards = sum(1 + (engine.costs[width - 2] if width > 1 else 0.0) for width in widths)
+    seconds = REPEATS * forwards * engine.step_seconds
+    return f", about {seconds:.0f} s" if seconds >= 1 else ""
 
 
 def _figures(compared: ComparedRun, kind: str | None, costs: Costs, timing: TargetTiming) -> dict[str, Any]:
@@ -135,8 +149,8 @@ def _cells(row: dict[str, Any], run: Generation) -> tuple[str, ...]:
         f"{row['predicted']:.2f}x",
         f"{len(run.tokens) / len(run.steps):.2f}",
         f"{run.drafts_per_round or 0:.1f}",
-        f"{row['draft_cost']:.3f} steps",
-        f"{1 + row['window_cost']:.2f} steps",
+        f"{row['draft_cost']:.3f}",
+        f"{1 + row['window_cost']:.2f}",
         " ".join(f"{rate:.2f}" for rate in row["by_position"][:SHOWN_POSITIONS]) or "-",
         f"{run.declined_rounds}/{len(run.steps)}",
         *(f"{seconds:.2f} s, {seconds / total:.0%}" if total else "-" for seconds in row["seconds"].values()),
@@ -148,18 +162,20 @@ def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> 
     rounds = len(run.steps)
     # The order matters: a cause that hides the others comes before them.
     if run.declined_rounds > MANY_DECLINED * rounds:
-        return f"the drafter declined {run.declined_rounds / rounds:.0%} of the rounds, which are then decode steps"
+        share = f"{run.declined_rounds / rounds:.0%}"
+        return f"nothing was drafted in {share} of the rounds, so they ran at the speed of target-only"
     # The share of time is scaled to decode steps, the unit of the two it is compared with.
     if spent.other > MUCH_OVERHEAD and spent.other * spent.steps > max(spent.verifying, spent.drafting):
-        return f"overhead outside the models takes {spent.other:.0%} of the time"
+        return f"{spent.other:.0%} of the time is overhead outside the models"
     drafts = round(run.drafted / rounds)
     if spent.verifying >= spent.drafting and spent.verifying > HIGH_COST * spent.forwards:
-        return f"a verify pass over {drafts + 1} tokens takes {1 + costs.verify_cost(drafts):.1f} decode steps"
+        return f"verifying {count_of(drafts, 'draft')} costs {1 + costs.verify_cost(drafts):.1f} target forwards"
     if spent.drafting > HIGH_COST * spent.forwards:
-        return f"a draft takes {draft_cost:.2f} decode steps, with {run.drafted / rounds:.1f} drafts per round"
+        cost = f"each drafted token costs {draft_cost:.0%} of a target forward"
+        return f"{cost}, and rounds draft {run.drafted / rounds:.1f} on average"
     if (run.acceptance_rate or 0.0) < FEW_ACCEPTED:
         return f"few drafts are accepted: {run.accepted} of {run.drafted}"
-    return f"nothing stands out, with {spent.tokens / rounds:.1f} tokens per round"
+    return f"nothing stands out; a round generates {spent.tokens / rounds:.1f} tokens on average"
 
 
 def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, float]:
@@ -185,20 +201,21 @@ def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, f
 def advice(row: dict[str, Any]) -> str:
     """What to change first."""
     if not row["by_position"]:
-        return "nothing was drafted, so there is no estimate: try a fixed /gamma"
+        return "Without drafts there is no estimate: try /gamma 4"
+    # The best rate is at least 1, that of gamma 0.
+    if row["best_rate"] < MIN_GAIN or not row["best_gamma"]:
+        return "No gamma would help on this prompt"
     if row["best_rate"] < row["rate"] * MIN_GAIN:
-        return "no other /gamma has a higher estimate"
-    if not row["best_gamma"]:
-        return "no /gamma above 0 is worth its cost"
-    return f"try /gamma {row['best_gamma']}, estimated at {row['best_rate']:.2f} tokens per decode step"
+        return f"/gamma {'auto' if row['gamma'] is None else row['gamma']} is already the best choice"
+    return f"Try /gamma {row['best_gamma']}: predicted to decode at {row['best_rate']:.2f}x target-only"
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
     rows = [finding.figures for finding in findings]
     return [
-        *(f"{row['strategy']}: {row['binds']}; {advice(row)}." for row in rows),
-        "Draft cost and verify cost are in decode steps of the target, measured now. "
-        "/whatif predicts every gamma for this text.",
+        *(f"{row['strategy']}: {row['binds']}. {advice(row)}." for row in rows),
+        "Unit of the costs: one target forward over one token, measured just now.",
+        "Next: /whatif predicts every gamma for this text.",
     ]
 
 
