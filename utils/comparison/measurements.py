@@ -1,18 +1,19 @@
-"""Measured speeds in a --json file: of generations, and of the repeats of /race. /compare matches those of two files.
+"""Measured speeds in a --json file: of generations, /race and /verdict. /compare matches those of two files.
 
 Damaged lines are named and left out; the others can still be compared.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from utils.comparison.charts import BASELINE
 from utils.comparison.recorded_runs import (
     CIRCUMSTANCES,
     GENERATION,
-    RecordedRun,
+    is_count,
     is_number,
     numbered_records,
     recorded_run,
@@ -20,7 +21,9 @@ from utils.comparison.recorded_runs import (
 from utils.errors import UserError
 from utils.prompts.conversation import Turns
 
-RACE = "race"
+RACE, VERDICT = "race", "verdict"
+RECOMMENDED = "recommended"  # the strategy that a /verdict has measured against the target
+DAMAGED = 'the record is damaged: its "{}" has an invalid value.'
 LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a ratio without meaning
 
 
@@ -64,7 +67,7 @@ def read_measurements(path: Path) -> MeasurementFile:
     for line, record in numbered_records(path):
         if isinstance(record, UserError):
             file.left_out.append(str(record))
-        elif record["record"] not in (GENERATION, RACE):
+        elif record["record"] not in READERS:
             file.others[record["record"]] += 1
         else:
             try:
@@ -79,15 +82,16 @@ def read_measurements(path: Path) -> MeasurementFile:
 
 def _measurements(record: dict[str, Any], line: int) -> list[Measurement]:
     """Raises UserError for a record that cannot be compared."""
-    return list(_race(record, line)) if record["record"] == RACE else [_generation(recorded_run(record, line))]
+    return list(READERS[record["record"]](record, line))
 
 
-def _generation(run: RecordedRun) -> Measurement:
+def _generation(record: dict[str, Any], line: int) -> Iterator[Measurement]:
+    run = recorded_run(record, line)
     if run.interrupted:
         raise UserError("the run was interrupted.")
     if run.tokens_per_second is None or run.tokens_per_second < LEAST_SPEED:
         raise UserError("the run has no speed.")
-    return Measurement(
+    yield Measurement(
         run.line,
         run.prompt,
         run.strategy,
@@ -109,31 +113,66 @@ def _race(record: dict[str, Any], line: int) -> Iterator[Measurement]:
     """The repeats of each strategy."""
     if isinstance(record.get("settings"), dict) and record["settings"].get("turns") is True:
         raise UserError("the race ran in a conversation, which its record does not have.")
-    findings = record.get("findings")
-    if not isinstance(findings, list) or not all(map(_is_finding, findings)):
-        raise UserError('the record is damaged: its "findings" has an invalid value.')
-    parts = {part: record.get(part, {}) for part in CIRCUMSTANCES}
-    checked = {"prompt": (str, record.get("prompt")), "settings": (dict, record.get("settings"))}
-    checked |= {part: (dict, value) for part, value in parts.items()}
-    for name, (kind, value) in checked.items():
-        if not isinstance(value, kind):
-            raise UserError(f'the record is damaged: its "{name}" has an invalid value.')
-    for row in findings:
+    settings, circumstances = _conditions(record, ("prompt",))
+    for row in _rows(record.get("findings"), ("tokens_per_second", "speedups")):
         speeds, speedups = _positive(row["tokens_per_second"]), _positive(row["speedups"])
         if speeds:
-            yield Measurement(line, record["prompt"], row["strategy"], record["settings"], parts, speeds, speedups)
+            yield Measurement(
+                line, record["prompt"], str(row.get("strategy")), settings, circumstances, speeds, speedups
+            )
 
 
-def _is_finding(row: Any) -> bool:
-    return (
-        isinstance(row, dict)
-        and isinstance(row.get("strategy"), str)
-        and all(
-            isinstance(row.get(name), list) and all(map(is_number, row[name]))
-            for name in ("tokens_per_second", "speedups")
-        )
-    )
+def _verdict(record: dict[str, Any], line: int) -> Iterator[Measurement]:
+    """The recommended strategy, whatever it is, and the target alone, on each prompt."""
+    settings, circumstances = _conditions(record, ())
+    findings = record.get("findings")
+    last = findings[-1] if isinstance(findings, list) and findings else None
+    if not isinstance(last, dict):
+        raise UserError(DAMAGED.format("findings"))
+    length, gamma = last.get("length"), last.get("gamma")
+    settings = {**settings, "length": length, "gamma": "auto" if gamma is None else gamma}
+    for row in _rows(last.get("by_prompt"), ("tokens_per_second", "target_tokens_per_second", "speedups")):
+        prompt, speedups = str(row.get("prompt")), _positive(row["speedups"])
+        ours, target = _positive(row["tokens_per_second"]), _positive(row["target_tokens_per_second"])
+        if ours and target:
+            counts: dict[str, Any] = {
+                name: row[name] if is_count(row.get(name)) else None for name in ("accepted", "drafted")
+            }
+            kind = str(last.get("drafter_kind"))
+            yield Measurement(
+                line, prompt, RECOMMENDED, settings, circumstances, ours, speedups, drafter_kind=kind, **counts
+            )
+            yield Measurement(line, prompt, BASELINE, settings, circumstances, target, ())
 
 
-def _positive(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values if value >= LEAST_SPEED)
+def _conditions(record: dict[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The settings and circumstances of a report. texts: fields that must be texts."""
+    parts = {part: record.get(part, {}) for part in CIRCUMSTANCES}
+    wanted = {**dict.fromkeys(texts, str), "settings": dict, **dict.fromkeys(parts, dict)}
+    for name, kind in wanted.items():
+        if not isinstance(record.get(name, parts.get(name)), kind):
+            raise UserError(DAMAGED.format(name))
+    return record["settings"], parts
+
+
+def _rows(rows: Any, lists: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a report, in which these fields are lists of numbers."""
+    if not isinstance(rows, list) or not all(_is_row(row, lists) for row in rows):
+        raise UserError(DAMAGED.format("findings"))
+    return rows
+
+
+def _is_row(row: Any, lists: Sequence[str]) -> bool:
+    values = [row.get(name) for name in lists] if isinstance(row, dict) else [None]
+    return all(isinstance(value, list) and all(part is None or is_number(part) for part in value) for value in values)
+
+
+def _positive(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values if value is not None and value >= LEAST_SPEED)
+
+
+READERS: dict[str, Callable[[dict[str, Any], int], Iterator[Measurement]]] = {
+    GENERATION: _generation,
+    RACE: _race,
+    VERDICT: _verdict,
+}

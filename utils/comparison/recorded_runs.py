@@ -165,12 +165,12 @@ def _checks(record: dict[str, Any]) -> dict[str, bool]:
     """Whether each field that is read has a valid type."""
     return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
-        **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
+        **{name: record.get(name) is None or is_count(record[name]) for name in COUNTS},
         **{name: record.get(name) is None or is_number(record[name]) for name in NUMBERS},
         **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
         "text": record.get("text") is None or isinstance(record["text"], str),
-        "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
-        "prompt_tokens": _is_count(record.get("prompt_tokens")),
+        "token_ids": isinstance(record.get("token_ids"), list) and all(map(is_count, record["token_ids"])),
+        "prompt_tokens": is_count(record.get("prompt_tokens")),
         "settings": isinstance(record.get("settings"), dict),
         "history": _is_conversation(record.get("history") or []),
     }
@@ -185,7 +185,7 @@ def _is_conversation(messages: Any) -> bool:
     return [message.get("role") for message in messages] == ["user", "assistant"] * (len(messages) // 2)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     # Not isinstance: True is an int. The upper bound is that of int64.
     return type(value) is int and 0 <= value < 2**63
 

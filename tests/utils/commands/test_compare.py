@@ -231,6 +231,30 @@ def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:
     assert row["ratios"] == [2.0] * 3 and "over 3 repeats" in conclusion and row["same_text"] is None
 
 
+def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) -> None:
+    def verdict(factor: float, **choice: Any) -> Row:
+        each = [
+            {
+                "prompt": prompt,
+                "tokens_per_second": [10.0 * factor, 11.0 * factor],
+                "target_tokens_per_second": [8.0, 8.5],
+                "speedups": [10.0 * factor / 8.0, None],
+                "accepted": 4,
+                "drafted": 8,
+            }
+            for prompt in PROMPTS
+        ]
+        row = {"length": 96, "gamma": None, "drafter_kind": "head", "by_prompt": each, **choice}
+        return {"schema": 1, "record": "verdict", "settings": SETTINGS, "findings": [{}, row], **CIRCUMSTANCES}
+
+    rows, conclusion = compared(view, tmp_path, [verdict(1.0)], [verdict(1.5, gamma=4, drafter_kind="suffix")])
+    assert [row["strategy"] for row in rows[:2]] == ["recommended", "target"] and len(rows) == 12
+    assert rows[0]["ratios"] == [pytest.approx(1.5)] * 2 and rows[1]["ratios"] == [1.0, 1.0]
+    assert "recommended: B is faster than A: B / A is 1.50" in conclusion and "target: not disting" in conclusion
+    assert "drafter kind: head in A, suffix in B" in conclusion and "setting gamma: auto in A, 4 in B" in conclusion
+    assert rows[0]["accepted"] == [4, 4] and "24/48 = 0.500 in A" in conclusion
+
+
 def test_real_records_match(view: Screen, tmp_path: Path) -> None:
     lines = ("/length 8", "one two", "/race 2", "/whatif", "three")
     for name in ("a", "b"):

@@ -85,8 +85,8 @@ def _figures(found: Match) -> Row:
         "ratios": found.ratios,
         "speedup_ratios": found.speedup_ratios,
         "speedups": [[value for one in side for value in one.speedups] for side in sides],
-        "accepted": [one and one.accepted for one in known],
-        "drafted": [one and one.drafted for one in known],
+        "accepted": [next((one.accepted for one in side if one.accepted is not None), None) for side in sides],
+        "drafted": [next((one.drafted for one in side if one.drafted is not None), None) for side in sides],
         "same_text": None,
         "first_difference": None,
     }

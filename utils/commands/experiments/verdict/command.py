@@ -6,6 +6,7 @@ from typing import Any
 
 from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.experiments.verdict import wording
+from utils.commands.experiments.verdict.analysis import geometric
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.measurement import Measurement
 from utils.commands.experiments.verdict.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
@@ -14,6 +15,7 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.commands.experiments.verdict.timing import Stopwatch
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.charts import TARGET_ONLY, DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.config.settings import Settings, setting_fields
@@ -37,10 +39,25 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         run.events(),
         run.conclusion,
         attachment=run.attachment,
+        charts=_charts,
         transposed=True,
         title=title,
     )
     return [RunReport(report)]
+
+
+def _charts(findings: Sequence[Finding]) -> list[DotChart]:
+    """The speed-up of each prompt, by task. Without several prompts, of each repeat."""
+    row = findings[-1].figures
+    tasks: dict[str, list[float]] = {}
+    for one in row["by_prompt"]:
+        known = [speedup for speedup in one["speedups"] if speedup]
+        values = known if len(row["by_prompt"]) == 1 else [geometric(known)] if known else []
+        tasks.setdefault(one["task"] or "prompts", []).extend(values)
+    rows = [DotRow(f"all, {row['name']}", [value for values in tasks.values() for value in values], row["interval"])]
+    rows += [DotRow(task, values) for task, values in tasks.items() if len(tasks) > 1]
+    what = "prompt" if len(row["by_prompt"]) > 1 else "repeat"
+    return [DotChart(f"speed-up over {TARGET_ONLY}, one dot per {what}", "speed-up", rows, 1.0)]
 
 
 def _apply(context: CommandContext) -> Outcome:

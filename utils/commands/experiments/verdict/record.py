@@ -68,9 +68,13 @@ class Measured:
             {
                 "number": ready.number,
                 "task": ready.prompt.task,
+                "prompt": ready.prompt.text,
                 "speedups": [pair.speedup for pair in pairs],
+                "tokens_per_second": [pair.tokens_per_second for pair in pairs],
+                "target_tokens_per_second": [pair.target.tokens_per_second for pair in pairs if pair.target],
                 "same": same_texts(pairs),
                 "accepted": sum(pair.run.accepted for pair in pairs),
+                "drafted": sum(pair.run.drafted for pair in pairs),
             }
             for ready, pairs in numbered
         ]
