@@ -26,7 +26,9 @@ from utils.config.setting_parts import apply_typed
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.distributed import broadcast_lines, is_rank_zero, reads_and_writes, shard_prompts, shutdown
+from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
+from utils.files import user_folder
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import request_from_flags
 from utils.prompts.prompt_files import read_prompts
@@ -43,6 +45,7 @@ from utils.screen.writer import OutputError
 FIRST_NOTE = "Type a prompt, or /help for the commands; /quit or Ctrl-D leaves."
 OUTPUT_FAILED = "Standard output cannot be written: {}."
 INPUT_IGNORED = "Standard input is not read when prompts are given: pass its lines with -c."
+RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
 Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
 
@@ -63,7 +66,10 @@ def start_session(
     first_settings(arguments, Limits())  # reports invalid settings before anything slow
     pair = load_pair(request_from_flags(arguments), renderer.note)
     settings = first_settings(arguments, limits_of(pair))
-    tools = SessionTools(registry, renderer, records, interactive, load_pair, arguments.config.pairs)
+    results = ResultFile(user_folder("cache") / RESULTS)
+    tools = SessionTools(
+        registry, renderer, records, interactive, load=load_pair, pairs=arguments.config.pairs, results=results
+    )
     renderer.note(STARTING_ENGINE.format(settings.engine))
     session = ReplSession(pair, tools, settings)
     session.introduce()

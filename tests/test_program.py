@@ -38,6 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _cache(own_cache: Path) -> None:
+    """Results of the engine's self-test are not shared with other tests, nor with the user's program."""
+
+
 def program(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "infer.py"), *map(str, arguments)],
@@ -105,6 +110,21 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: 
     ]
     assert records_of(file)[0]["drafter_kind"] == "layers:1"
     assert all(row["same_as_target"] for row in records_of(file))
+
+
+def test_the_second_start_uses_what_the_first_one_tested_and_measured(
+    folder: Path, own_cache: Path, tmp_path: Path, main: Any
+) -> None:
+    flags = ("--target", folder, "--threads", "1", "--json", tmp_path / "runs.jsonl", "-c", "/length 4", "-c", "Hello")
+    for _ in range(2):
+        result = main(*flags)
+        assert result.returncode == 0, result.stderr
+    first, second = (records_of(tmp_path / "runs.jsonl")[row] for row in (0, 3))
+    assert not first["engine"]["tested_on"] and second["engine"]["tested_on"] in result.stderr
+    assert second["engine"]["verified"] and second["settings"]["costs"] == first["settings"]["costs"]
+    (own_cache / infer.RESULTS).write_bytes(b"\x00" * 1000)
+    assert main(*flags).returncode == 0
+    assert not records_of(tmp_path / "runs.jsonl")[6]["engine"]["tested_on"]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])

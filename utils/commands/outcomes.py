@@ -42,6 +42,11 @@ class ChangeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RetestEngine:
+    """Run the engine's self-test and all its measurements again."""
+
+
+@dataclass(frozen=True, slots=True)
 class UndoSettings:
     """Revert the last change of settings."""
 
@@ -101,6 +106,7 @@ Effect = (
     | ShowRows
     | ShowTexts
     | ChangeSettings
+    | RetestEngine
     | UndoSettings
     | UseStorage
     | UsePair

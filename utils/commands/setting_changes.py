@@ -1,11 +1,12 @@
 """Changes or shows one setting, for every command that does so."""
 
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RetestEngine
 from utils.commands.registry import CommandContext
 from utils.config.sampling_parts import Sampling
 from utils.config.setting_parts import SAMPLING_PARTS, SettingPart
 from utils.config.settings import Setting, Settings
 
+RETEST = "test"  # of /engine
 NO_EFFECT = "no effect while /{} is off"
 NO_TEMPLATE = "no effect: this tokenizer has no chat template"
 SAMPLING_NAMES = tuple(part.name for part in SAMPLING_PARTS)
@@ -14,6 +15,8 @@ SAMPLING_NAMES = tuple(part.name for part in SAMPLING_PARTS)
 def set_or_show(name: str, entry: Setting | SettingPart, argument: str, context: CommandContext) -> Outcome:
     """Set the value. Without an argument switch a switch, and show any other setting."""
     before = context.settings
+    if name == "engine" and argument.lower() == RETEST:
+        return [RetestEngine()]
     if not argument and not entry.is_switch:
         # What is in effect can differ from the setting: /engine auto says which engine was chosen.
         fact = dict(context.facts).get(entry.fact)

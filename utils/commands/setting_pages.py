@@ -194,9 +194,10 @@ SETTING_HELP = {
         "how layers are computed",
         Page(
             "invariant: the logits do not depend on how many tokens a forward pass verifies, so greedy texts are equal "
-            "bit for bit. plain: PyTorch unchanged. auto: the faster of both.",
+            "bit for bit. plain: PyTorch unchanged. auto: the faster of both. The results of its self-test are kept "
+            "from one start to the next; test runs it again.",
             ("> /engine plain", "engine: plain"),
-            ("/engine auto|plain|invariant",),
+            ("/engine auto|plain|invariant", "/engine test"),
             ("threads", "audit"),
         ),
         usage="NAME",

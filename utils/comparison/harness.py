@@ -141,11 +141,12 @@ class Harness:
             turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
             self.state.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
 
-    def start_engine(self, settings: Settings) -> None:
+    def start_engine(self, settings: Settings, *, anew: bool = False) -> None:
         """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not
-        possible.
+        possible. anew: test and measure everything again, even if nothing has changed.
         """
-        self.pair.engine.use(settings.engine, settings.threads)
+        engine = self.pair.engine
+        (engine.test if anew else engine.use)(settings.engine, settings.threads)
         self.state.caches.cut_models.clear()  # they hold layers of the previous engine
         self.state.rounding = 0.0  # it was measured with the previous engine
 

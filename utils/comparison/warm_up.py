@@ -8,7 +8,7 @@ from statistics import median
 from sampling import RULES, speculative_steps
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason
@@ -39,10 +39,22 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
-            # All ranks must choose the same gammas, so all use rank zero's measurement.
-            seconds = broadcast(draft_seconds(replace(harness.job(PROMPT, timed), drafter=word)))
+            seconds = _stored_seconds(label, word, harness, timed)
             draft[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
     return replace(settings, costs=Costs.of(known.verify, draft))
+
+
+def _stored_seconds(label: str, word: str, harness: Harness, settings: Settings) -> float:
+    """The seconds of one draft, which the engine keeps together with the times of verify passes."""
+    engine, shown = harness.pair.engine, as_json(settings)
+    # With everything else that the time depends on.
+    key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
+    if key not in engine.draft_seconds:
+        engine.report(f"measuring the drafter {label}")
+        # All ranks must choose the same gammas, so all use rank zero's measurement.
+        engine.draft_seconds[key] = broadcast(draft_seconds(replace(harness.job(PROMPT, settings), drafter=word)))
+        engine.store()
+    return engine.draft_seconds[key]
 
 
 def draft_seconds(job: Job) -> float:

@@ -1,5 +1,6 @@
 """How the layers of the loaded models are computed, with how many threads, and how long it takes."""
 
-from utils.engine.engine import Engine, EngineState
+from utils.engine.engine import Engine
+from utils.engine.engine_state import EngineState
 
 __all__ = ["Engine", "EngineState"]

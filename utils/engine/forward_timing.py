@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
+from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
 PREFIX = 192  # tokens before the first timed forward pass
@@ -54,7 +55,11 @@ class ForwardProbe:
 
 
 def verify_costs(
-    probe: ForwardProbe, clock: Callable[[], float] = time.perf_counter, *, repeats: int = REPEATS
+    probe: ForwardProbe,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    repeats: int = REPEATS,
+    report: Report = unreported,
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a decode step, and the extra time of verify passes with 1, 2, ... drafts in units of a
     decode step.
@@ -63,7 +68,8 @@ def verify_costs(
     """
     widths = [width for width in WIDTHS if width <= probe.max_width]
     times: dict[int, list[float]] = {width: [] for width in widths}
-    for _ in range(repeats):
+    for repeat in range(repeats):
+        report(f"measuring verify passes: round {repeat + 1} of {repeats}")
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
         for width in widths:
             probe.make_room(width)  # outside the timed section

@@ -4,7 +4,7 @@ A verify pass then gives exactly the logits of single decode steps, so greedy te
 bit. On a CPU in float32 it is faster than the plain layers as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
+from utils.engine.layer_engine import Report, unreported
 from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
 
 DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
@@ -32,6 +33,7 @@ class InvariantEngine:
         self._models, self._helpers, self._int8 = list(models), list(helpers), int8_weights
         self._plain_attention = [model.config._attn_implementation for model in self._models]
         self._installed = False
+        self.layouts: dict[str, int] = {}
         self.weights = "int8" if int8_weights else weight_format(self._models[0])
 
     def unsupported(self) -> str:
@@ -42,24 +44,33 @@ class InvariantEngine:
         """Return why the plain layers are likely to be faster."""
         return next(filter(None, map(_not_faster, self._models)), "")
 
-    def install(self, thread_counts: Sequence[int]) -> str:
+    def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace linear layers and attention, then run the self-test. Returns why it failed."""
         # Rounded weights give different logits, so int8 has no reference to compare with.
         reference = [] if self._int8 else [selftest.prefill_logits(model) for model in self._models]
-        try:
-            # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
-            self._installed = True
-            swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts))
-            for model in self._models:
-                model.set_attn_implementation(attention.NAME)
-            return self._test_everything(reference, thread_counts)
-        # A model's own code may not accept the replaced layers. That is a reason to stay plain, not a crash.
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-            return str(error).partition("\n")[0] or type(error).__name__
+        self.layouts = {}
 
-    def self_test(self, thread_count: int) -> str:
+        def attempt() -> str:
+            self._replace(thread_counts, report)
+            return self._test_everything(reference, thread_counts, report)
+
+        return _reason(attempt)
+
+    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
+        """Replace linear layers and attention in layouts that were found before, and test one verify width."""
+        self.layouts = dict(layouts)
+
+        def attempt() -> str:
+            self._replace([torch.get_num_threads()], unreported)
+            return self._test_one_width(width)
+
+        return _reason(attempt)
+
+    def self_test(self, thread_count: int, report: Report = unreported) -> str:
         """Test whole models, without the widths that `install` has tested."""
-        tests = (selftest.width_dependence(model, [thread_count], every_width=False) for model in self._models)
+        tests = (
+            selftest.width_dependence(model, [thread_count], every_width=False, report=report) for model in self._models
+        )
         return next(filter(None, tests), "")
 
     def remove(self) -> None:
@@ -70,7 +81,19 @@ class InvariantEngine:
                 model.set_attn_implementation(name)
             self._installed = False
 
-    def _test_everything(self, reference: list[Tensor], thread_counts: Sequence[int]) -> str:
+    def _replace(self, thread_counts: Sequence[int], report: Report) -> None:
+        # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
+        self._installed = True
+        swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts), report)
+        for model in self._models:
+            model.set_attn_implementation(attention.NAME)
+
+    def _test_one_width(self, width: int) -> str:
+        others = [model for model in self._models[1:] if not self._shares_weights_with_target(model)]
+        tests = (selftest.one_width_differs(model, width) for model in (self._models[0], *others))
+        return next(filter(None, tests), "")
+
+    def _test_everything(self, reference: list[Tensor], thread_counts: Sequence[int], report: Report) -> str:
         """Compare with the logits of the plain layers, if there are any, and run the self-test at every width."""
         for index, model in enumerate(self._models):
             attention.seen_sliding_windows.clear()
@@ -83,7 +106,7 @@ class InvariantEngine:
                 return UNKNOWN_WINDOW
             # The layers of a drafter that was cut out of the target have been tested with the target.
             every_width = index == 0 or not self._shares_weights_with_target(model)
-            if reason := selftest.width_dependence(model, thread_counts, every_width=every_width):
+            if reason := selftest.width_dependence(model, thread_counts, every_width=every_width, report=report):
                 return reason
         return ""
 
@@ -96,7 +119,7 @@ class InvariantEngine:
         # PackedKernel is for float32 on a CPU. Padding to full blocks works everywhere.
         if target.device.type != "cpu" or target.dtype != torch.float32:
             return BlockedKernel
-        pack = packed_kernel_builder(thread_counts)
+        pack = packed_kernel_builder(thread_counts, self.layouts)
         if not self._int8:
             return pack
         # By identity, because the builder receives a weight without the name of its layer.
@@ -107,6 +130,15 @@ class InvariantEngine:
             return pack(weight, bias) if id(weight) in heads else Int8Kernel(weight, bias)
 
         return build
+
+
+def _reason(attempt: Callable[[], str]) -> str:
+    """The reason that an attempt returns, or the error that it raised."""
+    try:
+        return attempt()
+    # A model's own code may not accept the replaced layers. That is a reason to stay plain, not a crash.
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        return str(error).partition("\n")[0] or type(error).__name__
 
 
 def weight_format(model: PreTrainedModel) -> str:

@@ -122,25 +122,23 @@ class BlockedKernel:
         yield from (self._weight, *_given(self._bias))
 
 
-def packed_kernel_builder(thread_counts: Iterable[int]) -> KernelBuilder:
+def packed_kernel_builder(thread_counts: Iterable[int], known: dict[str, int]) -> KernelBuilder:
     """Return a function that packs a weight into the fewest parts that are row-invariant here, or returns None if there
     are none.
 
-    Each weight shape is tried once, with each of these numbers of threads.
+    known: numbers of parts by weight shape; 0 if there is none. A shape that it lacks is tried with each of these
+    numbers of threads, and added to it.
     """
-    known: dict[torch.Size, int | None] = {}
     counts = tuple(thread_counts)
 
     def build(weight: Tensor, bias: Tensor | None) -> Kernel | None:
-        inputs = weight.shape[1]
-        if weight.shape not in known:
+        inputs, shape = weight.shape[1], "x".join(map(str, weight.shape))
+        if shape not in known:
             fitting = (parts for parts in _SPLITS if inputs % parts == 0)
-            known[weight.shape] = next(
-                (parts for parts in fitting if is_row_invariant(PackedKernel(weight, None, parts), inputs, counts)),
-                None,
-            )
-        parts = known[weight.shape]
-        return None if parts is None else PackedKernel(weight, bias, parts)
+            tried = (parts for parts in fitting if is_row_invariant(PackedKernel(weight, None, parts), inputs, counts))
+            known[shape] = next(tried, 0)
+        parts = known[shape]
+        return PackedKernel(weight, bias, parts) if parts and inputs % parts == 0 else None
 
     return build
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.engine.kernels import Kernel, KernelBuilder
+from utils.engine.layer_engine import Report, unreported
 
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -70,7 +71,7 @@ class _Group:
     positions: list[tuple[tuple[nn.Module, str], ...]]
 
 
-def swap_linears(models: Iterable[nn.Module], build: KernelBuilder) -> int:
+def swap_linears(models: Iterable[nn.Module], build: KernelBuilder, report: Report = unreported) -> int:
     """Replace every nn.Linear that `build` makes a kernel for.
 
     Returns the number of layers that were left as they were.
@@ -79,7 +80,9 @@ def swap_linears(models: Iterable[nn.Module], build: KernelBuilder) -> int:
     # A tied output head shares its weight with the embedding, which still needs it in its original layout.
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
     groups, unchanged = _groups(models), 0
+    total = len(groups)
     while groups:
+        report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
         kernel = _build(group.layers, build)
         if kernel is None:

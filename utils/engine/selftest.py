@@ -17,6 +17,7 @@ from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
+from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
 MAX_WIDTH = MAX_GAMMA + 1
@@ -25,7 +26,9 @@ POSITIONS = 12  # tested positions of the whole model
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of the whole model
 
 
-def width_dependence(model: PreTrainedModel, thread_counts: Sequence[int], *, every_width: bool) -> str:
+def width_dependence(
+    model: PreTrainedModel, thread_counts: Sequence[int], *, every_width: bool, report: Report = unreported
+) -> str:
     """Describe the first logits that differ from those of single decode steps. Empty if there are none.
 
     every_width: also test the first layer and the output head at every width.
@@ -39,12 +42,23 @@ def width_dependence(model: PreTrainedModel, thread_counts: Sequence[int], *, ev
                 torch.set_num_threads(count)
                 # (positions, V), by decode steps
                 alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
+                threads = f"{count} thread{'s' if count > 1 else ''}"
                 for name, logits in _wide_passes(part, context, prefix, every_width=positions == MAX_WIDTH):
+                    report(f"testing the engine: {name}, {threads}")
                     if not torch.equal(logits, alone[: len(logits)]):
-                        return f"{name} differs from single decode steps ({count} thread{'s' if count > 1 else ''})"
+                        return f"{name} differs from single decode steps ({threads})"
     finally:
         torch.set_num_threads(before)
     return ""
+
+
+def one_width_differs(model: PreTrainedModel, width: int) -> str:
+    """Describe a verify pass of this width if its logits differ from those of single decode steps."""
+    context = sample_context(model, PREFIX + width)
+    prefix = max(1, len(context) - width)
+    session, count = _session_after(model, context[:prefix]), len(context) - prefix
+    alone, wide = (logits_by_width(session, context, count, size) for size in (1, width))
+    return "" if torch.equal(wide, alone) else f"a verify pass of {width} tokens differs from single decode steps"
 
 
 def prefill_logits(model: PreTrainedModel) -> Tensor:

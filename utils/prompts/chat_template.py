@@ -42,7 +42,8 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
 
 def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[str, ...]:
     """A message for the user if the tokenizer has tokens without an embedding in the model."""
-    beyond = sum(token >= vocabulary_size(model) for token in tokenizer.get_vocab().values())
+    size = vocabulary_size(model)  # once, because reading a config takes long
+    beyond = sum(token >= size for token in tokenizer.get_vocab().values())
     if not beyond:
         return ()
     return (f"{name}: {beyond:,} tokens of its tokenizer are unknown to the model; prompts with them are refused",)

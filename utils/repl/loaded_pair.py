@@ -30,6 +30,7 @@ class LoadedPair:
     @classmethod
     def prepare(cls, pair: Pair, tools: SessionTools, settings: Settings) -> "LoadedPair":
         """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used."""
+        pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
         return cls(pair, limits, harness, SessionSettings(harness, limits, settings, tools.renderer.note))

@@ -17,6 +17,7 @@ from utils.commands.outcomes import (
     ForgetConversations,
     Quit,
     Reply,
+    RetestEngine,
     RunLines,
     RunPrompt,
     RunReport,
@@ -164,6 +165,9 @@ class ReplSession:
             case ChangeSettings(changed, reply):
                 if message := settings.change(changed, reply):
                     renderer.reply(message)
+            case RetestEngine():
+                renderer.progress(STARTING_ENGINE.format(self.settings.engine))
+                renderer.reply(settings.retest_engine())
             case UndoSettings():
                 renderer.reply(settings.undo())
             case UseStorage(storage):

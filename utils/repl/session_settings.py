@@ -58,6 +58,12 @@ class SessionSettings:
         changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
         return f"undone: {changes or 'no setting differs'}"
 
+    def retest_engine(self) -> str:
+        """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
+        self._harness.start_engine(self.current, anew=True)
+        self.current = self._with_costs(replace(self.current, costs=None))
+        return f"engine: {self._harness.pair.engine.state.sentence()}"
+
     def _apply(self, settings: Settings) -> None:
         harness, before = self._harness, self.current
         if settings.drafter_kind != before.drafter_kind:
@@ -71,6 +77,9 @@ class SessionSettings:
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
             # Costs depend on the kernels and the threads.
             settings = replace(settings, costs=None)
+        elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
+            harness.pair.engine.measure()
+            harness.pair.engine.store()
         self.current = self._with_costs(settings) if settings.costs is None else settings
         conversations = harness.state.conversations
         if not settings.turns and conversations:

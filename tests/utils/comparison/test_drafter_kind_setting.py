@@ -91,10 +91,10 @@ def test_earlier_texts_are_forgotten_between_prompts_unless_reset_is_off(view: S
 
 def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
-    times = iter([0.5, 0.25, 0.125, 0.75])
+    # The fakes have a decode step of a millisecond.
+    times = iter([0.5e-3, 0.25e-3, 0.125e-3, 0.75e-3])
     session = open_session(view, pair, file, draft_seconds=lambda job: next(times))
-    pair.engine.step_seconds = 1.0
-    assert dict(session.settings.costs.draft)["head"] > 0
+    assert session.settings.costs.draft == (("head", 0.5),)
     session.handle("/costs measure")
     assert session.settings.costs.draft == (("head", 0.25),)
     session.handle("/drafter_kind head suffix")

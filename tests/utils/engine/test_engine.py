@@ -154,7 +154,7 @@ def test_the_self_test_notices_an_error(part: str, reason: str, monkeypatch: pyt
 def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tested: list[tuple[Any, bool]] = []
 
-    def record(model: Any, counts: list[int], *, every_width: bool) -> str:
+    def record(model: Any, counts: list[int], *, every_width: bool, report: Any) -> str:
         tested.append((model, every_width))
         return ""
 
@@ -198,7 +198,7 @@ def test_a_new_number_of_threads_is_tested_once(monkeypatch: pytest.MonkeyPatch)
         engine.use("invariant", 1)
         tested: list[list[int]] = []
 
-        def fail(model: Any, counts: list[int], *, every_width: bool) -> str:
+        def fail(model: Any, counts: list[int], *, every_width: bool, report: Any) -> str:
             tested.append(counts)
             return "logits differ"
 
@@ -243,7 +243,14 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     session = open_session(view, pair, records=file)
     record = checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
-    assert record["engine"] == {"kind": "invariant", "weights": "float32", "verified": True, "threads": 1, "reason": ""}
+    assert record["engine"] == {
+        "kind": "invariant",
+        "weights": "float32",
+        "verified": True,
+        "threads": 1,
+        "reason": "",
+        "tested_on": "",
+    }
     assert record["settings"]["engine"] == "auto"
     assert pair.engine.state.sentence() in view.take()[1]
     widths = next(row for row in checked(session, file, "/audit 2")["findings"] if row["mode"] == "width")
@@ -254,6 +261,20 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
     assert checked(session, file, "/engine plain", "Hello there")["engine"]["kind"] == "plain"
     for line in ("/engine fast", "/threads 0", "/threads many"):
         assert session.handle(line) is Verdict.FAILED
+
+
+def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    session = open_session(view, pair, records=file)
+    checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
+    costs = session.settings.costs
+    break_rows("linear", monkeypatch)
+    assert session.handle("/engine test") is Verdict.DONE
+    assert (pair.engine.state.kind, pair.engine.state.verified) == ("plain", False)
+    assert pair.engine.state.sentence() in view.take()[1] and session.settings.costs == costs
+    monkeypatch.undo()
+    record = checked(session, file, "/engine test", "Hello there")
+    assert record["engine"]["verified"] and record["settings"]["engine"] == "auto"
 
 
 def test_an_engine_that_is_not_available_changes_nothing(view: Screen) -> None:

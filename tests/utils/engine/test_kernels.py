@@ -16,7 +16,7 @@ from utils.engine.module_swap import FusedKernel, swap_linears
 def test_packed_kernels_are_row_invariant(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0])
-    kernel = kernels.packed_kernel_builder([1])(weight, bias)
+    kernel = kernels.packed_kernel_builder([1], {})(weight, bias)
     assert kernel is not None
     x = torch.randn(3, 37, shape[1])
     assert torch.allclose(kernel(x), nn.functional.linear(x, weight, bias), atol=1e-2)
@@ -28,7 +28,7 @@ def test_a_layer_stays_if_no_packing_is_row_invariant(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "is_row_invariant", lambda *arguments: False)
     model = tiny_llama()
     linears = [part for part in model.modules() if type(part) is nn.Linear]
-    assert swap_linears([model], kernels.packed_kernel_builder([1])) == len(linears)
+    assert swap_linears([model], kernels.packed_kernel_builder([1], {})) == len(linears)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])

@@ -1,0 +1,151 @@
+"""Results of the self-test and measured costs, kept in a JSON file from one start to the next.
+
+Whatever is not exactly what `put` writes counts as absent: a damaged or foreign file makes a start slower, never wrong.
+Which results belong to which models and machine is decided by the caller's key (`utils.engine.fingerprint`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from utils.bounds import THREADS, WholeRange
+from utils.files import replacing
+
+FORMAT, VERSION = "results of the engine's self-test", 1
+MAX_ENTRIES, MAX_BYTES = 32, 1_000_000
+LAYOUTS = WholeRange(0, 1024)
+MAX_SECONDS, MAX_STEPS, MAX_TEXT = 10_000.0, 1_000.0, 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What the preparation of an engine found out.
+
+    kind, reason: as in EngineState. tested_on: the day of the self-test. tested_counts: the numbers of threads with
+    which it passed. threads: the chosen number. layouts: see LayerEngine. step_seconds, costs, draft_seconds: see
+    Engine.
+    """
+
+    kind: str
+    reason: str
+    tested_on: str
+    tested_counts: tuple[int, ...]
+    threads: int
+    layouts: Mapping[str, int]
+    step_seconds: float
+    costs: tuple[float, ...]
+    draft_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFile:
+    """The file. Its folder need not exist yet."""
+
+    path: Path
+
+    def get(self, key: str) -> StoredResult | None:
+        """The result with this key, if there is one that is whole."""
+        with suppress(KeyError, TypeError, ValueError):
+            entry = self._entries()[key]
+            if entry["digest"] == entry_digest(key, entry):
+                return _result(entry)
+        return None
+
+    def put(self, key: str, result: StoredResult) -> bool:
+        """Store a result in place of an earlier one. Returns False if the file cannot be written."""
+        entries = self._entries()
+        entries.pop(key, None)  # so that it becomes the newest
+        entry = asdict(result)
+        entries[key] = entry | {"digest": entry_digest(key, entry)}
+        return self._write(entries)
+
+    def drop(self, key: str) -> None:
+        """Forget a result."""
+        entries = self._entries()
+        if entries.pop(key, None) is not None:
+            self._write(entries)
+
+    def _entries(self) -> dict[str, Any]:
+        try:
+            # Not a pipe, which would never end.
+            if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
+                return {}
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+            return {}
+        entries = content.get("entries")
+        return entries if isinstance(entries, dict) else {}
+
+    def _write(self, entries: Mapping[str, Any]) -> bool:
+        newest = dict([*entries.items()][-MAX_ENTRIES:])
+        content = json.dumps({"format": FORMAT, "version": VERSION, "entries": newest}, indent=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path, overwrite=True) as file:
+                file.write(content.encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+
+def entry_digest(key: str, entry: Mapping[str, Any]) -> str:
+    """A digest of an entry without its own digest, because a damaged number can look like a valid one."""
+    content = json.dumps([key, {name: value for name, value in entry.items() if name != "digest"}], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _result(entry: Any) -> StoredResult:
+    """The result that an entry of the file describes. Raises KeyError, TypeError or ValueError if it is damaged."""
+    result = StoredResult(
+        kind=_text(entry["kind"]),
+        reason=_text(entry["reason"]),
+        tested_on=date.fromisoformat(_text(entry["tested_on"])).isoformat(),
+        tested_counts=tuple(_count(count) for count in _list(entry["tested_counts"])),
+        threads=_count(entry["threads"]),
+        layouts={name: _count(parts, LAYOUTS) for name, parts in _table(entry["layouts"]).items()},
+        step_seconds=_number(entry["step_seconds"], MAX_SECONDS),
+        costs=tuple(_number(cost, MAX_STEPS) for cost in _list(entry["costs"])),
+        draft_seconds={name: _number(cost, MAX_SECONDS) for name, cost in _table(entry["draft_seconds"]).items()},
+    )
+    # A decode step of no time would make every draft cost nothing.
+    if not result.step_seconds:
+        raise ValueError("no step was measured")
+    return result
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise ValueError(value)
+    return value
+
+
+def _count(value: object, allowed: WholeRange = THREADS) -> int:
+    if type(value) is not int:  # bool is a subclass of int
+        raise ValueError(value)
+    return allowed.check(value)  # its UserError is a ValueError
+
+
+def _number(value: object, high: float) -> float:
+    # Not bool, which is a subclass of int. NaN is not below any bound.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= high:
+        raise ValueError(value)
+    return float(value)
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError(value)
+    return value
+
+
+def _table(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(value)
+    return value
