@@ -94,7 +94,12 @@ FIGURES = (
         _seconds,
     ),
     Figure("tokens/s", "tokens / seconds", _speed),
-    Figure("speed-up", "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed", _speedup),
+    Figure(
+        "speed-up",
+        "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed; noise: faster, although "
+        "next to no draft was accepted",
+        _speedup,
+    ),
     Figure(
         "acceptance",
         "accepted drafts / drafts, including drafts after a rejected one, without drafts after an accepted end token",
@@ -135,9 +140,9 @@ FIGURES = (
         "the processed distributions; otherwise it is accepted if it equals the target's token",
     ),
     Figure(
-        "choice",
-        "rank of a draft under the target, from 1, its likeliest token; a near miss has at least a tenth of the p of "
-        "the target's token",
+        "rank",
+        "place of a draft among the target's tokens, from 1, its likeliest one; a near miss has at least a tenth of "
+        "the p of the target's token",
     ),
     Figure("hits", "where an n-gram or a match came from, and in brackets how many tokens of context matched"),
     Figure(

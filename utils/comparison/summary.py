@@ -150,7 +150,7 @@ def summary(runs: PromptRuns) -> str:
         return BLANK
     lengths = {len(entry.run.tokens) for entry in (baseline, *(rival.compared for rival in rivals))}
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
-    sentence = f"{', '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
+    sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
     further = (_not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
     return " ".join([sentence, *filter(None, further)])
 

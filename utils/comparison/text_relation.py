@@ -26,7 +26,7 @@ class TextRelation:
     theirs: int
 
     def sentence(self) -> str:
-        """The relation in words. It ends in a colon if a text follows."""
+        """The relation in words, which follow the name of the run. It ends in a colon if a text follows."""
         name = "" if self.first else f" {self.other[0].name}"
         if self.position is None:
             return f"= same text{' as' if name else ''}{name}"

@@ -155,6 +155,7 @@ class PromptRunner:
                 try:
                     run = self._run_strategy(job, view.begin(strategy), results)
                 except Exception as error:
+                    view.failed(strategy)
                     refusals.explain(strategy, with_reset_hint(error, job.history))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:

@@ -18,7 +18,8 @@ class Mark(Enum):
 
     TEXT = auto()  # chosen by the model that writes the text
     ACCEPTED = auto()  # drafts that the target accepted
-    NOTE = auto()  # words of the program
+    NAME = auto()  # of a strategy
+    NOTE = auto()  # other words of the program
 
 
 MarkedPiece = tuple[str, Mark]

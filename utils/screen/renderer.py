@@ -34,6 +34,7 @@ IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" 
 MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.TEXT: (None, []),
     Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not tell colours apart
+    Mark.NAME: (None, ["bold"]),
     Mark.NOTE: (None, ["dark"]),
 }
 MARKS_EXPLAINED = "bold green: drafts that the target accepted"

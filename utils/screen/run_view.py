@@ -17,7 +17,7 @@ from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.divergence_words import divergence_sentence
-from utils.screen.marked_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, plain_text
+from utils.screen.marked_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, merged, plain_text
 from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
 from utils.screen.report_tables import transposed_rows
@@ -41,9 +41,18 @@ class PromptView:
         self.shown: list[EarlierRun] = []  # finished runs whose texts are on the screen
 
     def begin(self, strategy: Strategy) -> "RunView":
-        """Show the title of a run."""
-        self.renderer.title(strategy.title, strategy.colour)
-        return RunView(self, strategy)
+        """The view of the next run. Its title is shown if lines of it are to follow now."""
+        view = RunView(self, strategy)
+        if view.is_long:
+            self.renderer.title(strategy.title, strategy.colour)
+        view.begin()
+        return view
+
+    def failed(self, strategy: Strategy) -> None:
+        """Show the title of a run that gave no result, above its error, unless it is on the screen."""
+        self.renderer.end_progress()
+        if not RunView(self, strategy).is_long:
+            self.renderer.title(strategy.title, strategy.colour)
 
 
 class RunView:
@@ -59,7 +68,15 @@ class RunView:
         self._lines = WrappedText(prompt.renderer.stream_width, prompt.renderer.cells)
         self._pieces: list[MarkedPiece] = []
         self._tokens = 0
-        if level == "full":
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its text is shown in full, or its rounds."""
+        return self._in_full or self._rounds is not None
+
+    def begin(self) -> None:
+        """Show what comes before the first step."""
+        if self._rounds is not None and self._prompt.settings.debug == "full":
             self._renderer.legend()
         self._count("reading the prompt ...")
 
@@ -91,7 +108,7 @@ class RunView:
             self._end_in_full(run, self._pieces if self._rounds is not None else rest)
         else:
             self._show_difference(run)
-        if self._in_full or self._rounds is not None:
+        if self.is_long:
             self._renderer.figures(run, self._prompt.settings.length)
         self._prompt.shown.append((self.strategy, run))
 
@@ -110,20 +127,25 @@ class RunView:
         ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
         ours, theirs = plain_text(self._pieces), visible(decode(self._prompt.tokenizer, other.tokens))
         if not sentence.endswith(":"):
-            self._renderer.remark(sentence + (f" ({ended})" if ended and ended != other_ended else ""))
+            self._write(self._named(sentence + (f" ({ended})" if ended and ended != other_ended else "")))
         elif ours == theirs:
-            self._renderer.remark(sentence.removesuffix(":") + READS_THE_SAME)
+            self._write(self._named(sentence.removesuffix(":") + READS_THE_SAME))
         else:
             start = start_of_difference(ours, theirs)
             first = start_of_context(ours, start)
             shown = from_character(self._pieces, first)
-            self._write([(f"{sentence} {'... ' if first else ''}", Mark.NOTE), *shown])
+            self._write([*self._named(f"{sentence} {'... ' if first else ''}"), *shown])
             if ended:
                 self._renderer.remark(ended)
             self._explain_marks(shown)
 
+    def _named(self, sentence: str) -> list[MarkedPiece]:
+        """A sentence about the run, after its title if that is not on the screen yet."""
+        title = [] if self.is_long else [(f"{self.strategy.title} ", Mark.NAME)]
+        return [*title, (sentence, Mark.NOTE)]
+
     def _write(self, pieces: Sequence[MarkedPiece]) -> None:
-        self._renderer.stream([*self._lines.add(pieces), *self._lines.end()])
+        self._renderer.stream(merged([*self._lines.add(pieces), *self._lines.end()]))
         self._renderer.newline()
 
     def _explain_marks(self, pieces: Sequence[MarkedPiece]) -> None:

@@ -1,6 +1,6 @@
 """A session survives Ctrl-C, strategies that fail, a lack of memory, and unusable prompts and files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl import runner
 from utils.repl.runner import OUT_OF_MEMORY, Verdict
+from utils.screen.marked_text import MarkedPiece, plain_text
 
 
 def interrupting(job: Job) -> Iterator[Step]:
@@ -109,11 +110,11 @@ def test_an_interrupt_while_a_run_is_shown_keeps_its_result(
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
 
-    def remark(text: str) -> None:
-        if text == "= same text":
+    def stream(pieces: Sequence[MarkedPiece]) -> None:
+        if "= same text" in plain_text(pieces):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(view.renderer, "remark", remark)
+    monkeypatch.setattr(view.renderer, "stream", stream)
     assert session.handle("Hello") is Verdict.INTERRUPTED
     assert [(row["strategy"], row["finish"]) for row in records_of(file)] == [
         ("speculative", "length"),

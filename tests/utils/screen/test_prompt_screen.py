@@ -72,6 +72,17 @@ def test_texts_are_compared_by_their_tokens(view: Screen) -> None:
     assert "= same text" not in result and ("reads the same" in result or "longer" in result)
 
 
+def test_a_strategy_that_failed_has_its_title_above_its_error(view: Screen) -> None:
+    prompt = PromptView(view.renderer, TOKENIZER, Settings())
+    for name in ("speculative", "ngram"):
+        prompt.begin(ROWS[name])
+        prompt.failed(ROWS[name])
+        assert view.take()[0].count(ROWS[name].title) == 1
+        run_view = prompt.begin(ROWS["target"])
+        run_view.end(collect(iter(plain("abc")), run_view.show))
+        view.take()
+
+
 def test_a_text_that_ends_earlier_says_so(view: Screen) -> None:
     result = shown(view, speculative=plain("one two three"), ngram=plain("one two"))
     assert f"up to token {len(ids('one two'))}" in result
