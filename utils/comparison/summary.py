@@ -12,7 +12,7 @@ from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.metrics.divergence import Cause
-from utils.metrics.results import Comparison, Generation
+from utils.metrics.results import Generation
 
 FULL_CONTEXT = "cut at {} tokens: the context is full"
 TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
@@ -48,21 +48,23 @@ def ending(run: Generation, length: int) -> str:
             return "interrupted"
 
 
-def credible_speedup(run: Generation, comparison: Comparison) -> float | None:
+def credible_speedup(compared: ComparedRun) -> float | None:
     """The speed-up as far as accepted drafts explain it.
 
-    A verify pass takes at least as long as a decode step, so tokens per target forward bound the speed-up.
+    A verify pass takes at least as long as a decode step, so tokens per target forward bound the speed-up of a run
+    that samples from the target.
     """
+    strategy, run, comparison = compared
     if comparison.speedup is None:
         return None
-    bound = run.tokens_per_target_forward
+    bound = run.tokens_per_target_forward if strategy.lossless else None
     return comparison.speedup if bound is None else min(comparison.speedup, bound)
 
 
-def is_noise(run: Generation, comparison: Comparison) -> bool:
+def is_noise(compared: ComparedRun) -> bool:
     """Whether a run looks faster than target-only although hardly a draft was accepted."""
-    credible, measured = credible_speedup(run, comparison), comparison.speedup
-    return credible is not None and measured is not None and measured > 1 and credible < 1 + NOTICEABLE
+    credible, measured = credible_speedup(compared), compared.comparison.speedup
+    return credible is not None and measured is not None and credible < measured and credible < 1 + NOTICEABLE
 
 
 class Speed(Enum):
@@ -129,7 +131,7 @@ class PromptRuns:
             Rival(entry, factor)
             for entry in self.finished
             if entry.strategy.lossless and not entry.strategy.is_baseline
-            if (factor := credible_speedup(entry.run, entry.comparison)) is not None
+            if (factor := credible_speedup(entry)) is not None
         ]
         return sorted(found, key=lambda rival: -rival.factor)
 

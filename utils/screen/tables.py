@@ -11,9 +11,7 @@ from rich.text import Text
 
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
-from utils.comparison.strategies import Strategy
 from utils.comparison.summary import is_noise
-from utils.metrics.results import Comparison, Generation
 from utils.text import visible
 
 COLUMNS = (
@@ -35,7 +33,7 @@ MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row per strategy, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    rows = [[strategy.name, *_cells(strategy, run, comparison)] for strategy, run, comparison in compared]
+    rows = [[entry.strategy.name, *_cells(entry)] for entry in compared]
     lines = [[line for text in texts for line in text.split("\n")] for texts in zip(COLUMNS, *rows, strict=True)]
     sizes = [max(map(cell_len, texts)) for texts in lines]
     shown = list(range(len(COLUMNS)))
@@ -54,7 +52,9 @@ def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     return table
 
 
-def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[str]:
+def _cells(compared: ComparedRun) -> list[str]:
+    strategy, run, comparison = compared
+
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
 
@@ -62,7 +62,7 @@ def _cells(strategy: Strategy, run: Generation, comparison: Comparison) -> list[
         str(len(run.tokens)),
         f"{run.seconds:.2f}",
         number(run.tokens_per_second, "{:.1f}"),
-        "noise" if is_noise(run, comparison) else number(comparison.speedup, "{:.2f}x"),
+        "noise" if is_noise(compared) else number(comparison.speedup, "{:.2f}x"),
         number(run.acceptance_rate, "{:.3f}"),
         number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
         number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
