@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from sampling.distill.progress import write_json
 from utils.bounds import MAX_SEED, RealRange, WholeRange
@@ -14,7 +15,9 @@ from utils.errors import UserError
 
 KINDS = ("head", "lm")
 PLAN_FILE = "plan.json"
+TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 MAX_STEPS = 8
+MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
@@ -84,6 +87,12 @@ def parse_options(argv: list[str] | None = None) -> Options:
     """
     parser = _parser()
     flags = parser.parse_args(argv)
+    if flags.measure:
+        if flags.start or flags.resume:
+            parser.error(f"--{'start' if flags.start else 'resume'} has no effect with --measure: leave it out")
+        # A flag that is not given keeps the value that the namespace has already.
+        stored = argparse.Namespace(**_stored_settings(flags.out.expanduser()))
+        flags = parser.parse_args(argv, namespace=stored)
     if flags.rows < flags.batch:
         parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
     if flags.width % 64:
@@ -103,6 +112,31 @@ def save_plan(options: Options) -> None:
     write_json(options.work / PLAN_FILE, asdict(options.plan))
 
 
+def public_settings(plan: Plan) -> dict[str, Any]:
+    """The plan without paths of this machine, which mean nothing elsewhere. In their place stand names of flags."""
+    settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
+    return settings | {name: name.upper() for name in ("prompts", "start") if settings[name]}
+
+
+def _stored_settings(folder: Path) -> dict[str, Any]:
+    """What decides on the held-out page of the drafter in a folder, so that its measurement can be repeated.
+
+    Empty if the folder has no such file. Raises UserError if it is damaged.
+    """
+    file = folder / TRAINING_FILE
+    if not file.is_file():
+        return {}
+    kinds = {field.name: type(field.default) for field in fields(Plan)} | {"target": str, "prompts": str}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        stored = {name: values[name] for name in MEASURED if values[name] is not None}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        stored = {"seed": ""}  # of the wrong type
+    if any(type(value) is not kinds[name] or (value in (0, "") and name != "seed") for name, value in stored.items()):
+        raise UserError(f"{file} is damaged: delete it, and repeat the flags of the training.")
+    return {name: value for name, value in stored.items() if value != name.upper()}  # a path was left out
+
+
 def _resumed(options: Options) -> Options:
     """The options with the stored plan; only --hours and --device override it."""
     file = options.work / PLAN_FILE
@@ -117,6 +151,8 @@ def _resumed(options: Options) -> Options:
 
 
 def _checked(options: Options) -> Options:
+    if options.measure and not any((options.out / name).is_file() for name in ("head.json", "config.json")):
+        raise UserError(f"There is no drafter in {options.out}: --out names a folder that this command has written.")
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:
@@ -151,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add("--resume", action="store_true", help="continue interrupted work in the --out folder")
     add("--keep", action="store_true", help="keep generated text and checkpoints in FOLDER/work when finished")
-    add("--measure", action="store_true", help="only measure the drafter in the --out folder, on newly generated text")
+    add("--measure", action="store_true", help="only measure the drafter in the --out folder, on its held-out page")
     add("--seed", type=seed_flag, default=0, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
     for name, meaning in COUNT_FLAGS.items():
         default = getattr(defaults, name)

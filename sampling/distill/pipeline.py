@@ -17,7 +17,15 @@ from sampling.distill.dataset import Corpus
 from sampling.distill.generate import Page, PageGenerator
 from sampling.distill.model_card import write_card
 from sampling.distill.options import Options, save_plan
-from sampling.distill.progress import Progress, ProgressReporter, Rates, Report, rates_text
+from sampling.distill.progress import (
+    Progress,
+    ProgressReporter,
+    Rates,
+    Report,
+    advice,
+    missing_text,
+    rates_text,
+)
 from sampling.distill.students import Student, create_student, load_student, save_student, target_layers
 from sampling.distill.target import load_target
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
@@ -31,6 +39,7 @@ GENERATION_SHARE = 0.45  # of --hours
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
 EVALUATIONS, EVALUATION_ROWS = 20, 24  # during training, on part of the held-out page
+EVALUATION_SECONDS = 60.0  # of training between two reports of them
 TIMED_STEPS = 10  # steps after which the duration of the training is estimated
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
 
@@ -52,6 +61,7 @@ class Distillation:
             )
         self._generator = PageGenerator(model, script, target_layers(model), rows=plan.rows, length=self._plan.length)
         self._has_questions = bool(questions)
+        self._evaluated = 0.0  # seconds of training at the last report of the held-out page
         if plan.start and not options.measure:
             self._check_start(Path(plan.start))
 
@@ -59,6 +69,7 @@ class Distillation:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
         options, work = self._options, self._options.work
         save_plan(options)
+        self._report(self._plan_text())
         progress = Progress.load(work)
         corpus = Corpus(work / "pages")
         held_out = self._held_out_page(Corpus(work / "held-out"))
@@ -70,9 +81,26 @@ class Distillation:
         write_card(
             options, progress, rates, generated=corpus.generated_tokens, steps=trainer.step, model=self._target.model
         )
+        for line in advice(rates, options.out, options.plan.target):
+            self._report(line)
         if not options.keep:
             finished = work.replace(work.with_name("work.done"))  # a work folder that exists is always complete
             shutil.rmtree(finished, ignore_errors=True)
+
+    def _plan_text(self) -> str:
+        """What will be generated, and in which number format. Only whole pages are generated."""
+        plan, model = self._plan, self._target.model
+        total = self._pages * self._generator.page_tokens
+        asked = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
+        dtype = str(model.dtype).removeprefix("torch.")
+        return (
+            f"generating {self._pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all{asked}, "
+            f"and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {dtype} on {model.device}."
+        )
+
+    @property
+    def _pages(self) -> int:
+        return -(-self._plan.tokens // self._generator.page_tokens)
 
     def measure(self) -> None:
         """Report the acceptance of the drafter in the folder on the held-out page, which is generated again."""
@@ -90,6 +118,8 @@ class Distillation:
         plan = self._plan
         rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
         self._report(f"{self._options.out}: {rates_text(rates)}")
+        for line in missing_text(rates, plan.rows, plan.length):
+            self._report(line)
         return rates
 
     def _page(self, number: int, reporter: ProgressReporter) -> Page:
@@ -104,7 +134,7 @@ class Distillation:
 
     def _generate(self, corpus: Corpus, progress: Progress) -> None:
         page_tokens = self._generator.page_tokens
-        pages = -(-self._plan.tokens // page_tokens)
+        pages = self._pages
         # 0 hours means no limit.
         limit = self._plan.hours * 3600 * GENERATION_SHARE or float("inf")
         reporter = self._reporter("generating", len(corpus) * page_tokens, pages * page_tokens)
@@ -154,6 +184,9 @@ class Distillation:
         rates = trainer.acceptance(EVALUATION_ROWS).rates()
         tokens = trainer.step * self._plan.batch * self._plan.length
         progress.curve.append({"tokens": tokens, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
+        if progress.training - self._evaluated < EVALUATION_SECONDS and trainer.step < trainer.total:
+            return  # the card has all of the curve
+        self._evaluated = progress.training
         self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {rates_text(rates)}")
 
     def _save_checkpoint(self, trainer: Trainer, progress: Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from utils.files import replacing
 
 REPORT_SECONDS = 15.0
+LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
 PROGRESS_FILE = "progress.json"
 
 Report = Callable[[str], None]
@@ -79,3 +81,27 @@ def rates_text(rates: Rates) -> str:
     """Acceptance rates by position, in one line."""
     greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
     return f"greedy acceptance {greedy}, at T = 1 {sampled}"
+
+
+def missing_text(rates: Rates, rows: int, length: int) -> list[str]:
+    """Why some rates are missing, as a sentence, or nothing."""
+    if any(values[0] is None for values in rates.values()):
+        return [
+            f'"-": the {rows} held-out conversations of {length} tokens hold no such answers. '
+            "Choose a longer --length, and at least six --rows: two of six answer greedily, two at T = 1."
+        ]
+    if any(None in values for values in rates.values()):
+        return ['"-": no draft before was accepted, so there was nothing to count.']
+    return []
+
+
+def advice(rates: Rates, out: Path, target: str) -> list[str]:
+    """What to do with a finished drafter: how to load it, and whether it is worth that."""
+    lines = [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
+    first = [values[0] for values in rates.values() if values[0] is not None]
+    if first and max(first) < LOW_ACCEPTANCE:
+        lines.append(
+            f"fewer than {LOW_ACCEPTANCE:.0%} of first drafts are accepted, so this drafter is unlikely to save time: "
+            f"generate more text (--tokens), train longer (--passes), or go on with --start {shlex.quote(str(out))}"
+        )
+    return lines

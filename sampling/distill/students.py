@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.utils import CONFIG_NAME
 
 from sampling.distill.dataset import Corpus
 from sampling.distill.generate import Page
@@ -135,6 +136,8 @@ def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:
     if is_head(folder):
         head, vocabulary = read_head(folder, target.model)
         return _head_student(head, target, vocabulary)
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"There is no drafter in {folder}: name a folder that this command has written.")
     placement = Placement(str(target.model.device), torch.float32, lambda line: None)
     model = load_model(locate(str(folder), lambda line: None), "none", placement)
     if (size := vocabulary_size(model)) != (expected := vocabulary_size(target.model)):

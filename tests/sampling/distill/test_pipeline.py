@@ -66,11 +66,61 @@ def test_a_drafter_is_trained_described_and_loaded(target, tmp_path, kind):
     assert load(target, tmp_path / "out").drafter_kind == ("head" if kind == "head" else "model")
 
 
-def test_the_figures_of_the_card_can_be_repeated(target, tmp_path, capsys):
-    assert run(target, tmp_path, "--keep") == 0
-    first = capsys.readouterr().err.splitlines()[-1]
-    assert run(target, tmp_path, "--measure") == 0
-    assert capsys.readouterr().err.splitlines()[-1] == first and first.startswith(f"{tmp_path}: ")
+def acceptance(messages, out):
+    """The acceptance of a finished or measured drafter."""
+    return next(line for line in messages.splitlines() if line.startswith(f"{out}: ")).partition(": ")[2]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """The flag for a file of questions, so that conversations begin with an answer."""
+    (tmp_path / "questions.txt").write_text("What is this?\nAnd that?\n")
+    return ["--prompts", str(tmp_path / "questions.txt")]
+
+
+def test_the_figures_of_the_card_can_be_repeated_without_its_flags(target, tmp_path, capsys, questions):
+    """Also after the work folder is gone. Only paths must be named again."""
+    out = tmp_path / "out"
+    assert run(target, out, *questions, "--seed", "3") == 0
+    first = acceptance(capsys.readouterr().err, out)
+    measure = ["--out", str(out), "--device", "cpu", "--measure", "--target", str(target)]
+    assert main([*measure, *questions]) == 0
+    assert acceptance(capsys.readouterr().err, out) == first and any(digit in first for digit in "23456789")
+    assert main([*measure, *questions, "--seed", "4"]) == 0
+    assert acceptance(capsys.readouterr().err, out) != first, "a flag wins over the stored setting"
+    assert str(tmp_path) not in (tmp_path / "out" / "training.json").read_text()
+    (tmp_path / "out" / "training.json").write_text('{"rows": "x"}')
+    assert main(measure) == 1 and "training.json" in message_of(capsys)
+
+
+@pytest.mark.parametrize("flags", [["--start", "nowhere"], ["--resume"]])
+def test_flags_without_effect_on_a_measurement_are_refused(target, finished, capsys, flags):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--out", str(finished / "head"), "--target", str(target), "--measure", *flags])
+    assert exit_info.value.code == 2 and flags[0] in message_of(capsys)
+
+
+def test_a_folder_without_a_drafter_cannot_be_measured(target, tmp_path, capsys):
+    for folder in (tmp_path / "missing", tmp_path):
+        assert main(["--out", str(folder), "--target", str(target), "--measure"]) == 1
+        message = message_of(capsys)
+        assert "no drafter" in message and str(folder) in message and "hub" not in message
+
+
+def test_the_plan_and_the_next_step_are_reported(target, tmp_path, capsys, questions):
+    """1,000 tokens are rounded up to two pages of 6 x 96. An untrained drafter is useless."""
+    assert run(target, tmp_path / "out", "--rate", "1e-7", *questions) == 0
+    messages = message_of(capsys)
+    assert "1,152 in all" in messages and "1,000" in messages and "float32" in messages
+    assert f"--target {target} --drafter {tmp_path / 'out'}" in messages and "unlikely to save time" in messages
+    assert messages.count("held out: ") <= 1, "one line for each of 20 evaluations says little"
+
+
+def test_a_held_out_page_without_answers_is_explained(target, tmp_path, capsys):
+    """Two rows are both greedy."""
+    assert run(target, tmp_path / "out", "--rows", "2", "--batch", "2") == 0
+    assert "- - -" in acceptance(messages := message_of(capsys), tmp_path / "out") and "no such answers" in messages
+    assert "no such answers" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
@@ -203,7 +253,6 @@ def test_a_different_kind_replaces_the_drafter_in_a_folder(target, finished, tmp
     "flags",
     [
         ["--tokens", "0"],
-        ["--tokens", "x"],
         ["--hours", "-1"],
         ["--hours", "nan"],
         ["--kind", "tree"],
@@ -214,6 +263,12 @@ def test_invalid_flags_exit_with_status_2(tmp_path, flags):
     with pytest.raises(SystemExit) as exit_info:
         main(["--out", str(tmp_path), "--target", "embedded", *flags])
     assert exit_info.value.code == 2
+
+
+def test_a_flag_that_is_no_number_is_named_with_what_is_allowed(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--target", "embedded", "--tokens", "abc"])
+    assert "--tokens: 'abc' is not a whole number; allowed: at least 1" in message_of(capsys)
 
 
 def test_hours_limit_the_training(target, tmp_path):
