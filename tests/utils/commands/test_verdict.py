@@ -19,7 +19,7 @@ import torch
 from fakes import Screen, open_session, records_of, tiny_pair
 from tiny import tiny_llama
 
-from utils.commands.experiments.verdict import timing
+from utils.commands.experiments.verdict import measurement, timing
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts, spaced, tasks_in_turn
@@ -28,6 +28,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
+from utils.logits_processor import GreedyProcessor
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.prompts.prompt_files import Prompt, read_prompts
@@ -69,6 +70,7 @@ class Runs:
         self.now, self._cost, self._noise = 0.0, cost, noise
         self._random = np.random.default_rng(3)
         self._run_alone = Harness.run_alone
+        self.seeds: set[int] = set()
         self._known: dict[Any, Generation] = {}
         self.stop_after: Callable[[], bool] = lambda: False
         monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -76,7 +78,8 @@ class Runs:
 
     def _decoded(self, harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings) -> Generation:
         """The same runs give the same tokens, so they are decoded once."""
-        key = (id(harness), tuple(prompt), strategy.name, repr(settings))
+        greedy = isinstance(settings.processor, GreedyProcessor)
+        key = (id(harness), tuple(prompt), strategy.name, repr(replace(settings, seed=0) if greedy else settings))
         if key not in self._known:
             self._known[key] = self._run_alone(harness, prompt, strategy, settings)
         return self._known[key]
@@ -87,6 +90,7 @@ class Runs:
         if self.stop_after():
             raise KeyboardInterrupt
         run = self._decoded(harness, prompt, strategy, settings)
+        self.seeds.add(settings.seed)
         self.made.append((strategy.name, settings.length, tuple(prompt)))
         factor = exp(self._noise * self._random.standard_normal())
         each = [factor * self._cost(strategy, step) for step in run.steps]
@@ -169,9 +173,8 @@ def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkey
     """A baseline that happens to be slow does not make a strategy fast that accepts nothing."""
     Runs(monkeypatch, lambda strategy, step: STEP * (2 if strategy.is_baseline else 1))
     session = session_of(view, tmp_path, tiny_pair())
-    monkeypatch.setattr(Generation, "accepted", 0)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
-    assert row["interval"][0] > 1 and "does not help" in shown and "no draft was accepted" in shown
+    assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
     assert session.handle("/verdict apply") is Verdict.FAILED
 
 
@@ -285,21 +288,29 @@ def test_prompts_that_cannot_run_are_skipped(view: Screen, tmp_path: Path, monke
     assert "none of the prompts" in view.take()[1]
 
 
-def test_without_a_drafter_and_with_sampling(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_drafter(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, helpful)
+    monkeypatch.setattr(measurement, "MOST_PASSES", 1)
     session = session_of(view, tmp_path, tiny_pair(drafter=False))
-    path = prompts_file(tmp_path, TEXTS)
-    row, _ = verdict_of(session, view, tmp_path, f"/verdict {path}")
+    row, _ = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert {one["drafter_kind"] for one in row["considered"]} == {"ngram", "lookup", "suffix"}
     assert row["extra_memory"] == 0
-    session = session_of(view, tmp_path)
+
+
+def test_with_sampling_texts_have_the_same_distribution_or_are_the_same(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(monkeypatch, helpful)
+    monkeypatch.setattr(measurement, "MOST_PASSES", 2)
+    session, path = session_of(view, tmp_path), prompts_file(tmp_path, TEXTS[:6])
     session.handle("/processor multinomial 1")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
-    if row["drafter_kind"] == "model":
-        assert "same distribution" in shown and "identical" not in shown and not row["must_be_the_targets"]
+    assert row["drafter_kind"] == "model" and not row["must_be_the_targets"]
+    assert "same distribution" in shown and "identical" not in shown
+    assert len(runs.seeds) >= 3, "passes draw other random numbers, and other ones than the selection"
     session.handle("/verify coupled")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
-    assert "text identical on 6 of 6" in shown and row["extra_memory"] > 0
+    assert "text identical on 5 of 5" in shown and row["extra_memory"] > 0
 
 
 def test_a_first_interval_within_a_minute_and_an_end(

@@ -37,6 +37,10 @@ class Candidate:
         """As sentences name it."""
         return f"{kind_name(self.strategy, pair)} with /gamma {self.gamma_text}"
 
+    def short_label(self, pair: Pair) -> str:
+        """As tables and progress name it."""
+        return f"{self.strategy.drafter_label(pair)}, gamma {self.gamma_text}"
+
     @property
     def gamma_text(self) -> str:
         return "auto" if self.gamma is None else str(self.gamma)
@@ -52,11 +56,12 @@ class Candidate:
             return {"ngram": True, "speculative": False, "gamma": self.gamma}
         return {"speculative": True, "ngram": False, "drafter_kind": (self.strategy.word,), "gamma": self.gamma}
 
-    @property
-    def commands(self) -> tuple[str, ...]:
-        """The commands that make a session use it."""
-        kind = f"/drafter_kind {self.strategy.word}" if self.strategy.chooses_kind else "/ngram on"
-        return kind, f"/gamma {self.gamma_text}"
+    def commands(self, settings: Settings) -> tuple[str, ...]:
+        """The commands that make a session with these settings use it."""
+        if not self.strategy.chooses_kind:
+            return "/ngram on", f"/gamma {self.gamma_text}"
+        turned_on = () if settings.speculative else ("/speculative on",)
+        return *turned_on, f"/drafter_kind {self.strategy.word}", f"/gamma {self.gamma_text}"
 
     def figures(self, pair: Pair) -> dict[str, Any]:
         """As the JSON record has it."""

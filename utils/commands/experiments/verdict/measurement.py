@@ -7,6 +7,7 @@ counted. Who goes first alternates over prompts and passes.
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
+from utils.bounds import MAX_SEED
 from utils.commands.experiments.repeated_runs import PairedRun
 from utils.commands.experiments.verdict.candidates import Candidate
 from utils.commands.experiments.verdict.plan import ReadyPrompt
@@ -18,6 +19,8 @@ from utils.errors import UserError
 from utils.metrics.intervals import Interval, speedup_interval
 from utils.metrics.stopwatch import Stopwatch as RunStopwatch
 
+ENOUGH_PROMPTS = 6  # after which a first pass may end early
+LONGEST_SECONDS = 2 * TOTAL_SECONDS  # of a first pass with as many prompts
 NARROW = 1.06  # ratio of the ends of an interval that needs no further pass
 MIN_REPEATS = 5  # of a single prompt
 MIN_PASSES = 2  # over several prompts that are not compared with others
@@ -70,17 +73,25 @@ class Measurement:
         began = self.clock.seconds
         for number in range(MOST_PASSES):
             for place, index in enumerate(self._measurable()):
+                # On a slow machine the first prompts, one of each task, must do.
+                if not number and len(self.pairs) >= ENOUGH_PROMPTS and self.clock.seconds > LONGEST_SECONDS:
+                    return
                 yield Progress(self._progress(number, place, began))
-                try:
-                    self._run_pair(index, number)
-                except UserError as error:
-                    self.problems.append(f"Prompt {self.prompts[index].number} was skipped: {error}")
-                    self.pairs.pop(index, None)
-                    self.prompts[index] = replace(self.prompts[index], ids=[])
+                self._measure(index, number)
             if not self._measurable():
                 raise UserError(f"none of the prompts could be measured. {' '.join(self.problems[:1])}")
             if self._is_enough(number + 1, began):
                 return
+
+    def _measure(self, index: int, number: int) -> None:
+        """Add a pair of runs of a prompt, or drop the prompt if it cannot be run."""
+        prompt = self.prompts[index]
+        try:
+            self._run_pair(index, number)
+        except UserError as error:
+            self.problems.append(f"Prompt {prompt.number} was skipped: {error}")
+            self.pairs.pop(index, None)
+            self.prompts[index] = replace(prompt, ids=[])
 
     def _measurable(self) -> list[int]:
         return [index for index, prompt in enumerate(self.prompts) if prompt.ids]
@@ -90,11 +101,13 @@ class Measurement:
         if not number:
             # The first prefill of a length may be slow, and must not be billed to whoever runs first.
             self.harness.run_alone(ids, strategy, replace(self.settings, length=WARM_UP_TOKENS))
+        # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
+        settings = replace(self.settings, seed=(self.settings.seed + 1 + number) % (MAX_SEED + 1))
         runs = {}
         order = (strategy, self.harness.baseline) if (index + number) % 2 else (self.harness.baseline, strategy)
         for one in order:
             watch = RunStopwatch() if one is strategy else None
-            runs[one.name] = self.harness.run_alone(ids, one, self.settings, stopwatch=watch)
+            runs[one.name] = self.harness.run_alone(ids, one, settings, stopwatch=watch)
         # Only complete pairs are added, so Ctrl-C cannot leave a run without its partner.
         self.pairs.setdefault(index, []).append(PairedRun(runs[strategy.name], runs[self.harness.baseline.name]))
 
@@ -109,11 +122,12 @@ class Measurement:
     def _progress(self, number: int, place: int, began: float) -> str:
         """What is being measured, what it showed so far, and how long the rest takes."""
         prompts = len(self._measurable())
-        where = f"pass {number + 1}, prompt {place + 1} of {prompts}" if prompts > 1 else f"repeat {number + 1}"
-        parts = [f"measuring {self.candidate.label(self.harness.pair)}: {where}", *self._so_far()]
+        again = f", pass {number + 1}" if number else ""
+        where = f"prompt {place + 1} of {prompts}{again}" if prompts > 1 else f"repeat {number + 1}"
+        parts = [*self._so_far(), f"{self.candidate.short_label(self.harness.pair)}, {where}"]
         if self.finished_pairs:
-            parts.append(f"at most {self._seconds_left(prompts, began):.0f} s left")
-        return "; ".join(parts)
+            parts.insert(1, f"at most {self._seconds_left(prompts, began):.0f} s left")
+        return " · ".join(parts)
 
     def _seconds_left(self, prompts: int, began: float) -> float:
         """Until the last pass that there is time for ends."""
@@ -126,6 +140,6 @@ class Measurement:
         interval = self.interval()
         if interval is None:
             return ()
-        enough = max(len(self.pairs), self.finished_pairs if len(self.prompts) == 1 else 0) >= PROVISIONAL
+        enough = (len(self.pairs) if len(self.prompts) > 1 else self.finished_pairs) >= PROVISIONAL
         shown = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if enough and interval.is_bounded else ""
-        return (f"so far {interval.estimate:.2f}x{shown}",)
+        return (f"{interval.estimate:.2f}x so far{shown}",)

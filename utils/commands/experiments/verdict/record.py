@@ -11,6 +11,7 @@ from utils.commands.experiments.verdict.measurement import Measurement
 from utils.commands.experiments.verdict.plan import PromptPlan
 from utils.commands.experiments.verdict.selection import Selection
 from utils.comparison.harness import Harness
+from utils.comparison.speed_claims import NO_GAIN
 from utils.config.settings import Settings, setting_fields
 
 Row = dict[str, Any]
@@ -45,7 +46,7 @@ class Measured:
         runs = run_figures([pair.run for pair in self._pairs()])
         return {
             "strategy": strategy.name,
-            "name": f"{candidate.strategy.drafter_label(pair)}, gamma {candidate.gamma_text}",
+            "name": candidate.short_label(pair),
             "candidate": candidate.label(pair),
             **candidate.figures(pair),
             **runs,
@@ -54,6 +55,7 @@ class Measured:
             "speedup": interval.estimate,
             "interval": [interval.low, interval.high] if interval.is_bounded else None,
             "verdict": interval.verdict,
+            "without_gain": (runs["tokens_per_target_forward"] or 1.0) < NO_GAIN,
             "extra_memory": (pair.drafter_memory or 0) if kind.uses_loaded else 0,
             **self._prompt_figures(),
             **self._circumstances(),
@@ -102,6 +104,7 @@ class Measured:
             "must_be_the_targets": strategy.repeats_target(settings),
             "engine_verified": self.harness.pair.engine.state.verified,
             "verify": settings.verify,
+            "turns": settings.keeps_conversation,
             "processor": setting_fields()["processor"].show(settings),
             "length": measurement.settings.length,
             "length_setting": settings.length,
@@ -115,7 +118,7 @@ class Measured:
         ]
         return {
             "kind_name": kind_name(measurement.candidate.strategy, pair),
-            "commands": list(measurement.candidate.commands),
+            "commands": list(measurement.candidate.commands(self.settings)),
             "best_fixed_gamma": selection.best_fixed_gamma(measurement.candidate.strategy),
             "considered": considered,
             "not_tried": selection.not_replayed(),

@@ -8,7 +8,7 @@ from utils.text import byte_size
 
 Row = dict[str, Any]
 SMALL_GAIN = 1.03  # a speed-up below this is not worth a recommendation
-NO_GAIN = 1.02  # a task with less does not profit
+LITTLE_GAIN = 1.02  # a task with less does not profit
 CAUSES = {
     "drafting": "the cost of drafting",
     "verifying": "the cost of verifying several tokens at once",
@@ -32,10 +32,10 @@ def answer(row: Row) -> str:
     here = "here" if row["divided"] else f"on {these(row)}"
     if row["interval"] is None:
         return f"Too few runs for an answer: {name} was {about(row['speedup'])} target-only so far, {texts}."
-    if not row["accepted"]:
+    if row["without_gain"]:
         return (
-            f"Speculative decoding does not help {here}: no draft was accepted. The best candidate was {name}, "
-            f"{ratio}, {texts}."
+            f"Speculative decoding does not help {here}: the drafts of the best candidate, {name}, saved no forward "
+            f"pass of the target (1.00 tokens each); {ratio}, {texts}."
         )
     if row["verdict"] == SLOWER:
         return f"Speculative decoding does not help {here}: the best candidate, {name}, is slower: {ratio}, {texts}."
@@ -74,8 +74,13 @@ def texts_sentence(row: Row) -> str:
     identical = f"text identical on {row['same_texts']} of {row['prompts']}"
     if row["same_texts"] == row["prompts"]:
         return identical
-    cause = "this should not happen, please report it" if row["engine_verified"] else "rounding ties, see /audit"
-    return f"{identical} ({cause})"
+    numbers = ", ".join(str(one["number"]) for one in row["by_prompt"] if not one["same"])
+    cause = (
+        "this should not happen, please report it"
+        if row["engine_verified"]
+        else "this engine does not guarantee equal bits, see /audit"
+    )
+    return f"{identical} (not on prompt {numbers}: {cause})"
 
 
 def conditions(row: Row) -> str:
@@ -84,10 +89,11 @@ def conditions(row: Row) -> str:
     where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
     chosen = "other prompts" if row["divided"] else "runs that are not counted"
     shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
+    first = " Every prompt was a first turn." if row["turns"] else ""
     left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
     return (
         f"Measured: whole runs with their prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "
-        f"{where}, in turns with target-only. The settings were chosen on {chosen}.{left_out}"
+        f"{where}, in turns with target-only. The settings were chosen on {chosen}.{first}{left_out}"
     )
 
 
@@ -97,7 +103,7 @@ def tasks(row: Row) -> list[str]:
     if len(known) < 2:
         return []
     shown = ", ".join(f"{task} {one['speedup']:.2f}x" for task, one in known.items())
-    without = [task for task, one in known.items() if one["speedup"] < NO_GAIN or not one["accepted"]]
+    without = [task for task, one in known.items() if one["speedup"] < LITTLE_GAIN or not one["accepted"]]
     few = min(one["prompts"] for one in known.values())
     line = f"By task: {shown}."
     if without:
