@@ -1,8 +1,8 @@
 """Beam search with length penalty, cached. Yields the Steps of the best beam once it is known.
 
 Scores are summed log-probabilities divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016,
-arXiv 1609.08144). Beams live in the rows of one session. A beam that has ended keeps its score and stays among the
-candidates, and the best one that ever ended is the result.
+arXiv 1609.08144). Live beams are the rows of one session. The best beam that ever ended is the result; the search stops
+when no live beam can overtake it any more.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,15 @@ class BeamWidth:
             RealRange(name, 0, MAX_PENALTY).check(value)
 
     def score(self, beam: Beam) -> float:
-        penalty: float = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
-        return beam.log_prob / penalty
+        return self._score(beam.log_prob, len(beam.tokens))
+
+    def highest_score(self, beam: Beam, limit: int) -> float:
+        """An upper bound of the scores of a beam's continuations: as likely, and as long as possible."""
+        return self._score(beam.log_prob, limit)
+
+    def _score(self, log_prob: float, length: int) -> float:
+        penalty: float = ((self.min_length + length) / (self.min_length + 1)) ** self.alpha
+        return log_prob / penalty
 
 
 def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decoding, width: BeamWidth) -> Iterator[Step]:
@@ -64,24 +71,24 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     limit = decoding.length_limit(session.room(context))
     if limit < 1:
         return
-    beams, forwards = [Beam()], 0
-    best: Beam | None = None  # the best beam that ever ended, even if others displaced it later
-    while any(beam.finish is None for beam in beams):
-        live = [beam for beam in beams if beam.finish is None]
+    beams, forwards = [Beam()], 0  # live ones only, so that those that ended take no place from them
+    best: Beam | None = None  # of all that ever ended
+    while beams and not (best and width.score(best) >= max(width.highest_score(beam, limit) for beam in beams)):
         # Rows of the cache follow the beams that survived; before the first pass there are none.
         if forwards:
-            session.select([beam.row for beam in live])
-        logits = session.feed_rows([[*context, *beam.tokens] for beam in live], keep=1)  # (B, 1, V)
+            session.select([beam.row for beam in beams])
+        logits = session.feed_rows([[*context, *beam.tokens] for beam in beams], keep=1)  # (B, 1, V)
         forwards += 1
-        grown = [beam for beam in beams if beam.finish is not None]
-        for row, beam in enumerate(live):
+        grown: list[Beam] = []
+        for row, beam in enumerate(beams):
             with naming(session.name):
                 grown.extend(
                     _continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit)
                 )
         ended = [beam for beam in grown if beam.finish is not None]
         best = max([best, *ended] if best else ended, key=width.score, default=None)
-        beams = sorted(grown, key=width.score, reverse=True)[: width.num_beams]
+        live = [beam for beam in grown if beam.finish is None]
+        beams = sorted(live, key=width.score, reverse=True)[: width.num_beams]
     assert best is not None
     yield from _steps_of(best, forwards)
 

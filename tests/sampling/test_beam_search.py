@@ -24,18 +24,16 @@ def reference(
 
     kept: list[tuple[list[int], float]] = [([], 0.0)]
     ended: list[tuple[list[int], float]] = []
-    while any(len(tokens) < length and end not in tokens for tokens, _ in kept):
-        grown = [beam for beam in kept if end in beam[0]]
+    for _ in range(length):  # to the end: the search may stop earlier only if that changes nothing
+        grown = []
         for tokens, total in kept:
-            if end not in tokens:
-                row = log_probs(model, prompt, tokens)
-                best = row.topk(top_k)
-                grown += [
-                    ([*tokens, int(token)], total + float(value))
-                    for value, token in zip(best.values, best.indices, strict=True)
-                ]
+            best = log_probs(model, prompt, tokens).topk(top_k)
+            grown += [
+                ([*tokens, int(token)], total + float(value))
+                for value, token in zip(best.values, best.indices, strict=True)
+            ]
         ended += [beam for beam in grown if end in beam[0] or len(beam[0]) >= length]
-        kept = sorted(grown, key=score, reverse=True)[:beams]
+        kept = sorted((beam for beam in grown if end not in beam[0]), key=score, reverse=True)[:beams]
     return max(ended, key=score)[0]
 
 
@@ -52,6 +50,42 @@ def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: flo
             )
             made = beam_search_generate(prompt, model, 9, beams, top_k, 5.0, alpha, ending)
             assert made == expected
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_the_score_is_at_least_that_of_generate(alpha: float) -> None:
+    """With early_stopping=False, and as many continuations as transformers takes."""
+    prompt, beams, length = [5, 9, 2, 11], 3, 12
+    for seed in range(8):
+        model = tiny_llama(seed=seed, initializer_range=0.2)
+        for end in autoregressive_generate(prompt, model, 6, eos_tokens_id=-1)[1::2]:
+            theirs = model.generate(
+                torch.tensor([prompt]),
+                num_beams=beams,
+                do_sample=False,
+                max_new_tokens=length,
+                length_penalty=alpha,
+                eos_token_id=end,
+                early_stopping=False,
+            )[0].tolist()[len(prompt) :]
+            theirs = theirs[: theirs.index(end) + 1] if end in theirs else theirs
+            ours = beam_search_generate(prompt, model, length, beams, 2 * beams, 0.0, alpha, end)
+            scores = []
+            for text in (ours, theirs):
+                likelihoods = (log_probs(model, prompt, text[:index])[token] for index, token in enumerate(text))
+                scores.append(float(sum(likelihoods)) / len(text) ** alpha)
+            assert scores[0] >= scores[1] - 1e-9, (seed, end)
+
+
+def test_a_search_stops_once_no_live_beam_can_overtake_the_best_ended_one() -> None:
+    """Without a reward for length the first end of a likely beam settles it."""
+    model, widths = tiny_llama(), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    end = autoregressive_generate([5, 9], model, 1, eos_tokens_id=-1)[0]
+    widths.clear()
+    assert beam_search_generate([5, 9], model, 200, 2, 2, 0.0, 0.0, end) == [end] and len(widths) < 20
 
 
 def test_one_beam_is_greedy_and_more_beams_are_at_least_as_likely() -> None:
