@@ -40,6 +40,11 @@ def count_of(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
+def first_of(count: int, noun: str) -> str:
+    """The beginning of a sequence: "first layer", "first 2 layers"."""
+    return f"first {noun}" if count == 1 else f"first {count} {noun}s"
+
+
 def unescape(typed: str) -> str:
     """A typed line as a prompt: the escapes \\n and \\t become newline and tab."""
     return typed.replace("\\n", "\n").replace("\\t", "\t")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from utils.text import TextStream, decode, token_piece, visible
+from utils.text import TextStream, count_of, decode, first_of, token_piece, visible
 
 TOKENIZER = tiny_tokenizer()
 
@@ -50,3 +50,8 @@ def test_pieces_are_readable() -> None:
     assert token_piece(TOKENIZER, newline) == '"\\n"'
     assert token_piece(TOKENIZER, letter) == '"a"'
     assert token_piece(TOKENIZER, half) == f"#{half}"
+
+
+def test_counts_are_singular_and_plural() -> None:
+    assert [count_of(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert [first_of(count, "layer") for count in (1, 2)] == ["first layer", "first 2 layers"]

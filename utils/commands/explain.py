@@ -1,4 +1,4 @@
-"""/explain and /columns: the definitions and values of figures, and the last texts side by side."""
+"""/explain and the first part of /texts: the definitions and values of figures, and the last texts side by side."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Column
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
-from utils.text import decode
+from utils.text import count_of, decode
 
 FIGURE_NAMES = tuple(figure.name for figure in FIGURES)
 
@@ -47,7 +47,7 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
     names = [strategy.name for strategy, *_ in group]
     tokenizer, target = last.job.pair.tokenizer, last.target
     text = decode(tokenizer, run.tokens)
-    about = f"{len(run.tokens)} tokens, {run.finish}"
+    about = f"{count_of(len(run.tokens), 'token')}, {run.finish}"
     if comparison.first_difference is None:
         return Column(names, about, text)
     assert target is not None

@@ -17,7 +17,7 @@ from utils.config.settings import setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.distributed import run_once
 from utils.errors import UserError, check_choice
-from utils.text import token_piece
+from utils.text import count_of, token_piece
 
 EXAMPLE = "/ngram {} answers.ngrams"
 DEFAULT_ROWS, MAX_ROWS = 20, 1000
@@ -44,13 +44,15 @@ def _save(argument: str, context: CommandContext) -> Outcome:
         raise UserError("the n-gram storage is empty: send a prompt first.")
     model = context.harness.pair.target_name
     run_once(lambda: save_storage(storage, file.path, model, overwrite=file.overwrite))
-    return [Reply(f"{len(storage)} n-grams written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")]
+    return [
+        Reply(f"{count_of(len(storage), 'n-gram')} written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")
+    ]
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
     path, harness, settings = path_in(argument, EXAMPLE.format("load")), context.harness, context.settings
     storage, kind, model = load_storage(path, context.limits.vocabulary, settings.ngram_limit)
-    notes = [f"{len(storage)} n-grams read from {path}: {kind} {storage.n}"]
+    notes = [f"{count_of(len(storage), 'n-gram')} read from {path}: {kind} {storage.n}"]
     if settings.reset_in_between:
         notes.append("/ngram keep was turned on, so that they are used")
     if model != harness.pair.target_name:
@@ -73,7 +75,7 @@ def _list(argument: str, context: CommandContext) -> Outcome:
         (f"{count}x", " ".join(token_piece(tokenizer, part) for part in (*prefix, token)))
         for count, _, prefix, token in nlargest(limit, entries)
     ]
-    return [Reply(f"{len(storage)} n-grams; the {len(rows)} most frequent:"), ShowRows(rows)]
+    return [Reply(f"{count_of(len(storage), 'n-gram')}; the {len(rows)} most frequent:"), ShowRows(rows)]
 
 
 SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {

@@ -12,7 +12,7 @@ from utils.config.setting_parts import known_settings, listed_settings, setting_
 from utils.errors import UserError
 from utils.files import read_text
 from utils.screen.line_history import history_path, recent_lines
-from utils.text import escaped, unescaped
+from utils.text import count_of, escaped, unescaped
 
 # The first line of a file whose values have escapes. Files of earlier versions have no escapes.
 HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ a backslash"
@@ -73,7 +73,7 @@ def _run_settings(path: Path, lines: Sequence[str], context: CommandContext, *, 
         else:
             settings = changed
             changes.append(f"{name} {escaped(entry.show(settings))}")
-    summary = f"{len(values)} settings read from {path}: {', '.join(changes) or 'nothing changes'}"
+    summary = f"{count_of(len(values), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
     rest = [*late, *(decoded(line) if line.startswith("/") else line for line in lines[len(values) :])]
     return [ChangeSettings(settings, summary), *([RunLines(rest)] if rest else [])]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from utils.comparison.strategies import Strategy
 from utils.metrics.results import Comparison, Generation
+from utils.text import count_of
 
 Fraction = Callable[[Strategy, Generation, Comparison], str]
 SHOWN_POSITIONS = 6
@@ -56,8 +57,8 @@ def _text(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
         return ""
     total = len(run.tokens)
     if comparison.first_difference is None:
-        return f"{total} of {total} tokens are the target's"
-    return f"the first {comparison.first_difference} of {total} tokens are the target's"
+        return f"{total} of {count_of(total, 'token')} {'is' if total == 1 else 'are'} the target's"
+    return f"the first {comparison.first_difference} of {count_of(total, 'token')} are the target's"
 
 
 def _by_position(strategy: Strategy, run: Generation, comparison: Comparison) -> str:

@@ -23,7 +23,7 @@ from utils.pairs.drafter_inputs import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
-from utils.text import decode
+from utils.text import count_of, decode
 
 NO_DRAFTER = "No drafter is loaded: strategies that need one are skipped (--drafter loads one)."
 NO_PROMPT_YET = "a prompt is needed: send one first."
@@ -131,7 +131,10 @@ class Harness:
         bound = context_length(self.pair.drafter) if longest else None
         # The same bound as in ModelDrafter.begin: a draft needs one position.
         if bound is not None and longest >= bound:
-            note(f"The prompt has {longest} tokens and the drafter a context length of {bound}: it will draft nothing.")
+            note(
+                f"The prompt has {count_of(longest, 'token')} and the drafter a context length of {bound}: "
+                "it will draft nothing."
+            )
 
     def keep_turn(self) -> None:
         """Add the last prompt and its answers to the conversations."""

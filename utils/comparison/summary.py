@@ -13,8 +13,9 @@ from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.metrics.divergence import Cause
 from utils.metrics.results import Generation
+from utils.text import count_of
 
-FULL_CONTEXT = "cut at {} tokens: the context is full"
+FULL_CONTEXT = "cut at {}: the context is full"
 TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
 NOTICEABLE = 0.05  # a smaller share of difference is none, in a single run
 FEW_TOKENS = 16
@@ -43,7 +44,11 @@ def ending(run: Generation, length: int) -> str:
         case FinishReason.STOP:
             return ""
         case FinishReason.LENGTH:
-            return f"cut at {made} tokens (/length)" if made >= length else FULL_CONTEXT.format(made)
+            return (
+                f"cut at {count_of(made, 'token')} (/length)"
+                if made >= length
+                else FULL_CONTEXT.format(count_of(made, "token"))
+            )
         case FinishReason.INTERRUPTED:
             return "interrupted"
 
@@ -162,7 +167,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _size(tokens: int) -> str:
-    return f" (over only {tokens} token{'s' if tokens > 1 else ''})" if tokens < FEW_TOKENS else ""
+    return f" (over only {count_of(tokens, 'token')})" if tokens < FEW_TOKENS else ""
 
 
 def _unexplained(rivals: Sequence[Rival]) -> bool:

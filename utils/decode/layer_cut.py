@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from utils.decode.model_info import is_spread
 from utils.errors import UserError
+from utils.text import count_of
 
 
 def default_depth(model: PreTrainedModel) -> int | None:
@@ -35,7 +36,8 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     count = len(_blocks(model, path))
     if not 1 <= depth < count:
         raise UserError(
-            f"layers:{depth} cannot be cut from {_name(model)}: it has {count} layers, so K must be in 1..{count - 1}."
+            f"layers:{depth} cannot be cut from {_name(model)}: it has {count_of(count, 'layer')}, so K must be in "
+            f"1..{count - 1}."
         )
     # deepcopy's memo maps every config to its copy, nested ones too; the mirror replaces them wherever they occur.
     memo: dict[int, Any] = {}

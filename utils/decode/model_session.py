@@ -20,6 +20,7 @@ from utils.decode.model_info import context_length, hidden_features, model_name,
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import ContextOverflow, UserError
+from utils.text import count_of
 
 
 class ModelSession:
@@ -227,8 +228,8 @@ class ModelSession:
         longest = self.context_length - (0 if self.model.config.is_encoder_decoder else 1)
         if length > longest:
             raise ContextOverflow(
-                f"The prompt has {length} tokens; {self.name} has a context length of {self.context_length}, "
-                f"so a prompt may have at most {longest}."
+                f"The prompt has {count_of(length, 'token')}; {self.name} has a context length of "
+                f"{self.context_length}, so a prompt may have at most {longest}."
             )
 
     def _upload(self, rows: list[list[int]]) -> Tensor:

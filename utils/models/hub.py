@@ -21,7 +21,7 @@ from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.artifact_cache import digest
 from utils.models.load_errors import explanation, is_offline, quiet
-from utils.text import byte_size
+from utils.text import byte_size, count_of
 
 TIMEOUT = 8.0  # seconds
 # The files at the top of a repository that transformers downloads.
@@ -106,7 +106,7 @@ def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None
             f"'{word}' needs {byte_size(size)} on the disk of {cache}, which has {byte_size(free)} free: make room, "
             "or set HF_HOME to a folder on a different disk."
         )
-    report(f"downloading {word}, {byte_size(size)} in {len(missing)} files, to {cache} ...")
+    report(f"downloading {word}, {byte_size(size)} in {count_of(len(missing), 'file')}, to {cache} ...")
 
 
 def _matches_its_name(blob: Path) -> bool:

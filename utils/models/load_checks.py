@@ -16,6 +16,7 @@ from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.load_errors import first_line, is_out_of_memory
+from utils.text import count_of
 
 DRAFTS = 2  # in the verify pass of `check_runs`
 
@@ -68,7 +69,7 @@ def check_runs(model: PreTrainedModel, name: str) -> None:
         )
     limit = context_length(model)
     if limit is not None and limit < 2:
-        raise UserError(f"'{name}' has a context of {limit} token, which leaves no room for an answer.")
+        raise UserError(f"'{name}' has a context of {count_of(limit, 'token')}, which leaves no room for an answer.")
     try:
         session = ModelSession(model)
         context = session.begin([1 % vocabulary_size(model)])

@@ -23,6 +23,7 @@ from utils.models.sources import Source, locate, parse_path
 from utils.pairs.compatibility import Compatibility, compare_models
 from utils.pairs.request import HEAD, LAYERS, PairRequest
 from utils.pairs.request_checks import layer_count
+from utils.text import first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ def _cut_layers(target: LoadedTarget, layers: int | None) -> LoadedDrafter:
         if layers is not None:
             raise
         return LoadedDrafter(notes=(f"no drafter: {error}",))
-    notes = () if layers else (f"no drafter was given: drafting with the first {depth} layers of {target.name}",)
-    model.name_or_path = f"{target.name}, first {depth} layers"
+    first = first_of(depth, "layer")
+    notes = () if layers else (f"no drafter was given: drafting with the {first} of {target.name}",)
+    model.name_or_path = f"{target.name}, {first}"
     return LoadedDrafter(model, model.name_or_path, f"{LAYERS}{depth}", notes, target.quantize)

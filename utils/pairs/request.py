@@ -91,7 +91,7 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             known = asdict(PairRequest(pair.target, pair.drafter, cuda_quantize=pair.cuda_quantize))
     if not words:
         raise UserError(
-            "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pairs lists."
+            "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pair list names."
         )
     if "target" in changes:
         # The defaults come first, so that what the user wrote overrides them.

@@ -149,7 +149,7 @@ def _refusal(messages: list[Message]) -> str:
     """The probable reason why a template fails on these messages, and the remedy."""
     roles = [message["role"] for message in messages]
     if "assistant" in roles:
-        return "cannot render the conversation ({}): start a new one with /reset, or use /turns off."
+        return "cannot render the conversation ({}): start a new one with /turns new, or use /turns off."
     if "system" in roles:
         return "does not support a system prompt ({}): use /system default."
     return "cannot render the prompt ({}): use /chat off."

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from utils.errors import ContextOverflow, UserError
+from utils.text import count_of
 
 Message = dict[str, str]  # role and content, as in chat templates and records
 
@@ -70,11 +71,11 @@ def diverging_turn(ours: Turns, theirs: Turns) -> int:
 
 def format_turns(count: int) -> str:
     """A number of turns in words."""
-    return f"{count} turn{'' if count == 1 else 's'}"
+    return count_of(count, "turn")
 
 
 def with_reset_hint(error: Exception, turns: Turns) -> Exception:
-    """The error itself. If earlier turns made a prompt too long, the message recommends /reset."""
+    """The error itself. If earlier turns made a prompt too long, the message recommends /turns new."""
     if turns and isinstance(error, ContextOverflow):
-        return UserError(f"{error} /reset forgets the conversation.")
+        return UserError(f"{error} /turns new forgets the conversation.")
     return error

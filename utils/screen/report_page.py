@@ -12,7 +12,7 @@ from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import shortened
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.config.settings import Settings, as_json
-from utils.text import byte_size
+from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
 ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the better one first
@@ -128,7 +128,7 @@ def setup_rows(setup: Record) -> list[tuple[str, str]]:
         ("GPU", ", ".join(machine.get("gpus") or ()) or "none"),
         ("memory", byte_size(machine["memory"]) if machine.get("memory") else "unknown"),
         ("system", str(machine.get("system", "unknown"))),
-        ("engine", f"{engine['kind']}, {engine['weights']} weights, {engine['threads']} threads; {tested}"),
+        ("engine", f"{engine['kind']}, {engine['weights']} weights, {count_of(engine['threads'], 'thread')}; {tested}"),
         ("versions", ", ".join(f"{name} {number}" for name, number in setup["versions"].items())),
     ]
 
@@ -181,7 +181,7 @@ def _texts(result: ShownResult) -> Iterator[Block]:
     seen: dict[tuple[int, ...], str] = {}
     for row in result.records:
         name, tokens = row["strategy"], tuple(row["token_ids"])
-        yield Heading(f"{name}: {row['new_tokens']} tokens, {_finish(row)}", 3)
+        yield Heading(f"{name}: {count_of(row['new_tokens'], 'token')}, {_finish(row)}", 3)
         if row["divergence"]:
             position, cause = row["first_difference"] + 1, row["divergence"]["cause"]
             yield Paragraph(f"It differs from the target's text at token {position}: {cause}.")
@@ -193,7 +193,7 @@ def _texts(result: ShownResult) -> Iterator[Block]:
 
 
 def _finish(row: Record) -> str:
-    endings = {"stop": "complete", "length": f"cut at {row['settings']['length']} tokens (/length)"}
+    endings = {"stop": "complete", "length": f"cut at {count_of(row['settings']['length'], 'token')} (/length)"}
     return endings.get(row["finish"]) or str(row["finish"])
 
 

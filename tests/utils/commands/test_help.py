@@ -1,5 +1,6 @@
 """/help: what fits on a screen, a page for every command and figure, old names, and the page of this package."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -177,3 +178,16 @@ def test_settings_of_a_config_file_may_use_new_names(tmp_path: Path) -> None:
     settings = apply_typed(Settings(), typed, Limits())
     assert settings.ngram_storage == StorageSpec("basic", 5) and not settings.reset_in_between
     assert settings.top_k_filler == 2 and (settings.processor.temperature, settings.processor.top_p) == (0.5, 0.9)  # type: ignore[attr-defined]
+
+
+def test_messages_use_the_present_names() -> None:
+    old = "|".join(command.name for command in COMMANDS if command.instead)
+    exempt = ROOT / "utils" / "commands" / "texts.py"  # runs its two parts by their names
+    for top in ("utils", "sampling", "ngram_assisted"):
+        for path in (ROOT / top).rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) if path != exempt else []
+            docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            for node in nodes:
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                    text = node.value.removeprefix("> /")  # examples of hidden commands
+                    assert not re.search(rf"(?<![\w/])/({old})\b", text), (path.name, text)

@@ -275,3 +275,17 @@ def test_prompts_of_a_file_are_never_commands(view: Screen) -> None:
     session.handle("/length 2")
     assert session.send("quit") is Verdict.DONE
     assert session.harness.state.last is not None and session.harness.state.last.text == "quit"
+
+
+ONE = r"\b1 (tokens|layers|positions|rounds|drafters|n-grams|runs|prompts|texts|repeats|settings|threads|turns)\b"
+
+
+def test_one_is_singular(view: Screen, tmp_path: Path) -> None:
+    session = open_session(view)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Hello"}\n')
+    lines = ("/length 1", "/threads 1", "Hello", "/texts", "/explain text", "/audit 1", "/ngram list 1", "/race 1")
+    sampling = ("/processor multinomial 1", "/lossless 1", f"/race 1 {tmp_path / 'one.jsonl'}", "/whatif", "/why")
+    for line in (*lines, *sampling, "Hello there " * 200):
+        session.handle(line)
+        shown = "".join(view.take())
+        assert not re.search(ONE, shown), (line, re.search(ONE, shown))

@@ -25,6 +25,7 @@ from utils.errors import UserError
 from utils.metrics.results import tokens_of
 from utils.pairs.pair import Pair
 from utils.pairs.weights import depends_on_width
+from utils.text import count_of
 
 TRIALS, MAX_TRIALS = 10, 10_000
 ANSWER = 8  # maximum number of new tokens of each run
@@ -56,9 +57,11 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
 def _events(harness: Harness, job: Job, trials: int) -> Iterator[ReportEvent]:
     settings, random = job.settings, Random(job.settings.seed)
     enabled, texts = harness.enabled(settings), _Texts(harness, job)
-    prompt = f"the last prompt ({len(job.prompt)} tokens)" if harness.state.last else f'"{OWN_PROMPT}"'
+    prompt = f"the last prompt ({count_of(len(job.prompt), 'token')})" if harness.state.last else f'"{OWN_PROMPT}"'
     yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
-    runs = f"{trials} x up to {settings.length} tokens by {', '.join(strategy.name for strategy in enabled)}"
+    runs = (
+        f"{trials} x up to {count_of(settings.length, 'token')} by {', '.join(strategy.name for strategy in enabled)}"
+    )
     yield Progress(f"repeat: {runs}, always in this order ...")
     yield from texts.collect("repeat", [enabled] * trials)
     yield Progress(f"order: {runs}, shuffled ...")
@@ -123,7 +126,9 @@ def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
     runs = sum(row["trials"] for row in repeats)
     if runs > 1:
         tokens = repeats[0]["tokens"]
-        lines.append(f"Deterministic ({where}): {runs} runs of {tokens} tokens by each strategy gave equal texts.")
+        lines.append(
+            f"Deterministic ({where}): {runs} runs of {count_of(tokens, 'token')} by each strategy gave equal texts."
+        )
     elif runs:
         lines.append("There was one run of each strategy, and nothing to compare it with.")
     if "width" in rows:
@@ -137,13 +142,14 @@ def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
     flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
     # Equal bits are the only case in which equal texts can be promised; all others state what to expect.
     if difference == 0:
-        return f"Logits are bit-identical at {positions} positions for verify widths up to {widest}: {EQUAL_TEXTS}."
+        where = count_of(positions, "position")
+        return f"Logits are bit-identical at {where} for verify widths up to {widest}: {EQUAL_TEXTS}."
     ways = f"Verify widths of 1 to {widest} tokens" if widest > 1 else "Decode steps and a prefill"
     moved = f"{ways} move logits by up to {difference:.2g}"
     if flips == 0 and difference < SMALL_DRIFT:
         return (
             f"{moved}, which flipped none of {positions} argmaxes. Expect that {EQUAL_TEXTS}, "
-            "except where two tokens are closer than that. /divergence distinguishes such a rounding tie from a bug."
+            "except where two tokens are closer than that. /texts distinguishes such a rounding tie from a bug."
         )
     if depends_on_width(pair):
         return (
@@ -154,7 +160,7 @@ def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
     remedy = "" if pair.dtype == "float32" else " With float32 this is rare."
     return (
         f"{moved} and flipped {flips} of {positions} argmaxes. Even under greedy and /verify coupled, texts can differ "
-        f"where two tokens are that close. /divergence recognizes such a rounding tie.{remedy}"
+        f"where two tokens are that close. /texts recognizes such a rounding tie.{remedy}"
     )
 
 

@@ -1,4 +1,4 @@
-"""/divergence: where and why the last prompt's texts differ from the target's, with data to report a bug."""
+"""The second part of /texts: where and why the last texts differ from the target's, with data to report a bug."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ EXPLANATIONS = {
     "the two runs computed this position with different widths. Other quantizations do not do that.",
     Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
 }
-OWN_CONVERSATIONS = "there is nothing to compare: the conversations differ from the target's. /reset begins new ones."
+OWN_CONVERSATIONS = "nothing to compare: the conversations differ from the target's. /turns new begins new ones."
 NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
 

@@ -1,7 +1,7 @@
 """/replay: runs every generation of a --json file again, and compares text, acceptance and speed with the record.
 
 The settings are those of each record. Models, engine and versions are the present ones, and differences are named.
-Each run has an n-gram storage of its own, as with /reset_in_between on.
+Each run has an n-gram storage of its own, as with /ngram keep off.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ OPTIONAL = ("accepted",)
 NOISE = 1.15  # a ratio of speeds that two equal runs can differ by
 OTHER_TEXT = "a recorded text is not the text of its token ids: the tokenizer differs, or the file was edited"
 OTHER_PROMPT = "the prompt has a different number of tokens: the chat template or the tokenizer differs"
-KEPT_STORAGE = "recorded with /reset_in_between off: drafts may come from earlier prompts, so the acceptance may differ"
+KEPT_STORAGE = "recorded with /ngram keep on: drafts may come from earlier prompts, so the acceptance may differ"
 CHANGED = "What has changed:"
 UNCHANGED = "Versions, models, engine and settings have not changed."
 UNEXPLAINED = "Nothing that is recorded explains this: /audit checks what is deterministic here."
@@ -191,7 +191,7 @@ def _agreement(rows: Sequence[Row]) -> list[str]:
     same = sum(row["first_difference"] is None for row in rows)
     accepted = [row["same_acceptance"] for row in rows if row["same_acceptance"] is not None]
     return [
-        f"{same} of {len(rows)} texts are the same.",
+        f"{same} of {count_of(len(rows), 'text')} {'is' if same == 1 else 'are'} the same.",
         *([f"Acceptance is the same in {sum(accepted)} of {len(accepted)}."] if accepted else []),
         *_speed([row["ratio"] for row in rows if row["ratio"] is not None]),
     ]

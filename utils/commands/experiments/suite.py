@@ -60,7 +60,7 @@ def suite(file: str, repeats: int, context: CommandContext) -> Outcome:
         raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
     events = _events(harness, settings, prompts, enabled=harness.enabled(settings), repeats=repeats)
     conclude = partial(suite_conclusion, harness, settings, len(prompts))
-    title = f"/race {repeats} {path}: {len(prompts)} prompts"
+    title = f"/race {repeats} {path}: {count_of(len(prompts), 'prompt')}"
     report = Report("suite", str(path), settings, HEADINGS, events, conclude, optional=OPTIONAL, title=title)
     return [RunReport(report)]
 
@@ -89,7 +89,9 @@ def _events(
         return sum(run.seconds for run in runs.values())
 
     names = ", ".join(strategy.name for strategy in enabled)
-    yield Progress(f"warming up, then {len(prompts)} prompts by {names}, {count_of(repeats, 'run')} each ...")
+    yield Progress(
+        f"warming up, then {count_of(len(prompts), 'prompt')} by {names}, {count_of(repeats, 'run')} each ..."
+    )
     warm_up(harness, settings)
     # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
     items = list(enumerate(prompts, start=1)) * repeats

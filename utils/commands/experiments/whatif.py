@@ -48,7 +48,7 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
     """The last prompt as it would be run now."""
     job = harness.job(last.job.prompt, settings, last.job.history)
     return (
-        # With /reset_in_between off a real run would start from the session's storage, which may already hold this
+        # With /ngram keep on a real run would start from the session's storage, which may already hold this
         # text.
         job if settings.reset_in_between else replace(job, storage=harness.state.storage, caches=harness.state.caches)
     )
@@ -57,7 +57,9 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
 def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming) -> Iterator[ReportEvent]:
     tokens, measured = target_run(last).tokens, _measured(last)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    yield Progress(f"replaying the target's {len(tokens)} tokens with {count_of(len(drafting), 'drafter')} ...")
+    yield Progress(
+        f"replaying the target's {count_of(len(tokens), 'token')} with {count_of(len(drafting), 'drafter')} ..."
+    )
     costs, baseline = job.settings.costs or Costs(), len(tokens) / timing.alone(len(tokens))
     countdown = Countdown()
     above: Row = {}

@@ -11,6 +11,7 @@ from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL
+from utils.text import first_of
 
 NAMES = {
     MODEL: "the drafter model",
@@ -76,7 +77,7 @@ def kind_name(strategy: Strategy, pair: Pair) -> str:
     """A drafter kind in words."""
     label = strategy.drafter_label(pair) or strategy.name
     if label.startswith(LAYERS):
-        return f"the target's first {label.removeprefix(LAYERS)} layers"
+        return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
     return NAMES.get(label, label)
 
 

@@ -138,8 +138,8 @@ class VerdictRun:
 
 VERDICT = Command(
     "verdict",
-    "[FILE|builtin|apply]",
-    "does it help, with which settings?",
+    "[FILE]",
+    "the answer, and the best settings",
     _verdict,
     group="does it help?",
     rank=1,
@@ -150,8 +150,8 @@ VERDICT = Command(
         "built-in ones.",
         (
             "> /verdict",
-            "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41 to",
-            "1.63 over 12 prompts), text identical on 12 of 12.",
+            "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",
+            "to 1.63 over 12 prompts), text identical on 12 of 12.",
         ),
         syntax=(
             "/verdict          on the prompts typed so far, or else on the built-in ones",
@@ -163,4 +163,5 @@ VERDICT = Command(
     ),
     words=(BUILT_IN, APPLY),
     meanings={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+    files=("",),
 )
