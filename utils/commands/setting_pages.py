@@ -75,7 +75,7 @@ SETTING_HELP = {
             "bonus) and its time. full: also p/q as colours, and why each draft was rejected.",
             ("> /debug full", "debug: full"),
             ("/debug on|off|full", "/debug    switches between on and off"),
-            ("texts", "p/q", "choice", "hits"),
+            ("texts", "p/q", "rank", "hits"),
         ),
         rank=4,
     ),

@@ -176,7 +176,7 @@ def test_texts_of_different_conversations_are_not_explained(
     assert set(json.loads(divergence.replay_data(session.harness.last(), [unexplained]))["rounds"]) == {"ngram"}
     handled(session, "/ngram off", "Go on")
     assert session.handle("/divergence") is Verdict.FAILED
-    assert "/reset" in view.take()[1]
+    assert "/turns new" in view.take()[1]
 
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
@@ -343,7 +343,7 @@ def test_a_template_that_rejects_a_second_turn_is_reported() -> None:
         "{% if messages|length > 1 %}{{ raise_exception('one at a time {}') }}{% endif %}{{ messages[0]['content'] }}"
     )
     assert prompt_ids(tokenizer, "hi", chat=True, system=None)
-    with pytest.raises(UserError, match=r"one at a time \{\}.*/reset.*/turns off"):
+    with pytest.raises(UserError, match=r"one at a time \{\}.*/turns new.*/turns off"):
         prompt_ids(tokenizer, "hi", chat=True, system=None, history=(A,))
     assert prompt_ids(tokenizer, "hi", chat=False, system=None, history=(A,)) == tokenizer("hi")["input_ids"]
 
@@ -394,7 +394,7 @@ def test_a_conversation_that_exceeds_the_context_is_refused_with_a_hint(view: Sc
     handled(session, "x" * 20)
     assert session.handle("y" * 20) is Verdict.FAILED
     message = view.take()[1]
-    assert "89" in message and "/reset" in message and TURN_NOT_KEPT not in message
+    assert "89" in message and "/turns new" in message and TURN_NOT_KEPT not in message
     handled(session, "/reset", "y" * 20)
 
 
@@ -406,7 +406,7 @@ def test_a_conversation_that_exceeds_the_drafters_context_is_refused_too(view: S
     view.take()
     assert session.handle("y" * 20) is Verdict.FAILED
     message = view.take()[1]
-    assert all(part in message for part in ("90", "89", "/reset", TURN_NOT_KEPT))
+    assert all(part in message for part in ("90", "89", "/turns new", TURN_NOT_KEPT))
 
 
 def test_other_models_start_a_new_conversation_and_a_failed_load_forgets_nothing(view: Screen) -> None:

@@ -142,7 +142,8 @@ def test_completion_lists_commands_as_help_does() -> None:
 def test_every_value_has_its_own_description() -> None:
     for command in default_registry().visible():
         if command.meanings:
-            meanings = [completion.display_meta_text for completion in completions(f"/{command.name} ")]
+            words = [word for word in completions(f"/{command.name} ") if word.text in command.words]
+            meanings = [word.display_meta_text for word in words]
             assert all(meanings) and (len(set(meanings)) == len(meanings) or command.name == "load"), command.name
     processors = [(word.text, word.display_meta_text) for word in completions("/processor ")]
     assert len(processors) == 5 and all("T" in meaning for _, meaning in processors)
