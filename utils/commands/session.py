@@ -20,7 +20,7 @@ def _say(argument: str, context: CommandContext) -> Outcome:
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
-    values = [(name, entry.show(context.settings)) for name, entry in listed_settings().items()]
+    values = [(name, entry.describe(context.settings)) for name, entry in listed_settings().items()]
     return [ShowRows([*context.facts, *values])]
 
 

@@ -21,7 +21,7 @@ def set_or_show(name: str, entry: Setting | SettingPart, argument: str, context:
         # What is in effect can differ from the setting: /engine auto says which engine was chosen.
         fact = dict(context.facts).get(entry.fact)
         state = "" if fact is None else f"; now {fact}"
-        return [Reply(f"{name}: {entry.show(before)}{state}{_processor(name, before)}   ({entry.help})")]
+        return [Reply(f"{name}: {entry.describe(before)}{state}{_processor(name, before)}   ({entry.help})")]
     settings = entry.change(before, argument, context.limits)
     # A switch that was not named is easily taken for one that was only shown.
     was = "" if argument else f" (was {entry.show(before)})"
@@ -29,7 +29,7 @@ def set_or_show(name: str, entry: Setting | SettingPart, argument: str, context:
     if name == "chat" and settings.chat is not False and not settings.chat_template:
         hint = f"   ({NO_TEMPLATE})"
     processor = _processor(name, settings) + _implied(name, before, settings)
-    return [ChangeSettings(settings, f"{name}: {entry.show(settings)}{was}{processor}{hint}")]
+    return [ChangeSettings(settings, f"{name}: {entry.describe(settings)}{was}{processor}{hint}")]
 
 
 def _processor(name: str, settings: Settings) -> str:

@@ -121,11 +121,14 @@ SETTING_HELP = {
         "drafting",
         "costs of drafting and verifying",
         Page(
-            "What verifying 1, 2, ... drafts costs in addition to a decode step of the target, and what one draft of "
-            "each kind costs, both in decode steps. They are measured on the loaded models; /gamma auto, /why and "
-            "/whatif depend on them.",
-            ("> /costs measure", "costs: windows 0.186 0.216 0.255; head 0.069"),
-            ("/costs            shows them", "/costs measure", "/costs windows V1 V2 ...; KIND C    uses these"),
+            "What verifying 1, 2, ... drafts costs in addition to a target forward over one token, and what one draft "
+            "of each kind costs. The unit is one such target forward. They are measured on the loaded models; "
+            "/gamma auto, /why and /whatif depend on them.",
+            (
+                "> /costs measure",
+                "costs: verifying k drafts costs 1 + (k=1: 0.19, 2: 0.22) target forwards; one draft by head 0.07",
+            ),
+            ("/costs            shows them", "/costs measure", "/costs verify V1 V2 ...; KIND C    uses these"),
             ("gamma", "draft cost (c)", "verify cost (v)"),
         ),
     ),

@@ -9,7 +9,8 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.pairs.drafter_kinds import DRAFTER_KINDS, drafter_kind
 
-COST_TABLE_EXAMPLE = "windows 0.1 0.15 0.2; head 0.07"
+COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
+VERIFY_WORDS = ("verify", "windows")  # the second one is that of older files and records
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,9 @@ class CostTable:
             return None
         parts = [part.split() for part in text.split(";")]
         try:
-            # Unpacking raises ValueError as well where a part is empty. "windows" is the word for verify costs in files
-            # of /save.
+            # Unpacking raises ValueError as well where a part is empty.
             (name, *verify), *draft = parts
-            if name != "windows" or any(len(cost) != 2 for cost in draft):
+            if name not in VERIFY_WORDS or any(len(cost) != 2 for cost in draft):
                 raise ValueError
             return Costs.of([_cost(word) for word in verify], {kind: _cost(word) for kind, word in draft})
         except ValueError as error:
@@ -69,7 +69,7 @@ class CostTable:
     def show(self, value: Costs | None) -> str:
         if value is None:
             return "measure"
-        verify = " ".join(["windows", *(f"{cost:g}" for cost in value.verify)])
+        verify = " ".join([VERIFY_WORDS[0], *(f"{cost:g}" for cost in value.verify)])
         return "; ".join([verify, *(f"{kind} {cost:g}" for kind, cost in value.draft)])
 
 

@@ -31,6 +31,10 @@ class SettingPart:
     needs: str = ""
     fact: str = ""
 
+    def describe(self, settings: Settings) -> str:
+        """The value as it is read."""
+        return self.show(settings)
+
     def has_effect(self, settings: Settings) -> bool:
         """Whether nothing else has to be turned on for it."""
         return True

@@ -53,7 +53,9 @@ class Settings:
         (LOADED,), DrafterKinds(), "drafters for speculative decoding; several are run one after the other"
     )
     costs: Costs | None = _setting(
-        None, CostTable(), "costs of verifying and drafting, in decode steps of the target; auto gamma depends on them"
+        None,
+        CostTable(),
+        "costs of verifying and drafting, in target forwards; auto gamma depends on them",
     )
     length: int = _setting(
         128, WholeNumber(1, limit="context"), "maximum number of new tokens, 1 to the target's context length"
@@ -158,6 +160,11 @@ class Setting:
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(getattr(settings, self.name))
+
+    def describe(self, settings: Settings) -> str:
+        """The value as it is read, where that differs from what is typed."""
+        value = getattr(settings, self.name)
+        return value.text if isinstance(value, Costs) else self.show(settings)
 
     def has_effect(self, settings: Settings) -> bool:
         """Whether the setting that this one needs is on."""

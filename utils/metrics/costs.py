@@ -10,6 +10,7 @@ from typing import Self
 
 DIGITS = 3
 MAX_COST = 1000.0
+SHOWN_DRAFTS = (1, 2, 3, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,15 @@ class Costs:
     def of(cls, verify: Sequence[float], draft: Mapping[str, float]) -> Self:
         """From measured values, rounded to the digits that are shown."""
         return cls(tuple(map(_rounded, verify)), tuple((kind, _rounded(cost)) for kind, cost in draft.items()))
+
+    @property
+    def text(self) -> str:
+        """The costs in words, with a few verify costs: a table of all of them would fill several lines."""
+        shown = [k for k in SHOWN_DRAFTS if k <= len(self.verify)]
+        verify = ", ".join(f"{k}: {self.verify[k - 1]:.2f}" for k in shown)
+        parts = [f"verifying k drafts costs 1 + (k={verify}) target forwards"] if shown else []
+        parts += [f"one draft by {kind} {cost:.2f}" for kind, cost in self.draft]
+        return "; ".join(parts) or "nothing was measured"
 
     def verify_cost(self, drafts: int) -> float:
         """The extra time of a verify pass with this many drafts, extrapolated by the last difference. 0 if nothing

@@ -102,6 +102,13 @@ def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pa
     table = as_json(session.settings)["costs"]
     session.handle("/costs windows 0.5 0.75; head 0.1; suffix 0")
     assert session.settings.costs == Costs((0.5, 0.75), (("head", 0.1), ("suffix", 0.0)))
+    assert "windows" not in table
+    session.handle("/costs verify 0.5 0.25; head 0.1; suffix 0")
+    assert session.settings.costs == Costs((0.5, 0.25), (("head", 0.1), ("suffix", 0.0)))
+    view.take()
+    session.handle("/costs")
+    shown = view.take()[1]
+    assert "k=1: 0.50, 2: 0.25" in shown and "verify 0.5" not in shown
     session.handle(f"/costs {table}")
     assert as_json(session.settings)["costs"] == table == checked(session, file, "/length 3", "Hi")["settings"]["costs"]
 
