@@ -126,7 +126,8 @@ SETTING_HELP = {
             "/gamma auto, /why and /whatif depend on them.",
             (
                 "> /costs measure",
-                "costs: verifying k drafts costs 1 + (k=1: 0.19, 2: 0.22) target forwards; one draft by head 0.07",
+                "costs: verifying k drafts costs 1 + (k=1: 0.19, 2: 0.22, 3: 0.26)",
+                "target forwards; one draft by head 0.07",
             ),
             ("/costs            shows them", "/costs measure", "/costs verify V1 V2 ...; KIND C    uses these"),
             ("gamma", "draft cost (c)", "verify cost (v)"),

@@ -88,22 +88,24 @@ class Figure:
 
 
 FIGURES = (
-    Figure("tokens", "new tokens, including an end token", lambda strategy, run, comparison: str(len(run.tokens))),
+    Figure(
+        "tokens", "number of new tokens, including an end token", lambda strategy, run, comparison: str(len(run.tokens))
+    ),
     Figure(
         "seconds",
-        "time inside the strategy, including the prefill and filling the n-gram storage, excluding the screen",
+        "time of a run: prefill, filling the n-gram storage and decoding, without the time for drawing the screen",
         _seconds,
     ),
     Figure("tokens/s", "tokens / seconds", _speed),
     Figure(
         "speed-up",
-        "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed; noise: faster, although "
-        "next to no draft was accepted",
+        "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed; of several runs the "
+        "geometric mean; noise: faster, although next to no draft was accepted",
         _speedup,
     ),
     Figure(
         "acceptance",
-        "accepted drafts / drafts, including drafts after a rejected one, without drafts after an accepted end token",
+        "accepted drafts / drafts; drafts after a rejected one count, drafts after an accepted end token do not",
         _acceptance,
     ),
     Figure(
@@ -111,29 +113,34 @@ FIGURES = (
     ),
     Figure(
         "tokens/forward",
-        "new tokens / forward passes of the target: the speed-up if drafting and verifying had no cost",
+        "new tokens / forward passes of the target: the speed-up if drafting and verifying were free",
         _per_forward,
     ),
     Figure(
         "text",
-        "whether the tokens equal those of target-only, or the first token, counted from 1, that differs",
+        "same if the tokens are those of target-only, otherwise the first token that differs, counted from 1",
         _text,
     ),
     Figure(
         "by position",
-        "accepted / tried at the first position of a round, the second, ...; tried: all earlier drafts were accepted",
+        "acceptance of the first, second, ... draft of a round, of those rounds that accepted all drafts before it",
         _by_position,
     ),
-    Figure("declined", "rounds without drafts / rounds: such a round is a decode step of the target", _declined),
+    Figure(
+        "rounds without drafts",
+        "rounds in which nothing was drafted / rounds; such a round is a target forward over one token",
+        _declined,
+    ),
     Figure(
         "draft | verify | other",
-        "milliseconds in the drafter, in the target's forward pass, and in everything else: processors, noise, rules",
+        "milliseconds in the drafter, in the target's forward passes, and in everything else: processors, noise, rules",
         _times,
     ),
-    Figure("p", "probability of a token under the target, before the processor"),
+    Figure("p", "probability of a token under the target, before temperature, top-k and top-p"),
     Figure(
         "q",
-        "probability of a draft under the drafter, before the processor; 1 for drafts without a distribution (n-grams)",
+        "probability of a draft under the drafter, before temperature, top-k and top-p; n-gram drafts have no "
+        "distribution and count as q = 1",
     ),
     Figure(
         "p/q",
@@ -142,25 +149,27 @@ FIGURES = (
     ),
     Figure(
         "rank",
-        "place of a draft among the target's tokens, from 1, its likeliest one; a near miss has at least a tenth of "
+        "rank of a draft in the target's distribution; 1 is the likeliest token; a near miss has at least a tenth of "
         "the p of the target's token",
     ),
-    Figure("hits", "where an n-gram or a match came from, and in brackets how many tokens of context matched"),
+    Figure("hits", "where an n-gram or a match was found, and in brackets how many tokens of context matched"),
     Figure(
         "draft cost (c)",
-        "time of one draft / time of a decode step of the target, measured on the loaded models (/costs)",
+        "time of one draft / time of a target forward over one token, measured on the loaded models (/costs)",
     ),
     Figure(
         "verify cost (v)",
-        "time of a verify pass over all drafts of a round and one more token / time of a decode step (/costs)",
+        "time of a verify pass over the drafts of a round and one more token / time of a target forward over one "
+        "token (/costs)",
     ),
     Figure(
         "predicted",
-        "decode steps for the text / decode steps for its rounds, v + drafts x c each (Leviathan et al. 2023, with "
-        "measured costs)",
+        "speed-up computed from the rounds and the measured costs: target forwards for the text / (v + drafts x c), "
+        "summed over the rounds (Leviathan et al. 2023)",
     ),
-    Figure("time to first token", "/race: median time until the first tokens: prefill and first round"),
-    Figure("decoding", "/race: tokens after the first round / their seconds, median"),
+    Figure("time to first token", "/race: median time until the first tokens, that is, of prefill and first round"),
+    Figure("decoding", "/race: tokens/s after the first round, so without the prefill; the median of the repeats"),
+    Figure("range", "/race and /sweep: lowest and highest tokens/s of the repeats"),
     Figure(
         "95 % interval",
         "/race: of the mean speed-up, over repeats of one prompt or over the prompts of a file; it needs two values",
@@ -170,4 +179,5 @@ FIGURES = (
         "/race: faster or slower if the 95 % interval excludes 1, the repeats of a prompt agree, and drafts were "
         "accepted; otherwise not distinguishable, or too few with fewer than five runs",
     ),
+    Figure("ratio", "/replay: tokens/s now / tokens/s in the record"),
 )

@@ -81,8 +81,10 @@ def interval_text(interval: Sequence[float] | None) -> str:
 
 
 def speedup_text(row: Row) -> str:
-    """The speed-up of a record in a table, or a dash."""
-    return "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    """The speed-up of a record in a table, a dash, or "noise" where drafts cannot have caused it."""
+    if row["speedup"] is None:
+        return "-"
+    return "noise" if row["without_gain"] and row["speedup"] > 1 else f"{row['speedup']:.2f}x"
 
 
 def claim_text(row: Row) -> str:

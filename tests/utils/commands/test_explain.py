@@ -49,7 +49,7 @@ def test_fractions_match_the_runs(ran: ReplSession, view: Screen) -> None:
             )
             assert shown["by position"][strategy.name].count("=") == min(6, len(run.accepted_by_position))
         else:
-            assert strategy.name not in shown["acceptance"] and strategy.name not in shown["declined"]
+            assert strategy.name not in shown["acceptance"] and strategy.name not in shown["rounds without drafts"]
         forward = (
             f"{len(run.tokens)}/{run.target_forwards} = {run.tokens_per_target_forward:.2f}"
             if strategy.uses_target

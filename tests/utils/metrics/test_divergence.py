@@ -228,7 +228,7 @@ def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Pat
     ]
     repl.handle("/divergence")
     results = view.take()[0]
-    assert "target's highest" in results and EXPLANATIONS[Cause.SAMPLING].format(rule="rejection") in results
+    assert "target's top two" in results and EXPLANATIONS[Cause.SAMPLING].format(rule="rejection") in results
     assert records_of(file)[-1]["record"] == "divergence"
     repl.handle("/verify coupled")
     repl.handle("Hello")

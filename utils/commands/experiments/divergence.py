@@ -21,9 +21,9 @@ HEADINGS = (
     "token",
     "its token",
     "target's token",
-    "target's highest",
+    "target's top two",
     "gap in logits",
-    "change of logits by verify width",
+    "effect of verify width",
     "cause",
 )
 EXPLANATIONS = {

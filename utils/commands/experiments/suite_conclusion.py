@@ -78,5 +78,5 @@ def _required_texts(rows: Sequence[Row], harness: Harness) -> list[str]:
             if harness.pair.engine.state.verified
             else "this may be a rounding tie, since this engine does not guarantee equal bits"
         )
-        lines.append(f"Texts that differ: {others}: {cause}. Send such a prompt, and /texts explains it.")
+        lines.append(f"Texts that differ: {others}: {cause}. Send such a prompt, then /texts explains it.")
     return lines

@@ -204,7 +204,7 @@ WHATIF = Command(
     page=Page(
         "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
         "decoding again.",
-        ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only (auto: 1.48x)."),
+        ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
         see_also=("gamma", "why", "race", "predicted"),
     ),
 )
