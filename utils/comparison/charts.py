@@ -1,25 +1,29 @@
 """Charts as plain values: what a report or the runs of a prompt show as a plot. `utils.screen` draws them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from statistics import geometric_mean
 from typing import Any
-
-from utils.metrics.intervals import speedup_interval
 
 Record = Mapping[str, Any]
 BASELINE, TARGET_ONLY = "target", "target-only"  # its name in records and on the screen
-MIN_REPEATS = 3  # with fewer, an interval is wider than the chart
+MIN_VALUES = 3  # with fewer, an interval is wider than the chart
 
 
 @dataclass(frozen=True, slots=True)
 class DotRow:
-    """Repeated measurements of one thing. interval: of their mean. series: rows of one series share a colour."""
+    """Repeated measurements of one thing.
+
+    interval: of their mean. series: rows of one series share a colour. figure: what the table says, if it is not the
+    median.
+    """
 
     label: str
     values: Sequence[float]
     interval: tuple[float, float] | None = None
     series: str = ""
+    figure: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,16 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """A group of bars for each tick, one bar per series, from 0 to 1. A value of None leaves a gap."""
+    """A group of bars for each tick, one bar per series, from 0 to 1. A value of None leaves a gap.
+
+    counts: what each value was computed from, such as 3/4.
+    """
 
     title: str
     x_label: str
     ticks: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
+    counts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +86,32 @@ class StackedChart:
 Chart = DotChart | LineChart | BarChart | StackedChart
 
 
-def repeats_chart(findings: Sequence[tuple[str, Record]]) -> DotChart:
-    """The speed-up of each repeat, or its throughput if the target alone did not run.
+def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run") -> DotChart:
+    """The speed-up of each run or prompt, or the throughput of each run if the target alone did not run.
 
-    findings: a label, and the figures of repeated runs with their strategy.
+    findings: a label, and the figures of repeated runs with their strategy. each: what a dot is.
     """
     rows = [
-        DotRow(label, row["speedups"], _interval(row["speedups"]), row["strategy"])
+        DotRow(label, values, _interval(values, row["interval"]), row["strategy"], row["speedup"])
         for label, row in findings
-        if row["speedups"] and row["strategy"] != BASELINE
+        if row["strategy"] != BASELINE and (values := _speedups(row))
     ]
     if rows:
-        return DotChart(f"speed-up over {TARGET_ONLY}", "speed-up", rows, 1.0)
+        return DotChart(f"speed-up over {TARGET_ONLY}, one dot per {each}", "speed-up", rows, 1.0)
     speeds = [DotRow(label, row["tokens_per_second"], series=row["strategy"]) for label, row in findings]
-    return DotChart("throughput", "tokens/s", speeds)
+    return DotChart("throughput, one dot per run", "tokens/s", speeds)
 
 
-def _interval(speedups: Sequence[float]) -> tuple[float, float] | None:
-    if len(speedups) < MIN_REPEATS or min(speedups) <= 0:
-        return None
-    interval = speedup_interval([speedups])
-    return interval.low, interval.high
+def _speedups(row: Record) -> list[float]:
+    """Of each prompt if there are several, otherwise of each run."""
+    by_prompt = row.get("speedups_by_prompt", ())
+    if len(by_prompt) > 1:
+        return [geometric_mean(group) for group in by_prompt]
+    return [speedup for speedup in row["speedups"] if speedup]
+
+
+def _interval(values: Sequence[float], interval: Sequence[float] | None) -> tuple[float, float] | None:
+    return (interval[0], interval[1]) if interval is not None and len(values) >= MIN_VALUES else None
 
 
 def acceptance_chart(rates: Mapping[str, Sequence[float | None]]) -> Iterator[BarChart]:
@@ -128,7 +141,11 @@ def prompt_charts(records: Sequence[Record]) -> list[Chart]:
     # Without a run that drafts there is no split to show.
     drafting = any(row["draft_seconds"] is not None for row in records)
     seconds = {row["strategy"]: _seconds(row) for row in records if drafting}
-    return [*acceptance_chart(rates), *time_chart(seconds)]
+    counts = {
+        row["strategy"]: [f"{accepted}/{tried}" for accepted, tried in row["accepted_by_position"] or ()]
+        for row in records
+    }
+    return [*(replace(chart, counts=counts) for chart in acceptance_chart(rates)), *time_chart(seconds)]
 
 
 def _seconds(row: Record) -> dict[str, float]:

@@ -21,6 +21,7 @@ GREY = "#888888"
 SIGNS = "osD^v*Px"
 LINES = ("-", "--", "-.", ":")  # for more series than colours
 MAX_LABEL, MAX_CAPTION = 40, 110
+MAX_COUNTS = 32  # bars with a number above them
 FONT = "DejaVu Sans"
 STYLE: Any = {
     "svg.fonttype": "none",  # text remains text
@@ -148,9 +149,11 @@ def _draw_bars(chart: BarChart, axes: Any) -> None:
     for index, (name, values) in enumerate(chart.series.items()):
         present = [(tick, value) for tick, value in enumerate(values) if value is not None]
         places = [tick + (index - (len(chart.series) - 1) / 2) * width for tick, _ in present]
-        axes.bar(places, [value for _, value in present], width, color=_colour(index), label=_clean(name))
+        bars = axes.bar(places, [value for _, value in present], width, color=_colour(index), label=_clean(name))
+        if name in chart.counts and len(chart.series) * len(chart.ticks) <= MAX_COUNTS:
+            axes.bar_label(bars, [chart.counts[name][tick] for tick, _ in present], fontsize=5.5)
     axes.set_xticks(range(len(chart.ticks)), [_clean(tick) for tick in chart.ticks])
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.04)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

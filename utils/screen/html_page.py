@@ -30,8 +30,8 @@ pre { margin: 0.4rem 0; padding: 0.6rem 0.8rem; border-radius: 6px; background: 
   font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 mark { background: var(--accepted); color: inherit; border-bottom: 1px solid var(--edge); }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0.6rem 0; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 0.7rem 0.25rem 0; text-align: left; vertical-align: top; overflow-wrap: normal;
+table { border-collapse: collapse; margin: 0.6rem 0; font-size: 0.87rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.6rem 0.25rem 0; text-align: left; vertical-align: top; overflow-wrap: normal;
   border-bottom: 1px solid var(--line); }
 thead th { color: var(--muted); }
 figure { margin: 0.8rem 0; }

@@ -71,14 +71,17 @@ def _verbatim(block: Verbatim) -> str:
         lines[-1].append(TextPiece(first, piece.accepted))
         lines += ([TextPiece(part, piece.accepted)] for part in rest)
     # In one line, because an empty line would end the HTML.
-    return "<p>" + "<br>".join("".join(map(_piece, line)) for line in lines) + "</p>"
+    return f"<p>{'<br>'.join(map(_code_line, lines))}</p>"
+
+
+def _code_line(line: Sequence[TextPiece]) -> str:
+    shown = "".join(_piece(piece) for piece in line if piece.text)
+    return f"<code>{shown}</code>" if shown else ""
 
 
 def _piece(piece: TextPiece) -> str:
-    if not piece.text:
-        return ""
-    shown = f"<code>{escape(piece.text, quote=True)}</code>"
-    return f"<b>{shown}</b>" if piece.accepted else shown
+    text = escape(piece.text, quote=True)
+    return f"<b>{text}</b>" if piece.accepted else text
 
 
 @_shown.register

@@ -45,13 +45,13 @@ def _lines(chart: Chart, width: int) -> Iterator[str]:
 @_lines.register
 def _dot_lines(chart: DotChart, width: int) -> Iterator[str]:
     shown = chart.rows[: HEIGHT - 3]
-    label, last = _label_width(row.label for row in shown), max(len(_median(row)) for row in shown)
+    label, last = _label_width(row.label for row in shown), max(len(_figure(row)) for row in shown)
     room = width - label - last - 2
     scale = Scale.over([*_all_values(chart.rows), *_reference(chart)], room)
     for row in shown:
-        yield f"{shortened_text(row.label, label):<{label}} {_dots(row, chart, scale)} {_median(row):>{last}}"
+        yield f"{shortened_text(row.label, label):<{label}} {_dots(row, chart, scale)} {_figure(row):>{last}}"
     yield " " * (label + 1) + scale.line(chart.reference)
-    signs = [f"{DOT} one run", f"{MEDIAN} median", f"[{INTERVAL}] 95 % interval" if _has_intervals(chart) else ""]
+    signs = [f"{DOT} measured", f"{MEDIAN} median", f"[{INTERVAL}] 95 % interval" if _has_intervals(chart) else ""]
     signs += [f"{REFERENCE} {chart.about}" if chart.reference is not None else ""]
     yield from _legend([chart.x_label, *filter(None, signs)], width, left_out=len(chart.rows) - len(shown))
 
@@ -71,8 +71,9 @@ def _dots(row: DotRow, chart: DotChart, scale: "Scale") -> str:
     return "".join(cells)
 
 
-def _median(row: DotRow) -> str:
-    return f"{median(row.values):.2f}" if row.values else "-"
+def _figure(row: DotRow) -> str:
+    value = row.figure if row.figure is not None else median(row.values) if row.values else None
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _all_values(rows: Sequence[DotRow]) -> Iterator[float]:

@@ -204,9 +204,9 @@ COLUMNS = (
     "tokens/s",
     "speed-up",
     "acceptance",
-    "drafts/round",
-    "tokens/forward",
-    "first token",
+    "drafts per round",
+    "tokens per forward",
+    "first token, s",
     "text",
 )
 
@@ -223,7 +223,7 @@ def _figures(row: Record) -> list[Cell]:
         Cell(acceptance, str(row["acceptance_rate"]) if drafted else ""),
         _rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
         _rounded(row["tokens_per_target_forward"], "{:.2f}"),
-        _rounded(row["first_token_seconds"], "{:.3f} s"),
+        _rounded(row["first_token_seconds"], "{:.3f}"),
         Cell(_same(row)),
     ]
 

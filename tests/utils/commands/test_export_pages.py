@@ -193,7 +193,7 @@ def test_a_sentence_does_not_become_a_list_or_a_heading(text: str) -> None:
 def test_a_text_in_markdown_stays_in_one_paragraph() -> None:
     pieces = [TextPiece("a\n\n\n<b>", False), TextPiece("  c\nd", True)]
     source = markdown_page([Heading("x"), Verbatim(pieces)])
-    lines = "<code>a</code><br><br><br><code>&lt;b&gt;</code><b><code>  c</code></b><br><b><code>d</code></b>"
+    lines = "<code>a</code><br><br><br><code>&lt;b&gt;<b>  c</b></code><br><code><b>d</b></code>"
     assert source == f"## x\n\n<p>{lines}</p>\n"
 
 

@@ -25,6 +25,7 @@ from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equiv
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts, spaced, tasks_in_turn
 from utils.commands.experiments.verdict.timing import run_length
 from utils.comparison.harness import Harness
+from utils.comparison.measurements import RECOMMENDED, read_measurements
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
@@ -143,6 +144,10 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
     assert set(row["tasks"]) == {"story", "list"} and all(one["speedup"] > 1 for one in row["tasks"].values())
     assert "assistant_model=" in shown and '"method": "draft_model"' in shown and "--spec-draft-n-max" in shown
     assert max(length for _, length, _ in runs.made) <= 12
+    assert "speed-up over target-only, one dot per prompt" in shown and "story" in shown
+    measurements = read_measurements(tmp_path / "records.jsonl").measurements
+    assert [one.strategy for one in measurements] == [RECOMMENDED, "target"] * 6
+    assert {one.prompt for one in measurements} <= set(TEXTS) and all(one.speedups for one in measurements[::2])
     before = session.settings
     assert session.handle("/verdict apply") is Verdict.DONE
     after = session.settings

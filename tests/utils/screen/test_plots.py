@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -124,19 +123,25 @@ def test_the_same_chart_is_the_same_picture() -> None:
     assert svg_plot(CHARTS, "caption") == svg_plot(CHARTS, "caption") and "caption" in svg_plot(CHARTS, "caption")
 
 
-def figures(strategy: str, speedups: list[float]) -> dict[str, object]:
-    return {"strategy": strategy, "speedups": speedups, "tokens_per_second": [10.0 * value for value in speedups]}
+def figures(strategy: str, speedups: list[float], **changes: object) -> dict[str, object]:
+    speeds = [10.0 * value for value in speedups]
+    row = {"strategy": strategy, "speedups": speedups, "tokens_per_second": speeds, "interval": [1.3, 1.8]}
+    return row | {"speedup": 1.52} | changes
 
 
 def test_repeats_become_speed_ups_with_an_interval() -> None:
-    target, fast, twice = (figures("target", [1.0] * 5), figures("ngram", [1.4, 1.5, 1.6]), figures("x", [2.0, 2.1]))
+    target, fast, twice = figures("target", [1.0] * 5), figures("ngram", [1.4, 1.5, 1.6]), figures("x", [2.0, 2.1])
     chart = repeats_chart([(str(row["strategy"]), row) for row in (fast, target, twice)])
     assert [row.label for row in chart.rows] == ["ngram", "x"] and chart.reference == 1.0
     assert list(chart.rows[0].values) == [1.4, 1.5, 1.6] and chart.rows[1].interval is None
-    low, high = chart.rows[0].interval or (0, 0)
-    assert low < median([1.4, 1.5, 1.6]) < high
-    alone = repeats_chart([("drafter", {"strategy": "drafter", "speedups": [], "tokens_per_second": [5.0, 6.0]})])
+    assert chart.rows[0].interval == (1.3, 1.8) and text_plot(chart, width=80).splitlines()[1].endswith("1.52")
+    alone = repeats_chart([("drafter", figures("drafter", [], tokens_per_second=[5.0, 6.0]))])
     assert alone.reference is None and list(alone.rows[0].values) == [5.0, 6.0]
+
+
+def test_several_prompts_are_a_dot_each() -> None:
+    row = figures("x", [1.0, 4.0, 3.0], speedups_by_prompt=[[1.0, 4.0], [3.0]])
+    assert repeats_chart([("x", row)], "prompt").rows[0].values == pytest.approx([2.0, 3.0])
 
 
 def record(strategy: str, **changes: object) -> dict[str, object]:
@@ -148,6 +153,7 @@ def test_the_runs_of_a_prompt_as_charts() -> None:
     nothing = {"accepted_by_position": None, "draft_seconds": None, "verify_seconds": None}
     rates, time = prompt_charts([record("speculative"), record("target", **nothing)])
     assert isinstance(rates, BarChart) and rates.series == {"speculative": [0.75, 1 / 3, None]}
+    assert rates.counts["speculative"] == ["3/4", "1/3", "0/0"] and "1/3" in svg_plot([rates])
     assert isinstance(time, StackedChart) and time.labels == ["speculative", "target"]
     assert time.parts == {"draft": [0.5, 0], "verify": [1, 0], "other": [0.5, 0], "not split": [0, 2]}
     assert not prompt_charts([record("target", **nothing)]) and not list(acceptance_chart({"a": []}))

@@ -14,6 +14,7 @@ from utils.commands.experiments.suite_conclusion import suite_conclusion
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
 from utils.commands.registry import CommandContext
+from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.speed_claims import Row, interval_text, speedup_text
@@ -61,8 +62,20 @@ def suite(file: str, repeats: int, context: CommandContext) -> Outcome:
     events = _events(harness, settings, prompts, enabled=harness.enabled(settings), repeats=repeats)
     conclude = partial(suite_conclusion, harness, settings, len(prompts))
     title = f"/race {repeats} {path}: {count_of(len(prompts), 'prompt')}"
-    report = Report("suite", str(path), settings, HEADINGS, events, conclude, optional=OPTIONAL, title=title)
+    report = Report(
+        "suite", str(path), settings, HEADINGS, events, conclude, charts=_charts, optional=OPTIONAL, title=title
+    )
     return [RunReport(report)]
+
+
+def _charts(findings: Sequence[Finding]) -> list[DotChart]:
+    """The speed-up of each prompt, of all prompts before those of each task."""
+    rows = sorted((finding.figures for finding in findings), key=lambda row: bool(row["task"] != ALL_TASKS))
+    several = len({row["task"] for row in rows}) > 1
+    named = [(f"{row['strategy']}, {row['task']}" if several else row["strategy"], row) for row in rows]
+    if not any(row["speedups_by_prompt"] for row in rows if row["strategy"] != BASELINE):
+        return []
+    return [repeats_chart(named, "run" if max(row["prompts"] for row in rows) == 1 else "prompt")]
 
 
 def _events(

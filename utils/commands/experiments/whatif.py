@@ -170,7 +170,8 @@ def _charts(findings: Sequence[Finding]) -> list[LineChart]:
     """The predicted speed-up over gamma, up to the gamma from which no drafter's rounds change any more."""
     rows = _by_strategy(findings)
     fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
-    last = max(map(_last_change, fixed.values()))
+    measured = [row["gamma"] for of_kind in fixed.values() for row in of_kind if row["measured_speedup"] is not None]
+    last = max([*map(_last_change, fixed.values()), *measured])
     series = {kind: [row["speedup"] for row in of_kind[: last + 1]] for kind, of_kind in fixed.items()}
     markers = [
         Marker(name, kind, min(_mean_drafts(row), last), row[figure])
@@ -184,8 +185,8 @@ def _charts(findings: Sequence[Finding]) -> list[LineChart]:
 
 
 def _last_change(rows: Sequence[Row]) -> int:
-    """The smallest gamma whose rounds all larger ones repeat."""
-    rounds = [(row["rounds"], row["drafted"], row["accepted"]) for row in rows]
+    """The smallest gamma whose rounds all larger ones repeat; they only draft more."""
+    rounds = [(row["rounds"], row["accepted"]) for row in rows]
     return next(gamma for gamma in range(len(rounds)) if all(other == rounds[gamma] for other in rounds[gamma:]))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.experiments.verdict import wording
-from utils.commands.experiments.verdict.analysis import geometric
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.measurement import Measurement
 from utils.commands.experiments.verdict.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
@@ -15,7 +14,7 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.commands.experiments.verdict.timing import Stopwatch
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
-from utils.comparison.charts import TARGET_ONLY, DotChart, DotRow
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.config.settings import Settings, setting_fields
@@ -47,17 +46,17 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, by task. Without several prompts, of each repeat."""
+    """The speed-up of each prompt, of all and by task. With one prompt, of each repeat."""
     row = findings[-1].figures
-    tasks: dict[str, list[float]] = {}
-    for one in row["by_prompt"]:
-        known = [speedup for speedup in one["speedups"] if speedup]
-        values = known if len(row["by_prompt"]) == 1 else [geometric(known)] if known else []
-        tasks.setdefault(one["task"] or "prompts", []).extend(values)
-    rows = [DotRow(f"all, {row['name']}", [value for values in tasks.values() for value in values], row["interval"])]
-    rows += [DotRow(task, values) for task, values in tasks.items() if len(tasks) > 1]
-    what = "prompt" if len(row["by_prompt"]) > 1 else "repeat"
-    return [DotChart(f"speed-up over {TARGET_ONLY}, one dot per {what}", "speed-up", rows, 1.0)]
+    each = row["by_prompt"]
+    groups = {"all": each, **{str(task): [one for one in each if str(one["task"]) == task] for task in row["tasks"]}}
+    rows = [
+        (name, {**row, "speedups_by_prompt": known, "speedups": known[0], "interval": None, "speedup": None})
+        for name, group in groups.items()
+        if (known := [[speedup for speedup in one["speedups"] if speedup] for one in group])
+    ]
+    rows[0][1].update(interval=row["interval"], speedup=row["speedup"])
+    return [repeats_chart(rows if len(row["tasks"]) > 1 else rows[:1], "prompt" if len(each) > 1 else "run")]
 
 
 def _apply(context: CommandContext) -> Outcome:
