@@ -4,8 +4,10 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 
+STARTED = time.monotonic()
 # Before torch is imported: spinning threads make a decode step many times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -31,9 +33,11 @@ from utils.errors import UserError
 from utils.files import user_folder
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import request_from_flags
+from utils.pairs.weights import loaded_message
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import input_waits, piped_lines, typed_lines
-from utils.repl.loaded_pair import STARTING_ENGINE
+from utils.repl.loaded_pair import STARTING_ENGINE, announcer
+from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of
@@ -42,7 +46,6 @@ from utils.screen.line_history import LineHistory, history_path
 from utils.screen.renderer import Renderer, make_renderer
 from utils.screen.writer import OutputError
 
-FIRST_NOTE = "Type a prompt, or /help for the commands; /quit or Ctrl-D leaves."
 OUTPUT_FAILED = "Standard output cannot be written: {}."
 INPUT_IGNORED = "Standard input is not read when prompts are given: pass its lines with -c."
 RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
@@ -64,15 +67,18 @@ def start_session(
     """Load the models, warm them up and start a session. Raises UserError for whatever cannot be loaded or written."""
     records = RecordFile(arguments.json) if arguments.json and reads_and_writes() else None
     first_settings(arguments, Limits())  # reports invalid settings before anything slow
-    pair = load_pair(request_from_flags(arguments), renderer.note)
+    announce = announcer(renderer)
+    pair = load_pair(request_from_flags(arguments), announce)
+    if not interactive:
+        renderer.note(loaded_message(pair))
     settings = first_settings(arguments, limits_of(pair))
     results = ResultFile(user_folder("cache") / RESULTS)
     tools = SessionTools(
         registry, renderer, records, interactive, load=load_pair, pairs=arguments.config.pairs, results=results
     )
-    renderer.note(STARTING_ENGINE.format(settings.engine))
+    announce(STARTING_ENGINE.format(settings.engine))
     session = ReplSession(pair, tools, settings)
-    session.introduce()
+    session.introduce(time.monotonic() - STARTED)
     return session
 
 
@@ -100,7 +106,6 @@ def lines_for(
 ) -> Iterable[str]:
     """The lines of -c, of the keyboard, or of standard input if nothing else says what to run."""
     if interactive:
-        renderer.note(FIRST_NOTE)
         history = LineHistory(history_path(), renderer.note)
         return typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status)
     lines: list[str] = arguments.lines
@@ -132,9 +137,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     try:
         texts = given_prompts(arguments)  # before anything slow
-        session = start_session(arguments, renderer, default_registry(), interactive=interactive)
+        with quiet_keyboard():
+            session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)
-        return serve(work_of(session, broadcast_lines(lines), shard_prompts(texts)), interactive=interactive)
+        try:
+            return serve(work_of(session, broadcast_lines(lines), shard_prompts(texts)), interactive=interactive)
+        finally:
+            session.close()
     except UserError as error:
         renderer.error(str(error))
         return 1

@@ -1,5 +1,6 @@
 """What a pair needs before it is used: every strategy run once, and the costs of its drafters measured."""
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +12,7 @@ from utils.comparison.job import Job
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
-from utils.decode.steps import FinishReason
+from utils.decode.steps import FinishReason, Step
 from utils.distributed import broadcast
 from utils.errors import UserError
 from utils.metrics.costs import Costs
@@ -74,14 +75,25 @@ def shortened(settings: Settings) -> Settings:
     return replace(settings, length=min(settings.length, WARM_UP_TOKENS))
 
 
-def warm_up(harness: Harness, settings: Settings) -> None:
-    """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use."""
+def warm_up(harness: Harness, settings: Settings, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use.
+
+    stopped: whether to end early.
+    """
     settings = replace(settings, length=_within_context(WARM_UP_TOKENS, harness), beams=2)
     job = harness.job(PROMPT, settings)
     for strategy in harness.runnable(settings):
         with suppress(UserError):  # reported when the strategy is used
-            if collect(strategy.steps(job)).finish is FinishReason.INTERRUPTED:
+            if collect(_until(stopped, strategy.steps(job))).finish is FinishReason.INTERRUPTED:
                 raise KeyboardInterrupt
+
+
+def _until(stopped: Callable[[], bool], steps: Iterator[Step]) -> Iterator[Step]:
+    """The steps, until `stopped` returns True."""
+    for step in steps:
+        if stopped():
+            return
+        yield step
 
 
 def _within_context(tokens: int, harness: Harness) -> int:

@@ -29,7 +29,7 @@ from utils.pairs.load_drafter import LoadedDrafter, LoadedTarget, load_drafter, 
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
-from utils.pairs.weights import loaded_message, weight_notes
+from utils.pairs.weights import weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
 from utils.prompts.template_guard import GUARD
 
@@ -56,7 +56,6 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
         pair = _pair(request, resolved, target, drafter)
-    report(loaded_message(pair))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 

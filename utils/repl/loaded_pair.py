@@ -4,18 +4,34 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from utils.comparison.harness import Harness
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
+from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest, option_changes
+from utils.pairs.weights import loaded_message
+from utils.prompts.conversation import format_turns
+from utils.repl.background import BackgroundTask
 from utils.repl.session_settings import SessionSettings
-from utils.repl.status import limits_of
+from utils.repl.status import limits_of, pair_names
 from utils.repl.tools import SessionTools
+from utils.screen.renderer import Renderer
 
-STARTING_ENGINE = "preparing and testing the engine ({}) ..."
+STARTING_ENGINE = "preparing the engine ({}) ..."
+WARMING_UP = "warming up the models ..."
+STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
+CONVERSATION_LOST = "The conversation starts over: {} forgotten."
+
+
+def announcer(renderer: Renderer) -> Callable[[str], None]:
+    """A function that shows messages of loading. One that ends with "..." begins a step, and the next replaces it."""
+    return lambda text: renderer.progress(text) if text.endswith("...") else renderer.note(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +42,7 @@ class LoadedPair:
     limits: Limits
     harness: Harness
     settings: SessionSettings
+    warming: BackgroundTask
 
     @classmethod
     def prepare(cls, pair: Pair, tools: SessionTools, settings: Settings) -> "LoadedPair":
@@ -33,15 +50,57 @@ class LoadedPair:
         pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
-        return cls(pair, limits, harness, SessionSettings(harness, limits, settings, tools.renderer.note))
+        fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
+        warming = BackgroundTask(lambda stopped: warm_up(harness, fitted.current, stopped))
+        return cls(pair, limits, harness, fitted, warming)
 
     def introduce(self, note: Callable[[str], None]) -> None:
-        """Report what is loaded and which engine computes it, and warm it up."""
+        """Report what is loaded and which engine computes it."""
         for line in (f"engine: {self.pair.engine.state.sentence()}", *self.pair.notes):
             note(line)
-        note(f"warming up {self.pair.target_name}, drafter: {self.pair.drafter_name or 'none'} ...")
-        self.warm_up()
 
     def warm_up(self) -> None:
         """Run every strategy once, so that no measured run pays for a first use."""
         warm_up(self.harness, self.settings.current)
+
+
+def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
+    """Load other models, prepare them and warm them up. The current pair is as it was if anything fails.
+
+    Raises UserError if they cannot be loaded or prepared.
+    """
+    assert tools.load is not None
+    renderer, threads = tools.renderer, torch.get_num_threads()
+    note, announce = renderer.note, announcer(renderer)
+    before = current.settings.current
+    for message in option_changes(request, current.pair.request):
+        note(message)
+    try:
+        # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
+        pair = tools.load(request, announce)
+        note(loaded_message(pair))
+        announce(STARTING_ENGINE.format(before.engine))
+        kinds = surviving_kinds(before.drafter_kind, pair)
+        # costs=None, because the present costs were measured with the old pair.
+        loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
+        loaded.introduce(note)
+        renderer.progress(WARMING_UP)
+        loaded.warm_up()
+    except BaseException:
+        torch.set_num_threads(threads)  # the current engine was tested with this number of threads
+        note(f"Still loaded: {pair_names(current.pair)}.")
+        raise
+    # After everything has succeeded, because it describes the state of the old pair.
+    _note_losses(current, note)
+    loaded.harness.state.results = current.harness.state.results  # a report covers all models of the session
+    loaded.harness.state.prompts.extend(current.harness.state.prompts)
+    return loaded
+
+
+def _note_losses(current: LoadedPair, note: Callable[[str], None]) -> None:
+    """Report what the session loses with its current pair."""
+    state = current.harness.state
+    if state.storage and not current.settings.current.reset_in_between:
+        note(STORAGE_LOST)
+    if turns := len(state.conversations):
+        note(CONVERSATION_LOST.format(format_turns(turns)))

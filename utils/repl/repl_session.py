@@ -5,9 +5,6 @@ of this package load pairs, change settings, and run prompts and reports.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-
-import torch
 
 from utils.commands import CommandContext, Outcome, Registry
 from utils.commands.outcomes import (
@@ -32,14 +29,13 @@ from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.freed_memory import release_memory
-from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair
-from utils.pairs.request import PairRequest, option_changes
-from utils.prompts.conversation import format_turns
-from utils.repl.loaded_pair import STARTING_ENGINE, LoadedPair
+from utils.pairs.request import PairRequest
+from utils.repl.first_screen import first_screen
+from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, load_beside
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
-from utils.repl.status import model_facts, pair_names, status_line
+from utils.repl.status import model_facts, status_line
 from utils.repl.tools import SessionTools
 from utils.text import unescape
 
@@ -47,8 +43,6 @@ MAX_NESTED_FILES = 8
 # Typed without a slash they are commands as well; hardly anybody wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
 LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
-STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
-CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
 class ReplSession:
@@ -81,13 +75,29 @@ class ReplSession:
     def commands(self) -> Registry:
         return self._tools.registry
 
-    def introduce(self) -> None:
-        """Report what is loaded, and warm it up."""
-        self._loaded.introduce(self._renderer.note)
+    def introduce(self, seconds: float = 0.0) -> None:
+        """Say what is loaded. The warm-up runs behind the prompt, or else before the first run.
+
+        seconds: how long the start took, for the first screen of an interactive session.
+        """
+        renderer, loaded = self._renderer, self._loaded
+        if not self._tools.interactive:
+            loaded.introduce(renderer.note)
+            loaded.warming.plan()
+            return
+        for line in first_screen(self.pair, self.settings, seconds, renderer.width):
+            renderer.reply(line)
+        for line in self.pair.notes:
+            renderer.note(line)
+        loaded.warming.start()
 
     def warm_up(self) -> None:
         """Run every strategy once, so that no measured run pays for a first use."""
         self._loaded.warm_up()
+
+    def close(self) -> None:
+        """End what runs behind the prompt."""
+        self._loaded.warming.stop()
 
     def status(self) -> str:
         """The line of the toolbar."""
@@ -120,6 +130,9 @@ class ReplSession:
     def _guarded(self, action: Callable[[str], Verdict], text: str) -> Verdict:
         """Whatever happens in a line, the session goes on."""
         try:
+            if self._loaded.warming.is_running:
+                self._renderer.progress(WARMING_UP)
+            self._loaded.warming.wait()  # nothing else may touch the models meanwhile
             return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
@@ -181,6 +194,7 @@ class ReplSession:
             case RunLines(lines):
                 return self._run_lines(lines)
             case RunReport(report):
+                self._finish_warm_up()
                 return ReportRunner(self.pair, renderer, self._log()).run(report)
             case Quit():
                 return Verdict.QUIT
@@ -189,7 +203,13 @@ class ReplSession:
     def _log(self) -> ResultLog:
         return ResultLog(self.harness.state, self._tools.records)
 
+    def _finish_warm_up(self) -> None:
+        """Before anything is measured."""
+        self._renderer.progress(WARMING_UP) if self._loaded.warming.is_planned else None
+        self._loaded.warming.finish()
+
     def _run_prompt(self, text: str) -> Verdict:
+        self._finish_warm_up()
         echo = not self._tools.interactive
         return PromptRunner(self.harness, self._renderer, self._log(), echo).run(text, self.settings)
 
@@ -212,33 +232,5 @@ class ReplSession:
 
     def _load(self, request: PairRequest) -> None:
         """Use other models from now on. If loading or preparing them fails, the session stays as it is."""
-        assert self._tools.load is not None
-        note, threads = self._renderer.note, torch.get_num_threads()
-        for message in option_changes(request, self.pair.request):
-            note(message)
-        try:
-            # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
-            pair = self._tools.load(request, note)
-            note(STARTING_ENGINE.format(self.settings.engine))
-            kinds = surviving_kinds(self.settings.drafter_kind, pair)
-            # costs=None, because the present costs were measured with the old pair.
-            loaded = LoadedPair.prepare(pair, self._tools, replace(self.settings, drafter_kind=kinds, costs=None))
-            loaded.introduce(note)
-        except BaseException:
-            torch.set_num_threads(threads)  # the current engine was tested with this number of threads
-            note(f"Still loaded: {pair_names(self.pair)}.")
-            raise
-        # Before the switch, because it describes the state of the old pair.
-        self._note_losses()
-        loaded.harness.state.results = self.harness.state.results  # a report covers all models of the session
-        loaded.harness.state.prompts.extend(self.harness.state.prompts)
-        self._loaded = loaded
+        self._loaded = load_beside(request, self._loaded, self._tools)
         release_memory()
-
-    def _note_losses(self) -> None:
-        """Report what the session loses with its current pair."""
-        state = self.harness.state
-        if state.storage and not self.settings.reset_in_between:
-            self._renderer.note(STORAGE_LOST)
-        if turns := len(state.conversations):
-            self._renderer.note(CONVERSATION_LOST.format(format_turns(turns)))

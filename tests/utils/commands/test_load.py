@@ -40,7 +40,7 @@ def test_another_pair_is_loaded_and_used(shelf, tmp_path):
     assert record["models"]["target"] == "target" and record["models"]["drafter"] == "drafter"
     assert (record["settings"]["gamma"], record["settings"]["length"]) == (3, 5)
     messages = view.take()[1]
-    assert "loading target" in messages and "engine: " in messages and "warming up target" in messages
+    assert "loading target" in messages and "engine: " in messages and "warming up" in messages
 
 
 def test_what_is_not_named_stays_and_a_new_target_drops_the_drafter(shelf):

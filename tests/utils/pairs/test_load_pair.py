@@ -23,8 +23,8 @@ def test_a_pair_of_folders(shelf: Path) -> None:
     pair = load_pair(PairRequest(str(shelf / "target"), str(shelf / "drafter"), device="cpu"), lines.append)
     for line, name in zip(lines, ("target", "drafter"), strict=False):
         assert {name, "(cpu,", "float32,"} <= set(line.split())
-    assert lines[2:] == [loaded_message(pair)]
-    assert byte_size(pair.memory) in lines[2] and byte_size(pair.drafter_memory) in lines[2]
+    loaded = loaded_message(pair)
+    assert len(lines) == 2 and byte_size(pair.memory) in loaded and byte_size(pair.drafter_memory) in loaded
     assert (pair.target_name, pair.drafter_name, pair.drafter_kind) == ("target", "drafter", "model")
     assert (pair.device, pair.dtype, pair.notes[0]) == ("cpu", "float32", "pair: fine")
     assert pair.end_ids == {pair.tokenizer.eos_token_id}

@@ -30,7 +30,8 @@ from utils.metrics.divergence import Cause
 from utils.metrics.results import tokens_of
 from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Conversations, Turn, diverging_turn
-from utils.repl.repl_session import CONVERSATION_LOST, ReplSession
+from utils.repl.loaded_pair import CONVERSATION_LOST
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import TURN_NOT_KEPT, Verdict
 from utils.repl.session_settings import CONVERSATION_ENDED
 from utils.screen.run_view import OWN_CONVERSATION

@@ -1,0 +1,49 @@
+"""The first screen of an interactive session: what is loaded, what is guaranteed, one example and what to type next."""
+
+from utils.config.settings import Settings, setting_fields
+from utils.engine import EngineState
+from utils.pairs.pair import Pair
+
+TITLE = "speculative decoding, side by side"
+EXAMPLE = "Write a Python function that checks whether a number is even."
+COMMANDS = (
+    ("/verdict", "does it help, and with which settings?"),
+    ("/why, /race", "where the time went; whether a difference is real"),
+    ("/whatif", "which gamma is best"),
+    ("/help", "everything else; /quit leaves"),
+)
+
+
+def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:
+    """Its lines, before those that only some pairs need."""
+    return [
+        *_heading(_loaded(pair, settings), width),
+        f"Ready in {seconds:.0f} s. {guarantee(pair.engine.state)}",
+        "",
+        "  Type a prompt, for example:",
+        f"  {EXAMPLE}",
+        *(f"  {'then' if index == 0 else '':6}{name:13}{meaning}" for index, (name, meaning) in enumerate(COMMANDS)),
+    ]
+
+
+def guarantee(state: EngineState) -> str:
+    """What is guaranteed about texts of different strategies, and on which evidence."""
+    threads = f"{state.weights}, {state.threads} thread{'s' if state.threads > 1 else ''}"
+    if not state.verified:
+        return f"Texts can differ where two tokens are almost equally likely: {state.reason}."
+    tested = f"on {state.tested_on}, and one verify width again now" if state.tested_on else "now"
+    return f"Equal texts are guaranteed here ({threads}): the engine was tested on this machine {tested}."
+
+
+def _heading(loaded: str, width: int) -> list[str]:
+    """The title and what is loaded, in one line if it has room for both."""
+    gap = width - len(TITLE) - len(loaded) - 1
+    return [TITLE + " " * gap + loaded] if gap > 1 else [TITLE, loaded]
+
+
+def _loaded(pair: Pair, settings: Settings) -> str:
+    """The models, the device and the settings that decide the texts."""
+    drafter = "no drafter" if pair.drafter is None else pair.drafter_kind
+    names = f"{pair.target_name} + {pair.drafter_name if drafter == 'model' else drafter}"
+    device = pair.device.upper() if pair.device == "cpu" else pair.device
+    return f"{names} · {device} · {setting_fields()['processor'].show(settings)} · seed {settings.seed}"
