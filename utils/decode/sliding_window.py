@@ -38,10 +38,7 @@ def window_notes(model: Any, name: str) -> tuple[str, ...]:
     """A note for the user if `keeps_all`, or an empty tuple."""
     if not keeps_all(model):
         return ()
-    return (
-        f"{name}'s config names a sliding window, but its attention does not follow it in the cache: "
-        "the cache keeps all tokens",
-    )
+    return (f"{name}'s config names a sliding window that its attention does not use: the cache keeps all tokens",)
 
 
 def empty_cache(model: Any) -> DynamicCache:

@@ -63,10 +63,9 @@ def check_runs(model: PreTrainedModel, name: str) -> None:
     A cache that cannot be used is not an error here, because the strategies can do without.
     """
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "sliding_window", None) == 0:
-        raise UserError(
-            f"'{name}' has a sliding window of 0 tokens: set sliding_window in its config.json, or remove it."
-        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not (isinstance(window, int) and window > 0):
+        raise UserError(f"'{name}' has a sliding window of {window} tokens: correct or delete it in its config.json.")
     limit = context_length(model)
     if limit is not None and limit < 2:
         raise UserError(f"'{name}' has a context of {count_of(limit, 'token')}, which leaves no room for an answer.")
