@@ -57,7 +57,7 @@ def round_timing(step: Step, timing: RoundTiming | None) -> str:
 def folded_rounds(timings: Sequence[RoundTiming | None]) -> list[Piece]:
     """Several rounds without drafts, of one token each, with their total time."""
     known = [timing for timing in timings if timing is not None]
-    pieces = [(f"{len(timings)} rounds without a draft", "blue")]
+    pieces = [(f"{len(timings)} rounds without a draft:", "blue")]
     return [*pieces, (_times(known, len(timings)), "dark_grey")] if known else pieces
 
 

@@ -37,7 +37,7 @@ class PromptView:
 
     def __init__(self, renderer: Renderer, tokenizer: Any, settings: Settings, *, live: bool = True) -> None:
         self.renderer, self.tokenizer, self.settings = renderer, tokenizer, settings
-        self.live = live
+        self.live, self.needs_legend = live, settings.debug == "full"
         self.shown: list[EarlierRun] = []  # finished runs whose texts are on the screen
 
     def begin(self, strategy: Strategy) -> "RunView":
@@ -76,7 +76,8 @@ class RunView:
 
     def begin(self) -> None:
         """Show what comes before the first step."""
-        if self._rounds is not None and self._prompt.settings.debug == "full":
+        if self._rounds is not None and self._prompt.needs_legend:
+            self._prompt.needs_legend = False
             self._renderer.legend()
         self._count("reading the prompt ...")
 
@@ -135,7 +136,7 @@ class RunView:
             first = start_of_context(ours, start)
             shown = from_character(self._pieces, first)
             self._write([*self._named(f"{sentence} {'... ' if first else ''}"), *shown])
-            if ended:
+            if ended and ended != other_ended:
                 self._renderer.remark(ended)
             self._explain_marks(shown)
 

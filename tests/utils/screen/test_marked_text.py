@@ -55,6 +55,8 @@ def test_a_character_is_an_accepted_draft_if_all_of_its_tokens_are() -> None:
     assert marked(both) == [("aé", Mark.ACCEPTED), ("a", Mark.TEXT)]
     half = [Step((letter, first), 2, second), Step((letter,), 1, None)]
     assert marked(half) == [("a", Mark.ACCEPTED), ("é", Mark.TEXT), ("a", Mark.ACCEPTED)]
+    begun = [Step((), 0, first), Step((second,), 1, letter)]
+    assert marked(begun) == [("éa", Mark.TEXT)], "the first half is the target's own token"
     incomplete = [Step((letter,), 1, first)]
     assert marked(incomplete) == [("a", Mark.ACCEPTED), ("\ufffd", Mark.TEXT)]
 
