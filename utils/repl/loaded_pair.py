@@ -12,6 +12,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
+from utils.models.progress import Count
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest, option_changes
@@ -31,7 +32,16 @@ CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 def announcer(renderer: Renderer) -> Callable[[str], None]:
     """A function that shows messages of loading. One that ends with "..." begins a step, and the next replaces it."""
-    return lambda text: renderer.progress(text) if text.endswith("...") else renderer.note(text)
+
+    def announce(text: str) -> None:
+        if isinstance(text, Count):
+            renderer.count(text)
+        elif text.endswith("..."):
+            renderer.progress(text)
+        else:
+            renderer.note(text)
+
+    return announce
 
 
 @dataclass(frozen=True, slots=True)

