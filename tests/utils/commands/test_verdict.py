@@ -333,6 +333,17 @@ def test_a_first_interval_within_a_minute_and_an_end(
     assert all("s left" in text for _, text in seen if "interval" in text)
 
 
+def test_on_a_very_slow_machine_there_is_an_answer(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run takes longer than the whole selection should: one kind is replayed, and the others are named."""
+    Runs(monkeypatch, lambda strategy, step: 9.0)
+    session = session_of(view, tmp_path)
+    row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS * 3)}")
+    assert row["drafter_kind"] == "model" and "no time to replay: n-gram" in shown
+    assert row["passes"] == 1 and row["prompts"] == 6
+
+
 def test_the_length_of_runs_follows_the_speed() -> None:
     assert [run_length(step, 1000) for step in (0.001, 0.05, 0.1, 0.2, 9)] == [128, 64, 32, 16, 16]
     assert run_length(0.001, 35) == 35 and run_length(9, 5) == 5

@@ -37,8 +37,9 @@ Progressing = Generator[Progress, None, None]
 class Selection:
     """What is known of the candidates so far.
 
-    settings: with the costs of all drafters. length: new tokens of a run. predicted: for each replayed prompt, the
-    speed-up by strategy and gamma. speeds: for each trial round, tokens per second in the order of `tried`.
+    settings: with the costs of all drafters. length: new tokens of a run. began: when everything was warm. predicted:
+    for each replayed prompt, the speed-up by strategy and gamma. speeds: for each trial round, tokens per second in the
+    order of `tried`.
     """
 
     harness: Harness
@@ -46,6 +47,7 @@ class Selection:
     prompts: Sequence[ReadyPrompt]
     clock: Stopwatch
     length: int = 0
+    began: float = 0.0
     strategies: list[Strategy] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: list[dict[Arm, float]] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Selection:
         """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
         yield Progress("warming up the target and every drafter ...")
         self._warm_up()
+        self.began = self.clock.seconds
         yield from self._replay_all()
         best = best_of_each(self.candidates(), self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
@@ -85,6 +88,11 @@ class Selection:
         best = max(fixed, key=lambda candidate: candidate.predicted, default=None)
         return best.gamma if best is not None and best.gamma is not None else 1
 
+    @property
+    def _seconds(self) -> float:
+        """Since everything was warm."""
+        return self.clock.seconds - self.began
+
     def not_replayed(self) -> list[str]:
         """The drafter kinds for which the time was not enough."""
         replayed = {strategy.name for strategy, _ in self.predicted[0]} if self.predicted else set()
@@ -112,12 +120,11 @@ class Selection:
 
     def _replay_all(self) -> Progressing:
         for prompt in self.prompts:
-            if self.predicted and self.clock.seconds > REPLAY_SHARE * SELECTION_SECONDS:
+            if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
                 break
-            yield Progress(
-                f"choosing a drafter: replaying tuning prompt {prompt.number} of {len(self.prompts)} with "
-                f"{len(self.strategies)} drafters, at most {max(1, SELECTION_SECONDS - self.clock.seconds):.0f} s ..."
-            )
+            left = max(1.0, SELECTION_SECONDS - self._seconds)
+            where = f"replaying tuning prompt {prompt.number} of {len(self.prompts)}"
+            yield Progress(f"choosing a drafter, at most about {left:.0f} s: {where} ...")
             scores = self._replay(prompt.ids)
             if scores:
                 self.predicted.append(scores)
@@ -137,7 +144,8 @@ class Selection:
         for strategy, gamma, steps, timings in replay_gammas(job, self.strategies, run.tokens):
             drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair))
             scores[strategy, gamma] = timing.alone(len(run.tokens)) / timing.predict(steps, costs, drafting)
-            if self.clock.seconds > SELECTION_SECONDS:
+            # Kinds are replayed whole, with adaptive gamma last, and at least one of them is.
+            if gamma is None and self._seconds > SELECTION_SECONDS:
                 break
         return scores
 
@@ -146,7 +154,7 @@ class Selection:
         if len(self.tried) < 2:
             return
         for turn, prompt in enumerate(self.prompts):
-            if self.clock.seconds > SELECTION_SECONDS:
+            if self._seconds > SELECTION_SECONDS:
                 return
             names = ", ".join(kind_name(candidate.strategy, self.harness.pair) for candidate in self.tried)
             yield Progress(f"choosing a drafter: running {names} on tuning prompt {prompt.number} ...")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from utils.distributed import broadcast
 from utils.metrics.stopwatch import Clock
 
-SELECTION_SECONDS = 25.0  # replays and trials begin only before this
+SELECTION_SECONDS = 20.0  # replays and trials begin only before this, counted from the end of the warm-up
 TOTAL_SECONDS = 150.0  # a further pass begins only if it ends before this
 RUN_SECONDS = 4.5  # of a run by the target alone, which bounds its length
 LENGTHS = (16, 32, 64, 128)
