@@ -121,6 +121,8 @@ class Measured:
             "commands": list(measurement.candidate.commands(self.settings)),
             "best_fixed_gamma": selection.best_fixed_gamma(measurement.candidate.strategy),
             "considered": considered,
+            "tried": [kind_name(one.strategy, pair) for one in selection.tried],
+            "trials": len(selection.speeds),
             "not_tried": selection.not_replayed(),
             "skipped": [*self.skipped, *measurement.problems, *selection.problems],
         }
@@ -131,5 +133,6 @@ def _task_figures(group: Sequence[Row]) -> Row:
     return {
         "prompts": len(group),
         "speedup": geometric(means) if means else 1.0,
+        "speedups": means,
         "accepted": sum(one["accepted"] for one in group),
     }

@@ -92,7 +92,7 @@ def conditions(row: Row) -> str:
     first = " Every prompt was a first turn." if row["turns"] else ""
     left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
     return (
-        f"Measured: whole runs with their prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "
+        f"Measured: whole runs with prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "
         f"{where}, in turns with target-only. The settings were chosen on {chosen}.{first}{left_out}"
     )
 
@@ -109,7 +109,7 @@ def tasks(row: Row) -> list[str]:
     if without:
         line += f" It does not help with {', '.join(without)}."
     if few < 3:
-        line += f" (These are rough: as few as {few} prompt{'s' * (few > 1)} for a task.)"
+        line += f" (Rough: only {few} prompt{'s' * (few > 1)} for a task.)"
     return [line]
 
 
@@ -139,11 +139,10 @@ def better_drafter(row: Row) -> str:
 
 def selection(row: Row) -> list[str]:
     """What else was considered."""
-    others = [one for one in row["considered"] if one["name"] != row["kind_name"]]
-    lines = []
-    if others:
-        shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in others)
-        lines.append(f"Predicted for the other drafters on the tuning prompts: {shown}.")
+    shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in row["considered"])
+    lines = [f"Predicted on the tuning prompts: {shown}."] if len(row["considered"]) > 1 else []
+    if lines and row["trials"]:
+        lines[0] += f" Of the best {len(row['tried'])}, {row['kind_name']} was the fastest when they were run there."
     if row["not_tried"]:
         lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
     return lines
@@ -172,9 +171,8 @@ def cells(row: Row, *, memory: int | None) -> tuple[str, ...]:
     drafted = f"{row['accepted']}/{row['drafted']}" if row.get("drafted") else "-"
     return (
         row["name"],
-        text("speedup", "{:.2f}x"),
-        text("tokens_per_second", "{:.1f}"),
-        text("decode_tokens_per_second", "{:.1f}"),
+        text("tokens_per_second", "{:.1f} tokens/s") + ("" if memory is None else text("speedup", ", {:.2f}x")),
+        text("decode_tokens_per_second", "{:.1f} tokens/s"),
         text("first_token_seconds", "{:.0f} ms", 1000),
         drafted + text("acceptance_rate", " = {:.3f}") if row.get("drafted") else "-",
         text("tokens_per_target_forward", "{:.2f}"),
@@ -185,8 +183,7 @@ def cells(row: Row, *, memory: int | None) -> tuple[str, ...]:
 HEADINGS = (
     "",
     "whole run",
-    "tokens/s, whole run",
-    "tokens/s, decoding",
+    "decoding",
     "time to first token",
     "acceptance",
     "tokens per forward",
