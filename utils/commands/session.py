@@ -11,6 +11,7 @@ from utils.prompts.conversation import format_turns
 NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 NEW = "new"
+LONGEST_VALUE = 40  # in /show
 
 
 def _say(argument: str, context: CommandContext) -> Outcome:
@@ -20,8 +21,13 @@ def _say(argument: str, context: CommandContext) -> Outcome:
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
-    values = [(name, entry.describe(context.settings)) for name, entry in listed_settings().items()]
+    values = [(name, _shortened(name, entry.describe(context.settings))) for name, entry in listed_settings().items()]
     return [ShowRows([*context.facts, *values])]
+
+
+def _shortened(name: str, value: str) -> str:
+    """A value that fits into a line; the command of the setting shows a longer one."""
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
 
 
 def _turns(argument: str, context: CommandContext) -> Outcome:

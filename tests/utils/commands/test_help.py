@@ -158,6 +158,19 @@ def test_texts_are_columns_and_reasons(view: Screen) -> None:
     assert session.handle("/texts") is Verdict.DONE and "target" in view.take()[1]
 
 
+def test_show_gives_each_setting_one_line() -> None:
+    view = screen(WIDTH)
+    session = open_session(view)
+    session.handle("/system " + "Be brief. " * 50)
+    session.handle("/costs windows " + "0.123 " * 16 + "; head 0.069; model 0.5")
+    view.take()
+    assert session.handle("/show") is Verdict.DONE
+    lines = view.take()[0].splitlines()
+    for name in ("system", "costs"):
+        (line,) = (line for line in lines if line.startswith(f"{name} "))
+        assert f"... (/{name})" in line
+
+
 def test_old_names_are_not_listed() -> None:
     assert all(command.page.text for command in VISIBLE)
     assert not {"set_ngramstorage", "ngrams", "reset", "columns", "say", "set", "history"} & {c.name for c in VISIBLE}

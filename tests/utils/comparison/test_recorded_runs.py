@@ -32,7 +32,7 @@ def test_all_settings_are_restored_from_a_record() -> None:
         seed=0,
         verify="block",
         engine="plain",
-        threads=3,
+        threads=1,
         cache=False,
         chat=False,
         system="on\ntwo lines ",

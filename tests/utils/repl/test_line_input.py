@@ -4,6 +4,8 @@ import io
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from utils.commands import default_registry
+from utils.repl import line_input
 from utils.repl.line_input import SlashCompleter, is_open_block, piped_lines, split_lines, typed_lines, wrap_status
 from utils.screen.line_history import LineHistory, history_path, recent_lines
 
@@ -45,6 +48,23 @@ def typed_slowly(*keys: str) -> list[str]:
 
 def test_lines_are_yielded_until_ctrl_d() -> None:
     assert typed("Hello\r/gamma 3\r\r\x04") == ["Hello", "/gamma 3", ""]
+
+
+def test_keys_are_not_echoed_while_a_line_is_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = [True]
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        echo[0] = False
+        yield
+        echo[0] = True
+
+    monkeypatch.setattr(line_input, "quiet_keyboard", quiet)
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text("one\rtwo\r\x04")
+        for _ in typed_lines(default_registry(), colour=False, history=InMemoryHistory()):
+            assert not echo[0]
+    assert echo[0]
 
 
 def test_f1_explains_the_figures_on_an_empty_line() -> None:
