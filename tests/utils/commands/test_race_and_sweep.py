@@ -139,6 +139,8 @@ def test_values_that_can_be_swept(view: Screen, tmp_path: Path) -> None:
     assert swept(session, file, "drafter_kind lookup suffix") == ["drafter_kind lookup", "drafter_kind suffix"]
     assert swept(session, file, "temperature 0 1.5") == ["temperature 0", "temperature 1.5"]
     assert swept(session, file, "order 2 4") == ["order 2", "order 4"]
+    assert swept(session, file, "candidates 1 3") == ["candidates 1", "candidates 3"]
+    assert swept(session, file, "top_p 0.5 off") == ["top_p 0.5", "top_p off"]
     assert session.settings == before
 
 

@@ -26,6 +26,7 @@ from utils.comparison.reports import Finding, Report, ReportEvent, shortened
 from utils.comparison.speed_claims import interval_text, speedup_text
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import with_costs
+from utils.config.setting_parts import NGRAM_PARTS, SAMPLING_PARTS
 from utils.config.settings import setting_fields
 from utils.errors import UserError, check_choice
 from utils.metrics.results import Comparison, compare
@@ -43,18 +44,10 @@ HEADINGS = (
     "text",
 )
 OPTIONAL = ("range", "95 % interval", "acceptance", "tokens/forward")
-SETTINGS = (
-    "gamma",
-    "drafter_kind",
-    "length",
-    "processor",
-    "seed",
-    "verify",
-    "cache",
-    "set_ngramstorage",
-    "top_k_filler",
-)
-PARTS = {"temperature": "processor", "order": "set_ngramstorage"}  # the second word of the setting's value
+SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
+OLD_NAMES = ("set_ngramstorage", "top_k_filler")  # still accepted
+# Parts of settings by their last words: temperature, top_k, top_p, order, ...
+PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
 EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
 
 
@@ -65,7 +58,8 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
         raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
-    check_choice(name, (*SETTINGS, *PARTS), "setting that can be swept")
+    if name not in OLD_NAMES:
+        check_choice(name, (*SETTINGS, *PARTS), "setting that can be swept")
     last, harness = context.harness.last(), context.harness
     variants = [_variant(name, word, context) for word in words]
     for variant in variants:
@@ -84,13 +78,8 @@ def _repeats(text: str) -> tuple[str, int]:
 
 def _variant(name: str, word: str, context: CommandContext) -> Variant:
     """The settings with one value. Raises UserError where the value is not valid."""
-    settings, entry = context.settings, setting_fields()[PARTS.get(name, name)]
-    text = word
-    if name in PARTS:
-        # A temperature has no effect on greedy, so sweeping it implies sampling.
-        kind, *rest = entry.show(settings).split()
-        text = " ".join(["multinomial" if kind == "greedy" else kind, word, *rest[1:]])
-    settings = entry.change(settings, text, context.limits)
+    entry = PARTS.get(name) or setting_fields()[name]
+    settings = entry.change(context.settings, word, context.limits)
     return Variant(settings, f"{name} {word if name in PARTS else entry.show(settings)}")
 
 
