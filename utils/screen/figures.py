@@ -20,7 +20,8 @@ COLOURS = ("#3b82c4", "#d97706", "#2a9d5c", "#a855c7", "#dc4c4c", "#0d9ba8", "#8
 GREY = "#888888"
 SIGNS = "osD^v*Px"
 LINES = ("-", "--", "-.", ":")  # for more series than colours
-MAX_LABEL, MAX_CAPTION = 40, 110
+MAX_LABEL, MAX_TITLE, MAX_CAPTION = 40, 70, 110  # characters
+DOT_SIGNS = " (stroke: median, band: 95 % interval of the mean)"
 MAX_COUNTS = 32  # bars with a number above them
 FONT = "DejaVu Sans"
 STYLE: Any = {
@@ -77,8 +78,8 @@ def chart_figure(charts: Sequence[Chart], caption: str = "") -> Any:
     panels = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for chart, axes in zip(charts, panels, strict=True):
         _draw(chart, axes)
-        axes.set_title(_clean(chart.title), loc="left", fontsize=11)
-        axes.set_xlabel(_clean(chart.x_label))
+        axes.set_title(_clean(chart.title, MAX_TITLE), loc="left", fontsize=11)
+        axes.set_xlabel(_clean(chart.x_label) + (DOT_SIGNS if isinstance(chart, DotChart) else ""))
     if caption:
         figure.suptitle(_clean(caption, MAX_CAPTION), x=0.01, ha="left", fontsize=7.5, color=GREY)
     return figure
