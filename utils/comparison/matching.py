@@ -5,10 +5,10 @@ gamma, may differ; they are then a difference that is compared. What has no coun
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.comparison.measurements import Measurement
 from utils.comparison.recorded_runs import CIRCUMSTANCES, shown_value
@@ -18,6 +18,17 @@ TASK = ("length", "processor", "seed", "system", "special")
 NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
 TARGET_PART = "target"  # its runs do not depend on how drafts are made
 DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
+
+
+SHOWN_LINES = 8  # numbers of lines in a sentence
+
+
+class Problem(NamedTuple):
+    """Why a measurement has no counterpart. file: A or B."""
+
+    file: str
+    line: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +65,37 @@ def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 
 def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[list[Match], list[str]]:
-    """The matches in the order of the first file, and a sentence for each measurement without a counterpart."""
-    groups = _groups(first), _groups(second)
+    """The matches in the order of the first file, and sentences on the measurements without a counterpart."""
+    groups, by_prompt = (_groups(first), _groups(second)), (_by_prompt(first), _by_prompt(second))
     matches: list[Match] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for key, ours in groups[0].items():
         theirs = groups[1].get(key, [])
         found, left, right = _match_group(ours, theirs)
         matches += found
-        problems += [_problem(one, "A", "B", second) for one in left]
-        problems += [_problem(one, "B", "A", first) for one in right]
+        problems += [_problem(one, "A", "B", by_prompt[1]) for one in left]
+        problems += [_problem(one, "B", "A", by_prompt[0]) for one in right]
     problems += [
-        _problem(one, "B", "A", first) for key, theirs in groups[1].items() if key not in groups[0] for one in theirs
+        _problem(one, "B", "A", by_prompt[0])
+        for key, theirs in groups[1].items()
+        if key not in groups[0]
+        for one in theirs
     ]
-    return matches, problems
+    return matches, _sentences(problems)
+
+
+def _sentences(problems: Sequence[Problem]) -> list[str]:
+    """Each reason once, with its lines."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for problem in problems:
+        lines.setdefault((problem.file, problem.reason), []).append(problem.line)
+    return [f"{file}, {_line_numbers(numbers)}: {reason}" for (file, reason), numbers in lines.items()]
+
+
+def _line_numbers(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN_LINES]))
+    more = f" and {len(numbers) - SHOWN_LINES} more" if len(numbers) > SHOWN_LINES else ""
+    return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
 def _groups(measurements: Sequence[Measurement]) -> dict[tuple[Any, ...], list[Measurement]]:
@@ -102,22 +130,29 @@ def _by_method(measurements: Sequence[Measurement]) -> dict[tuple[str, ...], lis
     return methods
 
 
-def _problem(one: Measurement, own: str, other: str, others: Sequence[Measurement]) -> str:
-    """Why a measurement has no counterpart."""
-    where = f"{own}, line {one.line} ({one.strategy})"
-    same_prompt = [row for row in others if (row.prompt, row.history) == (one.prompt, one.history)]
+def _by_prompt(measurements: Sequence[Measurement]) -> dict[Any, list[Measurement]]:
+    prompts: dict[Any, list[Measurement]] = {}
+    for one in measurements:
+        prompts.setdefault((one.prompt, one.history), []).append(one)
+    return prompts
+
+
+def _problem(one: Measurement, own: str, other: str, others: Mapping[Any, Sequence[Measurement]]) -> Problem:
+    """Why a measurement has no counterpart. others: the measurements of the other file by prompt."""
+    same_prompt = others.get((one.prompt, one.history), ())
     same_strategy = [row for row in same_prompt if row.strategy == one.strategy]
     if not same_prompt:
-        return f"{where}: {other} has no run of this prompt."
+        return Problem(own, one.line, f"{other} has no run of this prompt.")
     if not same_strategy:
-        return f"{where}: {other} has no run of this strategy on this prompt."
+        return Problem(own, one.line, f"{other} has no run of {one.strategy} on this prompt.")
     theirs = same_strategy[0].settings
     differing = [
         f"{name} {shown_value(theirs[name])} instead of {shown_value(one.settings[name])}"
         for name in (*TASK, *DRAFTING)
         if name in theirs and name in one.settings and theirs[name] != one.settings[name]
     ]
-    return f"{where}: {other} has this prompt only with other settings ({', '.join(differing) or 'several'})."
+    settings = ", ".join(differing) or "several"
+    return Problem(own, one.line, f"{other} has this prompt only with other settings ({settings}).")
 
 
 def differences(matches: Sequence[Match]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from fakes import Screen, open_session, records_of
 from recordings import Row, recorded
 
-from utils.commands.experiments.compare import AT_OTHER_TIMES, SAME
+from utils.commands.experiments.compare import AT_OTHER_TIMES, NOT_COMPARED, SAME
 from utils.comparison.matching import match
 from utils.comparison.measurements import read_measurements
 from utils.metrics.intervals import speedup_interval
@@ -79,7 +79,7 @@ def test_a_known_ratio_is_found(view: Screen, tmp_path: Path) -> None:
     assert interval.low > 1 and f"B is faster than A: B / A is {interval.estimate:.2f} " in conclusion
     assert f"interval {interval.low:.2f} to {interval.high:.2f} over 6 prompts" in conclusion
     assert "24/60 = 0.400 in A, 36/60 = 0.600 in B" in conclusion and "6 of 6 are the same" in conclusion
-    assert SAME in conclusion and AT_OTHER_TIMES in conclusion and "Not compared" not in conclusion
+    assert SAME in conclusion and AT_OTHER_TIMES in conclusion and NOT_COMPARED not in conclusion
     shown = view.take()[0]
     assert "speed of B over speed of A" in shown and "10.0 -> 15.0" in shown and "4/10 -> 6/10" in shown
 
@@ -138,20 +138,24 @@ def test_each_setting_meets_its_own(view: Screen, tmp_path: Path) -> None:
     first = [record("x", 10.0 * gamma, settings=SETTINGS | {"gamma": gamma}) for gamma in (1, 2, 4)]
     rows, conclusion = compared(view, tmp_path, first, [*reversed(first), record("x", 1.0, settings=SETTINGS)])
     assert [row["ratios"] for row in rows] == [[1.0]] * 3
-    assert "B, line 4 (speculative): A has this prompt only with other settings (gamma 1 instead of auto)" in conclusion
+    assert "B, line 4: A has this prompt only with other settings (gamma 1 instead of auto)" in conclusion
 
 
 def test_runs_of_another_task_are_named_and_not_compared(view: Screen, tmp_path: Path) -> None:
-    first = [record("x", 10.0), record("longer", 10.0), record("only here", 10.0), record("x", 9.0, strategy="ngram")]
+    first = [
+        record("x", 10.0),
+        record("longer", 10.0),
+        record("only here", 10.0),
+        record("x", 9.0, strategy="ngram"),
+        record("2", 1.0),
+    ]
     second = [record("x", 10.0), record("longer", 10.0, settings=SETTINGS | {"length": 256}), record("new", 5.0)]
     rows, conclusion = compared(view, tmp_path, first, second)
     assert [row["prompt"] for row in rows] == ["x"]
-    assert (
-        "A, line 2 (speculative): B has this prompt only with other settings (length 256 instead of 128)" in conclusion
-    )
-    assert "A, line 3 (speculative): B has no run of this prompt." in conclusion
-    assert "A, line 4 (ngram): B has no run of this strategy on this prompt." in conclusion
-    assert "B, line 3 (speculative): A has no run of this prompt." in conclusion and "Not compared (5)" in conclusion
+    assert "A, line 2: B has this prompt only with other settings (length 256 instead of 128)" in conclusion
+    assert "A, lines 3, 5: B has no run of this prompt." in conclusion
+    assert "A, line 4: B has no run of ngram on this prompt." in conclusion
+    assert "B, line 3: A has no run of this prompt." in conclusion and NOT_COMPARED in conclusion
 
 
 def test_the_target_alone_does_not_depend_on_gamma(view: Screen, tmp_path: Path) -> None:
@@ -206,13 +210,13 @@ def test_a_damaged_line_is_one_sentence(view: Screen, tmp_path: Path, line: str,
     good = record("x", 10.0)
     rows, conclusion = compared(view, tmp_path, [good, line, good], [good])
     (sentence,) = (part for part in conclusion.splitlines() if reason in part)
-    assert "a.jsonl, line 2" in sentence and "Not compared (1)" in conclusion and rows[0]["lines"] == [[1, 3], [1]]
+    assert "a.jsonl, line 2" in sentence and NOT_COMPARED in conclusion and rows[0]["lines"] == [[1, 3], [1]]
 
 
 def test_many_damaged_lines_are_counted(view: Screen, tmp_path: Path) -> None:
     good = record("x", 10.0)
     _, conclusion = compared(view, tmp_path, [good, *["broken"] * 50], [good])
-    assert "Not compared (50)" in conclusion and "and 30 more." in conclusion and conclusion.count("JSON") == 20
+    assert NOT_COMPARED in conclusion and "and 30 more." in conclusion and conclusion.count("JSON") == 20
 
 
 def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from recordings import interrupt_after
 from utils.comparison.charts import DotChart
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen.renderer import Renderer
+from utils.screen.renderer import Mark, Renderer
 from utils.screen.screenshots import CELL, LEFT, picture
 
 
@@ -57,13 +57,15 @@ def test_words_of_a_picture_are_at_their_columns() -> None:
 
     def show(renderer: Renderer) -> None:
         renderer.data("  def is_even\u65e5\u672c(n):   x\n" + "\u2500" * 9 + " end <b>&")
+        renderer.stream([("one ", Mark.ACCEPTED), ("two", Mark.TEXT), (" three\n", Mark.ACCEPTED)])
 
     svg = picture(show)
     assert "textLength" not in svg and "\xa0" not in svg and "xml:space" not in svg
     texts = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))[1:]
     placed = {part.text: round((float(part.get("x", "")) - LEFT) / CELL) for part in texts}
     assert placed == {
-        "def": 2, "is_even": 6, "\u65e5": 13, "\u672c": 15, "(n):": 17, "x": 24, "end": 10, "<b>&": 14
+        "def": 2, "is_even": 6, "\u65e5": 13, "\u672c": 15, "(n):": 17, "x": 24, "end": 10, "<b>&": 14,
+        "one": 0, "two": 4, "three": 8,
     }  # fmt: skip
     (rule,) = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", svg)
     assert float(rule[0]) == LEFT and float(rule[1]) == pytest.approx(9 * CELL, abs=0.1)

@@ -25,10 +25,11 @@ from utils.metrics.results import first_difference
 EXAMPLE = "/compare a.jsonl b.jsonl"
 HEADINGS = ("prompt", "strategy", "runs", "tokens/s A -> B", "B / A", "acceptance A -> B", "text")
 OPTIONAL = ("runs", "acceptance A -> B")
-SHOWN_PROMPT, SHOWN_LINES = 24, 20
+SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
 MIN_PROMPTS = 3  # for an interval in the chart
 AT_OTHER_TIMES = "The files were recorded at different times: other load on the machines is part of the difference."
 SAME = "Versions, models, engine, machine and settings are the same in both files."
+NOT_COMPARED = "Not compared:"
 DIFFERENT = "What differs between the files:"
 Row = dict[str, Any]  # the figures of a finding
 
@@ -67,9 +68,10 @@ def _names(argument: str) -> list[str]:
 
 
 def _findings(matches: Sequence[Match]) -> Iterator[ReportEvent]:
-    for found in matches:
+    for number, found in enumerate(matches):
         row = _figures(found)
-        yield Finding(_cells(row), row)
+        # A finding without cells is in the record only.
+        yield Finding(_cells(row) if number < MAX_ROWS else (), row)
 
 
 def _figures(found: Match) -> Row:
@@ -142,8 +144,12 @@ def _conclusion(
     matches: Sequence[Match], problems: Sequence[str], others: Counter[str], findings: Sequence[Finding]
 ) -> list[str]:
     lines = [line for name, rows in _by_strategy(findings).items() for line in _verdict(name, rows)]
+    if len(findings) > MAX_ROWS:
+        lines.append(
+            f"{len(findings) - MAX_ROWS} more rows are not shown, but they count, and /export FILE.json has them."
+        )
     if problems:
-        lines += [f"Not compared ({len(problems)}):", *problems[:SHOWN_LINES]]
+        lines += [NOT_COMPARED, *problems[:SHOWN_LINES]]
         lines += [f"and {len(problems) - SHOWN_LINES} more."] if len(problems) > SHOWN_LINES else []
     if others:
         lines.append(f"Records of other reports are not compared: {', '.join(f'{n} {c}' for n, c in others.items())}.")
