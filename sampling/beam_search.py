@@ -1,11 +1,11 @@
 """Beam search with length penalty, cached. Yields the Steps of the best beam once it is known.
 
 Scores are summed log-probabilities divided by ((min_length + length) / (min_length + 1)) ** alpha (Wu et al. 2016,
-arXiv 1609.08144). Live beams are the rows of one session. The best beam that ever ended is the result; the search stops
-when no live beam can overtake it any more.
+arXiv 1609.08144). Live beams are the rows of one session; those that ended take no place from them. The search stops as
+that of transformers does by default (early_stopping=False), and the best beam that ever ended is the result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,16 @@ class BeamWidth:
             RealRange(name, 0, MAX_PENALTY).check(value)
 
     def score(self, beam: Beam) -> float:
-        return self._score(beam.log_prob, len(beam.tokens))
+        penalty: float = ((self.min_length + len(beam.tokens)) / (self.min_length + 1)) ** self.alpha
+        return beam.log_prob / penalty
 
-    def highest_score(self, beam: Beam, limit: int) -> float:
-        """An upper bound of the scores of a beam's continuations: as likely, and as long as possible."""
-        return self._score(beam.log_prob, limit)
+    def best(self, beams: Iterable[Beam]) -> list[Beam]:
+        """The num_beams beams with the highest scores, highest first."""
+        return sorted(beams, key=self.score, reverse=True)[: self.num_beams]
 
-    def _score(self, log_prob: float, length: int) -> float:
-        penalty: float = ((self.min_length + length) / (self.min_length + 1)) ** self.alpha
-        return log_prob / penalty
+    def may_improve(self, live: list[Beam], ended: list[Beam]) -> bool:
+        """Whether the best live beam has a higher score than the worst of num_beams that ended."""
+        return len(ended) < self.num_beams or self.score(live[0]) > self.score(ended[-1])
 
 
 def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decoding, width: BeamWidth) -> Iterator[Step]:
@@ -71,9 +72,10 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     limit = decoding.length_limit(session.room(context))
     if limit < 1:
         return
-    beams, forwards = [Beam()], 0  # live ones only, so that those that ended take no place from them
+    beams, forwards = [Beam()], 0  # live ones only, the best first
+    ended: list[Beam] = []  # the best of those that were among the num_beams best when they ended
     best: Beam | None = None  # of all that ever ended
-    while beams and not (best and width.score(best) >= max(width.highest_score(beam, limit) for beam in beams)):
+    while beams and width.may_improve(beams, ended):
         # Rows of the cache follow the beams that survived; before the first pass there are none.
         if forwards:
             session.select([beam.row for beam in beams])
@@ -85,10 +87,10 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
                 grown.extend(
                     _continuations(beam, row, logits[row, 0], decoding=decoding, top_k=width.top_k, limit=limit)
                 )
-        ended = [beam for beam in grown if beam.finish is not None]
-        best = max([best, *ended] if best else ended, key=width.score, default=None)
-        live = [beam for beam in grown if beam.finish is None]
-        beams = sorted(live, key=width.score, reverse=True)[: width.num_beams]
+        just_ended = [beam for beam in grown if beam.finish is not None]
+        best = max([best, *just_ended] if best else just_ended, key=width.score, default=None)
+        ended = width.best([*ended, *(beam for beam in width.best(grown) if beam.finish is not None)])
+        beams = width.best(beam for beam in grown if beam.finish is None)
     assert best is not None
     yield from _steps_of(best, forwards)
 

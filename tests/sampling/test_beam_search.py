@@ -24,7 +24,8 @@ def reference(
 
     kept: list[tuple[list[int], float]] = [([], 0.0)]
     ended: list[tuple[list[int], float]] = []
-    for _ in range(length):  # to the end: the search may stop earlier only if that changes nothing
+    leading: list[float] = []  # scores of the ended beams that decide when to stop
+    while kept and not (len(leading) == beams and score(kept[0]) <= leading[-1]):
         grown = []
         for tokens, total in kept:
             best = log_probs(model, prompt, tokens).topk(top_k)
@@ -32,8 +33,12 @@ def reference(
                 ([*tokens, int(token)], total + float(value))
                 for value, token in zip(best.values, best.indices, strict=True)
             ]
-        ended += [beam for beam in grown if end in beam[0] or len(beam[0]) >= length]
-        kept = sorted((beam for beam in grown if end not in beam[0]), key=score, reverse=True)[:beams]
+        grown.sort(key=score, reverse=True)
+        final = [end in tokens or len(tokens) >= length for tokens, _ in grown]
+        ended += [beam for beam, over in zip(grown, final, strict=True) if over]
+        leading += [score(beam) for beam, over in zip(grown[:beams], final, strict=False) if over]
+        leading = sorted(leading, reverse=True)[:beams]
+        kept = [beam for beam, over in zip(grown, final, strict=True) if not over][:beams]
     return max(ended, key=score)[0]
 
 
@@ -77,15 +82,15 @@ def test_the_score_is_at_least_that_of_generate(alpha: float) -> None:
             assert scores[0] >= scores[1] - 1e-9, (seed, end)
 
 
-def test_a_search_stops_once_no_live_beam_can_overtake_the_best_ended_one() -> None:
-    """Without a reward for length the first end of a likely beam settles it."""
+def test_a_search_stops_once_the_live_beams_are_worse_than_those_that_ended() -> None:
+    """Without a reward for length the first ends of likely beams settle it."""
     model, widths = tiny_llama(), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     end = autoregressive_generate([5, 9], model, 1, eos_tokens_id=-1)[0]
     widths.clear()
-    assert beam_search_generate([5, 9], model, 200, 2, 2, 0.0, 0.0, end) == [end] and len(widths) < 20
+    assert beam_search_generate([5, 9], model, 200, 1, 2, 0.0, 0.0, end) == [end] and len(widths) == 1
 
 
 def test_one_beam_is_greedy_and_more_beams_are_at_least_as_likely() -> None:
