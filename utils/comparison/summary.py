@@ -184,7 +184,8 @@ def _speeds(rivals: Sequence[Rival]) -> str:
     factor = f"about {best.factor:.1f}x"
     match best.speed:
         case Speed.FASTER:
-            return f"{best.name} was {'the fastest, ' if several else ''}{factor} as fast as target-only"
+            first = "the fastest, " if sum(rival.speed is Speed.FASTER for rival in judged) > 1 else ""
+            return f"{best.name} was {first}{factor} as fast as target-only"
         case Speed.EVEN if several:
             return "Nothing was clearly faster than target-only"
         case Speed.EVEN:

@@ -142,6 +142,8 @@ class ReplSession:
             raise
         except Exception as error:
             explain_error(self._renderer, error)
+        finally:
+            self._renderer.end_progress()
         return Verdict.FAILED
 
     def _run_command(self, line: str) -> Verdict:

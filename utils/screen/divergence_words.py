@@ -6,7 +6,7 @@ from utils.metrics.divergence import Candidate, Cause, Divergence
 from utils.text import token_piece
 
 REASONS = {
-    Cause.SAMPLING: "each run draws with its own random numbers, and /verify coupled gives the same text",
+    Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
     Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
     "widths move them by up to {drift:.2g}",
     Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",

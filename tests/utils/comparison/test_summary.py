@@ -98,6 +98,8 @@ def test_others_without_an_accepted_draft_are_named_beside_the_winner() -> None:
 def test_the_fastest_of_several_drafters_is_named() -> None:
     text = said(speculative_head=drafting(1.2), speculative_lookup=drafting(1.4), target=run_of(60))
     assert text.startswith("speculative lookup was the fastest, about 1.4x")
+    alone = said(speculative_head=drafting(0.8), speculative_lookup=drafting(1.4), target=run_of(60))
+    assert alone.startswith("speculative lookup was about 1.4x")
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.01, "as fast as"), (0.97, "as fast as"), (0.6, "about 0.6x")])

@@ -6,10 +6,12 @@ import sys
 from io import StringIO
 
 import pytest
-from fakes import screen
+from fakes import open_session, screen
 from rich.console import Console
 from terminal import Terminal
 
+from utils.repl.background import BackgroundTask
+from utils.repl.runner import Verdict
 from utils.screen.marked_text import Mark
 from utils.screen.renderer import Renderer, make_renderer
 
@@ -95,3 +97,12 @@ def test_a_closed_pipe_is_reported_to_the_caller(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", Closed())
     with pytest.raises(BrokenPipeError):
         make_renderer(interactive=False).table(("a",), [("b",)])
+
+
+def test_no_line_leaves_its_progress_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are still being warmed up, and the line itself shows nothing."""
+    view = screen(colour=True)
+    session = open_session(view)
+    monkeypatch.setattr(BackgroundTask, "is_running", property(lambda task: True))
+    assert session.handle("/quit") is Verdict.QUIT
+    assert view.messages.getvalue() and Terminal(view.messages.getvalue()).lines == [""]
