@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The program: flags, models, then typed lines, piped lines or -c lines."""
 
+import gc
 import os
 import signal
 import sys
@@ -12,9 +13,12 @@ STARTED = time.monotonic()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from utils.config.arguments import parse_arguments
+from utils.screen.starting import clear_importing, show_importing
 
 if __name__ == "__main__":
     parse_arguments()  # --help and usage errors are reported before the heavy imports below
+    show_importing()
+    gc.disable()  # the imports create a million objects that stay; looking through them takes a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
 
 import argparse
@@ -158,5 +162,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
+    clear_importing()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(shutdown(main()))

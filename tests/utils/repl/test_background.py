@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from threading import Event, current_thread, main_thread
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from utils.repl.background import BackgroundTask
 from utils.repl.first_screen import EXAMPLE, first_screen
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
+from utils.screen import starting
 
 
 def steps_recorded(made: list[str], gate: Event, decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,3 +135,18 @@ def test_the_first_screen_is_short_and_says_what_is_guaranteed(width: int, state
     assert all(part in text for part in ("tiny-target", EXAMPLE, "/verdict", "/why", "/whatif", "/help", "6 s"))
     assert ("guaranteed" in text) is pair.engine.state.verified and state.get("tested_on", "") in text
     assert state.get("reason", "") in text
+
+
+@pytest.mark.parametrize(("terminal", "term"), [(True, "xterm"), (False, "xterm"), (True, "dumb")])
+def test_the_line_during_the_imports_is_for_terminals_only(
+    terminal: bool, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [StringIO(), StringIO()]
+    for stream, name in zip(streams, ("stdin", "stdout"), strict=True):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr(f"sys.{name}", stream)
+    monkeypatch.setenv("TERM", term)
+    starting.show_importing()
+    starting.clear_importing()
+    shown = terminal and term != "dumb"
+    assert streams[1].getvalue() == (starting.IMPORTING + starting.CLEAR_LINE if shown else "")
