@@ -13,6 +13,7 @@ from prompt_toolkit.application import get_app
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.bindings.completion import generate_completions
@@ -145,7 +146,8 @@ def typed_lines(
         completer=SlashCompleter(commands),
         history=history,
         auto_suggest=AutoSuggestFromHistory(),
-        complete_while_typing=True,
+        # prompt_toolkit reserves eight lines for the menu where this is true; /help needs them on a small screen.
+        complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
         multiline=True,
         enable_open_in_editor=True,
         key_bindings=key_bindings(),

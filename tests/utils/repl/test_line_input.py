@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prompt_toolkit import PromptSession
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completion
 from prompt_toolkit.document import Document
@@ -69,6 +71,28 @@ def test_keys_are_not_echoed_while_a_line_is_processed(monkeypatch: pytest.Monke
 
 def test_f1_explains_the_figures_on_an_empty_line() -> None:
     assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
+
+
+def test_no_room_is_kept_for_a_menu_before_a_slash_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/help has 18 lines and the toolbar three, so a terminal of 24 lines has none to spare."""
+    made: list[PromptSession[str]] = []
+
+    class Kept(PromptSession[str]):
+        def prompt(self, *arguments: Any, **options: Any) -> str:
+            made.append(self)
+            return super().prompt(*arguments, pre_run=look, **options)
+
+    heights: dict[str, int] = {}
+
+    def look() -> None:
+        for text in ("", "/"):
+            made[-1].default_buffer.text = text
+            height = made[-1]._get_default_buffer_control_height()
+            heights[text] = height.min
+        made[-1].default_buffer.text = ""
+
+    monkeypatch.setattr(line_input, "PromptSession", Kept)
+    assert typed("\x04") == [] and heights == {"": 0, "/": 8}
 
 
 def test_a_long_status_is_wrapped() -> None:
