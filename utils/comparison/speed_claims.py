@@ -17,7 +17,7 @@ BASELINE, TOO_FEW, NOT_DISTINGUISHABLE = "baseline", "too few", "not distinguish
 MIN_VALUES = 5  # speed-ups that a verdict needs
 MAX_CHANCE = 1 / 16  # of repeats that agree although there is no difference: five that all agree
 NO_GAIN = 1.005  # fewer tokens per target forward are shown as 1.00
-NO_GAIN_SENTENCE = "its drafts saved no target forwards (1.00 tokens each)"
+NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing"
 Row = Mapping[str, Any]  # the figures of a finding
 
 
@@ -56,9 +56,9 @@ class SpeedClaim:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the JSON record. An interval that is not bounded is null."""
+        """For the JSON record. An interval that is not bounded is null, and the baseline has none."""
         interval = self.interval
-        bounded = interval is not None and interval.is_bounded
+        bounded = interval is not None and interval.is_bounded and self.verdict != BASELINE
         return {
             "speedup": None if interval is None else interval.estimate,
             "interval": [interval.low, interval.high] if interval is not None and bounded else None,

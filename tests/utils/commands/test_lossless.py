@@ -10,7 +10,7 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
-from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG
+from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
 from utils.comparison.harness import empty_storage
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
@@ -68,6 +68,15 @@ def test_too_few_draws_give_no_verdict(view: Screen, tmp_path: Path) -> None:
         open_session(view, records=file), file, "/processor multinomial 2", "/length 2", "Hello", "/lossless 6"
     )
     assert {row["verdict"] for row in record["findings"]} == {TOO_FEW}
+
+
+def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
+    row = {"strategy": "a", "support": 9, "draws": 40, "p_value": 1e-4, "verdict": "suspicious"}
+    assert "10000" in conclusion([row])[0]
+    assert "report" in conclusion([row | {"verdict": WRONG, "p_value": 0.0}])[0]
+    assert "/lossless 200" in conclusion([row | {"verdict": TOO_FEW, "p_value": None}])[-1]
+    fine = conclusion([row | {"verdict": NO_DIFFERENCE, "p_value": 0.5}])
+    assert len(fine) == 1 and "p-value" in fine[0]
 
 
 def hotter(job: Job) -> Any:

@@ -33,12 +33,13 @@ def prompts(tmp_path: Path) -> Path:
         "/whatif",
         "/audit 1",
         "/replay {records}",
+        "/lossless 3",
     ],
 )
 def test_a_table_has_one_line_per_row(line: str, prompts: Path, tmp_path: Path) -> None:
     view, records = screen(width=80), tmp_path / "records.jsonl"
     session = open_session(view, records=records)
-    for typed in ("/length 8", "/drafter_kind loaded suffix", PROMPT):
+    for typed in ("/length 8", "/drafter_kind loaded suffix", PROMPT, "/processor multinomial 1"):
         assert session.handle(typed) is Verdict.DONE
     assert session.handle(line.format(prompts=prompts, records=records)) is Verdict.DONE, view.take()
     shown = session.harness.state.shown

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -26,13 +27,13 @@ from utils.text import count_of
 DRAWS, MAX_DRAWS = 200, 1_000_000
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious, and wrong
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
-NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws for a test"
-OTHER = "differs, as expected: it is not meant to follow the target's distribution"
+OPTIONAL = ("cells", "draws")
+NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
+OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
 GREEDY = (
     "greedy decoding is deterministic, so there is no distribution to test. Type /processor multinomial 1 first, "
     "or /audit to check that texts are equal."
 )
-WRONG = "NOT the target's distribution: please report"
 
 
 def _lossless(argument: str, context: CommandContext) -> Outcome:
@@ -44,7 +45,7 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     if is_greedy(settings):
         raise UserError(GREEDY)
     events = _events(context.harness, last.job, settings, strategies, draws=draws)
-    return [RunReport(Report("lossless", last.text, settings, HEADINGS, events, _conclusion))]
+    return [RunReport(Report("lossless", last.text, settings, HEADINGS, events, _conclusion, optional=OPTIONAL))]
 
 
 def _events(
@@ -128,19 +129,27 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
     if not strategy.lossless:
         return OTHER
     if result.p_value >= IMPOSSIBLE:
-        return f"suspicious: chance does this once in {1 / result.p_value:.0f}; try more draws"
+        return RARE
     return WRONG
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = [finding.figures for finding in findings]
-    lines = []
+    return conclusion([finding.figures for finding in findings])
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the verdicts and the columns mean, as far as they occur, and what to do next."""
+    lines = [sentence for row in rows if (sentence := _alarm(row))]
+    if any(row["verdict"] == OTHER for row in rows):
+        lines.append("The drafter alone is not meant to follow the target's distribution.")
     if any(row["support"] == 1 for row in rows):
         lines.append("Matches: draws of the only token that the target allows here.")
-    elif any(row["cells"] < 2 for row in rows):
+    elif any(row["verdict"] == TOO_FEW for row in rows):
         lines.append(
-            "Too few draws: a test needs two tokens with an expected count of five each. "
-            "Matches: draws with a probability above 0."
+            "A test needs two tokens that are expected five times each. Matches: draws with a probability above 0."
+        )
+        lines.append(
+            f"Next: more draws, such as /lossless {5 * max(row['draws'] for row in rows)}, or a higher temperature."
         )
     if any(row["p_value"] is not None for row in rows):
         lines.append(
@@ -149,6 +158,15 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
             "Strategies that draw with the target's noise repeat its draws exactly."
         )
     return lines
+
+
+def _alarm(row: dict[str, Any]) -> str:
+    """A sentence about a strategy whose draws do not look like the target's, or ""."""
+    if row["verdict"] == RARE:
+        return f"{row['strategy']}: chance does this once in {1 / row['p_value']:.0f}. Next: repeat it with more draws."
+    if row["verdict"] == WRONG:
+        return f"{row['strategy']} does not follow the target's distribution. This is a bug: please report it."
+    return ""
 
 
 LOSSLESS = Command(

@@ -43,7 +43,7 @@ def task_sentence(task: str, rows: Sequence[Row]) -> str:
         return f"{task}: faster over {count_of(faster[0]['prompts'], 'prompt')}: {named}."
     gaining = [row for row in measured if not row["without_gain"]]
     if not gaining:
-        return f"{task}: no drafts saved target forwards (1.00 tokens each), so differences in speed are noise."
+        return f"{task}: drafts saved nothing (1.00 tokens per target forward), so differences in speed are noise."
     best = gaining[0]
     if best["verdict"] == TOO_FEW:
         return f"{task}: {best['strategy']} is at about {best['speedup']:.1f}x target-only, but too few runs to tell."
