@@ -87,6 +87,7 @@ def test_a_gain_is_never_larger_than_the_accepted_drafts_explain() -> None:
 def test_the_speed_of_the_drafter_itself_is_no_noise() -> None:
     """It accepts no drafts, because it verifies none."""
     fast = replace(run_of(60, token=6), seconds=10.0)
+    assert not looks_like_noise(drafting(1.002, accepted=0)), "it is 1.00x in the table"
     assert looks_like_noise(fast) and not any(looks_like_noise(fast, name) for name in ("drafter", "beam"))
 
 
