@@ -45,9 +45,11 @@ def is_intact(folder: Path, made_from: str) -> bool:
         # An empty list would otherwise pass as a folder in which no file has changed.
         if not files or manifest["made_from"] != made_from:
             return False
-        return all(digest(folder / name) == sha for name, sha in files.items())
+        # A device that a damaged manifest names would be read without an end.
+        regular = all((folder / name).is_file() for name in files)
+        return regular and all(digest(folder / name) == sha for name, sha in files.items())
     # The manifest itself may be damaged: not JSON, or JSON of a different shape.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -152,6 +152,17 @@ def test_the_text_of_a_setting_never_becomes_a_command(view: Screen, tmp_path: P
     assert session.settings == chosen
 
 
+@pytest.mark.parametrize(
+    "text", ["  a ", " ", "= x", "#", "\\", "\\n", "C:\\x41", "\0", "\ufeff", "\U0010ffff", "/quit"]
+)
+def test_texts_that_look_like_something_else_are_restored(view: Screen, tmp_path: Path, text: str) -> None:
+    session, file = open_session(view), tmp_path / "file"
+    session._loaded.settings.change(replace(session.settings, system=text), "")  # as from a config file
+    for line in (f"/save {file}", "/system default", f"/run {file}"):
+        assert session.handle(line) is Verdict.DONE
+    assert session.settings.system == text
+
+
 PROCESSORS = st.one_of(
     st.floats(0, 100).map(GreedyProcessor),
     st.floats(0, 100).map(MultinomialProcessor),

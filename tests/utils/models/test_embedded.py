@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -120,13 +121,27 @@ def empty_the_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text('{"files": {}}')
 
 
+def nest_the_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[" * 100_000)
+
+
+def name_a_device_in_the_manifest(folder: Path) -> None:
+    """It would be read without an end."""
+    made_from = json.dumps(embedded.MADE_FROM)
+    (folder / MANIFEST).write_text(f'{{"made_from": {made_from}, "files": {{"/dev/zero": ""}}}}')
+
+
 def outdate(folder: Path) -> None:
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("recipe", "older recipe"))
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate_weights, flip_a_byte, remove_a_file, remove_the_manifest, empty_the_manifest, outdate]
+DAMAGES = (
+    *(truncate_weights, flip_a_byte, remove_a_file, remove_the_manifest, empty_the_manifest, nest_the_manifest),
+    *(name_a_device_in_the_manifest, outdate),
 )
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_reported_and_repaired(cache: Path, conversions: list[Path], damage: Callable[[Path], None]) -> None:
     folder = embedded_folder(SILENT)
     intact = contents(folder)
