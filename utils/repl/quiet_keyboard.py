@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import ClassVar
 
 try:
     import termios
@@ -43,7 +45,9 @@ def _keyboard() -> int | None:
 
 
 class Echo:
-    """The echo of a terminal."""
+    """The echo of a terminal. suspended: seconds that the program was stopped by Ctrl-Z while a line was processed."""
+
+    suspended: ClassVar[float] = 0.0
 
     def __init__(self, keyboard: int) -> None:
         self._keyboard = keyboard
@@ -75,8 +79,10 @@ class Echo:
         termios.tcsetattr(self._keyboard, termios.TCSANOW, state)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
+        since = time.monotonic()
         self._end(number, frame)
         # Here after SIGCONT.
+        Echo.suspended += time.monotonic() - since
         signal.signal(number, self._suspend)
 
     def _resume(self, number: int, frame: FrameType | None) -> None:

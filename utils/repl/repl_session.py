@@ -33,6 +33,7 @@ from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.repl.first_screen import first_screen
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, load_beside
+from utils.repl.quiet_keyboard import Echo
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
 from utils.repl.status import model_facts, status_line
@@ -42,6 +43,7 @@ from utils.text import unescape
 MAX_NESTED_FILES = 8
 # Typed without a slash they are commands as well; hardly anybody wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
+SUSPENDED = "The program was suspended for {:.0f} s; the times and speeds above include it, so run it again."
 LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 
 
@@ -129,6 +131,7 @@ class ReplSession:
 
     def _guarded(self, action: Callable[[str], Verdict], text: str) -> Verdict:
         """Whatever happens in a line, the session goes on."""
+        suspended = Echo.suspended
         try:
             if self._loaded.warming.is_running:
                 self._renderer.progress(WARMING_UP)
@@ -144,6 +147,9 @@ class ReplSession:
             explain_error(self._renderer, error)
         finally:
             self._renderer.end_progress()
+            # No clock of a run stops while the program does.
+            if pause := Echo.suspended - suspended:
+                self._renderer.note(SUSPENDED.format(pause))
         return Verdict.FAILED
 
     def _run_command(self, line: str) -> Verdict:

@@ -196,7 +196,17 @@ def test_every_value_has_its_own_description() -> None:
 
 def test_names_of_files_are_completed(tmp_path: Path) -> None:
     (tmp_path / "answers.ngrams").touch()
-    for line in ("/export ", "/run ", "/save ", "/replay ", "/ngram load ", "/ngram save "):
+    for line in (
+        "/race 5 ",
+        "/verdict ",
+        "/compare a.jsonl ",
+        "/export ",
+        "/run ",
+        "/save ",
+        "/replay ",
+        "/ngram load ",
+        "/ngram save ",
+    ):
         assert [found.text for found in completions(f"{line}{tmp_path}/ans")] == ["wers.ngrams"], line
     assert completions(f"/ngram {tmp_path}/ans") == [] and completions(f"/gamma {tmp_path}/ans") == []
 

@@ -11,7 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import Screen, open_session
 from paths import ROOT
+
+from utils.repl.quiet_keyboard import Echo, quiet_keyboard
+from utils.repl.repl_session import SUSPENDED
+from utils.repl.runner import Verdict
 
 # Plays the shell: it starts the program in the foreground of the terminal and reports the echo at every step.
 SHELL = """
@@ -41,10 +46,10 @@ print("steps", *steps, "end", flush=True)
 PROGRAM = """
 import os, signal, sys, termios, time
 sys.path.insert(0, {root!r})
-from utils.repl.quiet_keyboard import quiet_keyboard
+from utils.repl.quiet_keyboard import Echo, quiet_keyboard
 
-def say(word):
-    print(word, "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet", flush=True)
+def say(*words):
+    print(*words, "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet", flush=True)
 
 time.sleep(0.3)  # until the shell has put it into the foreground
 say("before")
@@ -111,13 +116,24 @@ def test_an_unfinished_generator_restores_it_too() -> None:
 
 
 def test_a_suspended_program_leaves_the_echo_on_and_turns_it_off_again() -> None:
-    body = WITHIN + "    os.kill(os.getpid(), signal.SIGTSTP)\n    time.sleep(0.5)\n    say('again')\n"
-    shown = on_a_terminal(body + "    os.kill(os.getpid(), signal.SIGTSTP)\n    time.sleep(0.5)\n    say('third')")
-    assert "again quiet" in shown and "third quiet" in shown and "steps echo echo echo end" in shown
+    stop = "    os.kill(os.getpid(), signal.SIGTSTP)\n    time.sleep(0.5)\n"
+    shown = on_a_terminal(f"{WITHIN}{stop}    say('again')\n{stop}    say('third', Echo.suspended > 0)")
+    assert "again quiet" in shown and "third True quiet" in shown and "steps echo echo echo end" in shown
+
+
+def test_a_suspended_run_is_not_passed_off_as_a_slow_one(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(view)
+    assert session.handle("/gamma") is Verdict.DONE and "suspended" not in view.take()[1]
+
+    def suspend(text: str) -> Verdict:
+        monkeypatch.setattr(Echo, "suspended", Echo.suspended + 9)
+        return Verdict.DONE
+
+    monkeypatch.setattr(session, "_run_prompt", suspend)
+    assert session.handle("Hello") is Verdict.DONE
+    assert SUSPENDED.format(9) in view.take()[1]
 
 
 def test_nothing_happens_without_a_terminal() -> None:
-    from utils.repl.quiet_keyboard import quiet_keyboard
-
     with quiet_keyboard():
         pass

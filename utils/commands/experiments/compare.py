@@ -215,4 +215,5 @@ COMPARE = Command(
         ),
         see_also=("replay", "export"),
     ),
+    files=("",),
 )

@@ -132,6 +132,7 @@ RACE = Command(
         ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
         see_also=("verdict", "sweep", "why", "speed-up"),
     ),
+    files=("",),
 )
 SUITE = Command(
     "suite",
