@@ -14,8 +14,9 @@ from utils.comparison.speed_claims import (
     claim_text,
     speed_sentence,
 )
+from utils.config.setting_parts import NGRAM_PARTS
 
-COMMANDS = {"order": "ngram order"}  # where a swept name is not the command that sets it
+COMMANDS = {part.name.removeprefix("ngram "): part.name for part in NGRAM_PARTS}  # swept by their last words
 NOTHING_TO_COMPARE = "No enabled strategy preserves the target's distribution, so there is nothing to compare."
 ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
 OTHER_TEXTS = (

@@ -29,6 +29,7 @@ OPTIONAL = ("accepted", "rounds")
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
 EXACT = "Rounds and acceptance are those of real runs. Speeds are predicted from measured costs (/costs)."
 ESTIMATE = "An estimate for /verify coupled. Other rules use other random numbers and accept slightly more drafts."
+NEXT = "Next:"
 UNLISTED = "A gamma that is not listed accepts the same drafts as the one above it."
 Row = dict[str, Any]  # the figures of a finding
 
@@ -137,7 +138,8 @@ def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
     lines = conclusion(list(_by_strategy(findings).values()), gamma)
     exact = all(finding.figures["exact"] for finding in findings)
     unlisted = [UNLISTED] if not all(finding.cells for finding in findings) else []
-    return [*lines, " ".join([EXACT if exact else ESTIMATE, *unlisted])]
+    following = [line for line in lines if line.startswith(NEXT)]  # what to type comes last
+    return [*lines[: len(lines) - len(following)], " ".join([EXACT if exact else ESTIMATE, *unlisted]), *following]
 
 
 def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list[str]:
@@ -162,7 +164,7 @@ def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list
     if advised:
         value = max(advised)[1]
         change = "" if value == _shown(current) else f"/gamma {value}, then "
-        lines.append(f"Next: {change}/race 5 measures it.")
+        lines.append(f"{NEXT} {change}/race 5 measures it.")
     return lines
 
 
