@@ -25,7 +25,7 @@ from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
 from utils.text import count_of, decode
 
-NO_DRAFTER = "No drafter is loaded: strategies that need one are skipped (--drafter loads one)."
+NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/load or --drafter loads one)."
 NO_PROMPT_YET = "a prompt is needed: send one first."
 NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
