@@ -157,6 +157,9 @@ def _checked(options: Options) -> Options:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:
         raise UserError(f"{options.out} has unfinished work: add --resume to continue, or choose a different folder.")
+    written = [*options.out.glob("*.safetensors"), *options.out.glob("*.json"), *options.out.glob("README.md")]
+    if written and not options.measure:
+        raise UserError(f"{written[0]} exists and is not overwritten: choose a new folder for --out.")
     return options
 
 

@@ -26,7 +26,7 @@ from utils.errors import UserError
 from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
 from utils.models.draft_head import Head, feature_layers, shape_for
-from utils.models.head_file import CONFIG, HeadFile, is_head, read_head, save_head
+from utils.models.head_file import HeadFile, is_head, read_head, save_head
 from utils.models.load_errors import quiet
 from utils.models.sources import locate
 
@@ -150,7 +150,6 @@ def save_student(student: Student, folder: Path, target: Target) -> None:
     if isinstance(student, HeadStudent):
         save_head(folder, HeadFile.of(student.head, student.ids, target.model))
     elif isinstance(student, ModelStudent):
-        (folder / CONFIG).unlink(missing_ok=True)  # an earlier head in the folder
         with quiet():
             student.model.save_pretrained(folder)
             target.tokenizer.save_pretrained(folder)

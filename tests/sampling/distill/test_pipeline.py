@@ -176,6 +176,17 @@ def test_unfinished_work_is_not_overwritten(target, finished, tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--resume", "--target", "other"]) == 1
 
 
+@pytest.mark.parametrize("names", [("config.json", "model.safetensors"), ("README.md",)])
+def test_other_files_are_not_overwritten(target, tmp_path, capsys, names):
+    """A folder of a model, perhaps of the target itself, or of something else."""
+    for name in names:
+        shutil.copy(target / "config.json", tmp_path / name)
+    assert run(target, tmp_path) == 1
+    assert str(tmp_path) in message_of(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert all((tmp_path / name).read_bytes() == (target / "config.json").read_bytes() for name in names)
+
+
 @pytest.mark.parametrize(("build", "kind"), [(tiny_t5, "encoder-decoder"), (tiny_mamba, "recurrent")])
 def test_unsupported_targets_are_refused(tmp_path, capsys, build, kind):
     save_folder(tmp_path / "target", build(vocab_size=300), tiny_tokenizer())
@@ -238,15 +249,6 @@ def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys
     for folder in (tmp_path / "nowhere", finished / "lm", tmp_path / "head"):
         assert run(target, tmp_path / "out", "--start", str(folder)) == 1
         assert str(folder) in message_of(capsys) and not (tmp_path / "out").exists()
-
-
-def test_a_different_kind_replaces_the_drafter_in_a_folder(target, finished, tmp_path):
-    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "work")
-    assert run(target, tmp_path, "--kind", "lm") == 0
-    assert load(target, tmp_path).drafter_kind == "model"
-    assert run(target, tmp_path) == 0
-    assert load(target, tmp_path).drafter_kind == "head"
 
 
 @pytest.mark.parametrize(
