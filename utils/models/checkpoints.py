@@ -48,7 +48,9 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
         check_not_quantized(config, kind, source.name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with counted_seconds(where.report, f"loading {source.name}"):
+        # Downloads and conversions have progress bars of their own.
+        has_bar = source.hub_arguments is not None or source.gguf
+        with nullcontext() if has_bar else counted_seconds(where.report, f"loading {source.name}"):
             model, loading_info = auto.from_pretrained(
                 source.location,
                 config=config,  # reading it again would take seconds for a GGUF file

@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -126,7 +127,8 @@ def convert(gguf: Path, folder: Path) -> None:
 
     from utils.models.load_errors import quiet
 
-    with quiet():
+    # The bar of the conversion is hidden: the caller reports how far it has got.
+    with quiet(), redirect_stderr(StringIO()):
         # Without dequantization `save_pretrained` raises.
         dequantize = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
