@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import re
+import weakref
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -225,6 +227,16 @@ def test_other_models_are_another_setup(view: Screen, tmp_path: Path) -> None:
     assert {"Setup 1", "Setup 2"} <= set(page.all("h2"))
     assert any("setup 1." in text for text in page.all("p")) and any("setup 2." in text for text in page.all("p"))
     assert any("other-target" in text for text in page.all("td"))
+
+
+def test_results_do_not_keep_models_that_were_replaced(view: Screen) -> None:
+    session = open_session(view, load=lambda request, report: tiny_pair())
+    for line in ("/length 4", "Hello", "/race 1", "/whatif", "/why"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    old = [weakref.ref(session.pair.target), weakref.ref(session.pair.drafter)]
+    assert session.handle("/load target=other") is Verdict.DONE
+    gc.collect()
+    assert len(session.harness.state.results.kept) == 4 and [model() for model in old] == [None, None]
 
 
 def test_a_long_session_keeps_its_last_results(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
