@@ -14,7 +14,8 @@ from utils.errors import UserError
 from utils.screen.figures import png_plot, svg_plot
 from utils.screen.html_page import html_page
 from utils.screen.markdown_page import markdown_page
-from utils.screen.report_page import Block, report_blocks
+from utils.screen.report_blocks import Block
+from utils.screen.report_page import report_blocks
 from utils.screen.run_view import show_prompt_runs, show_report
 from utils.screen.screenshots import picture
 

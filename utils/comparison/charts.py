@@ -6,6 +6,8 @@ from itertools import zip_longest
 from statistics import geometric_mean
 from typing import Any
 
+from utils.comparison.speed_claims import speedup_text
+
 Record = Mapping[str, Any]
 BASELINE, TARGET_ONLY = "target", "target-only"  # its name in records and on the screen
 MIN_VALUES = 3  # with fewer, an interval is wider than the chart
@@ -15,7 +17,7 @@ MIN_VALUES = 3  # with fewer, an interval is wider than the chart
 class DotRow:
     """Repeated measurements of one thing.
 
-    interval: of their mean. series: rows of one series share a colour. figure: what the table says, if it is not the
+    interval: of their mean. series: rows of one series share a colour. figure: what the table says, by default the
     median.
     """
 
@@ -23,7 +25,7 @@ class DotRow:
     values: Sequence[float]
     interval: tuple[float, float] | None = None
     series: str = ""
-    figure: float | None = None
+    figure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run") -> 
     findings: a label, and the figures of repeated runs with their strategy. each: what a dot is.
     """
     rows = [
-        DotRow(label, values, _interval(values, row["interval"]), row["strategy"], row["speedup"])
+        DotRow(label, values, _interval(values, row["interval"]), row["strategy"], speedup_text(row))
         for label, row in findings
         if row["strategy"] != BASELINE and (values := _speedups(row))
     ]

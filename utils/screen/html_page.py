@@ -11,7 +11,7 @@ from html import escape
 
 from utils.comparison.marked_text import TextPiece
 from utils.screen.inline_svg import inline_svg
-from utils.screen.report_page import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
 from utils.text import visible
 
 STYLE = """

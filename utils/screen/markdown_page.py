@@ -10,7 +10,7 @@ from html import escape
 
 from utils.comparison.marked_text import TextPiece
 from utils.screen.plots import MAX_WIDTH, text_plot
-from utils.screen.report_page import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
 from utils.text import visible
 
 SPECIAL = re.compile(r"([\\`*_\[\]|~$#])")  # what has a meaning in GitHub's Markdown anywhere in a line

@@ -63,17 +63,17 @@ def _dots(row: DotRow, chart: DotChart, scale: "Scale") -> str:
     if row.interval is not None:
         low, high = map(scale.column, row.interval)
         cells[low : high + 1] = INTERVAL * (high + 1 - low)
-        cells[low], cells[high] = "[", "]"
     for value in row.values:
         cells[scale.column(value)] = DOT
+    if row.interval is not None:
+        cells[low], cells[high] = "[", "]"
     if len(row.values) > 1:
         cells[scale.column(median(row.values))] = MEDIAN
     return "".join(cells)
 
 
 def _figure(row: DotRow) -> str:
-    value = row.figure if row.figure is not None else median(row.values) if row.values else None
-    return "-" if value is None else f"{value:.2f}"
+    return row.figure or (f"{median(row.values):.2f}" if row.values else "-")
 
 
 def _all_values(rows: Sequence[DotRow]) -> Iterator[float]:

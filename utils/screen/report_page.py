@@ -4,69 +4,22 @@ How a block looks is left to `html_page` and `markdown_page`. Figures come from 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from utils.comparison.charts import Chart, prompt_charts
+from utils.comparison.charts import prompt_charts
 from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import shortened
 from utils.comparison.session_state import ShownResult, ShownResults
+from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.settings import Settings, as_json
+from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
 from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
 ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the better one first
 LEGEND = "Marked text consists of accepted drafts. Everything else was computed by the target itself."
 ONE_RUN = "One run of each strategy. /race repeats them."
-NO_GAIN = "{}: no draft was accepted, so its speed-up is noise."
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A heading. level: 1 is the title of the page."""
-
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Paragraph:
-    """A sentence or more. strong: whether it is the answer of the page."""
-
-    text: str
-    strong: bool = False
-
-
-class Cell(NamedTuple):
-    """A cell of a table. exact: the figure with all its digits, if it was rounded."""
-
-    text: str
-    exact: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DataTable:
-    """Rows under headings. Without headings, the first column names what the others hold."""
-
-    rows: Sequence[Sequence[Cell]]
-    headings: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Verbatim:
-    """Text exactly as it is. Pieces from accepted drafts are marked."""
-
-    pieces: Sequence[TextPiece]
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A chart."""
-
-    chart: Chart
-
-
-Block = Heading | Paragraph | DataTable | Verbatim | Plot
+NOISE = f"{{}}: {NO_GAIN_SENTENCE}, so differences in speed are noise or the cost of drafting."
 
 
 def report_blocks(results: ShownResults, date: str) -> Iterator[Block]:
@@ -168,8 +121,8 @@ def _prompt(number: int, result: ShownResult, place: str) -> Iterator[Block]:
     yield Paragraph(f"{_changed(first)}{place}.{turn}")
     yield Verbatim([TextPiece(first["prompt"], False)])
     yield DataTable([_figures(row) for row in records], COLUMNS)
-    noise = [row["strategy"] for row in records if row["drafted"] is not None and not row["accepted"]]
-    yield Paragraph(" ".join([ONE_RUN, *map(NO_GAIN.format, noise)]))
+    noise = [row["strategy"] for row in records if _saves_nothing(row)]
+    yield Paragraph(" ".join([ONE_RUN, *map(NOISE.format, noise)]))
     yield from (Plot(chart) for chart in prompt_charts(records))
     if any(row["accepted"] for row in records):
         yield Paragraph(LEGEND)
@@ -219,13 +172,24 @@ def _figures(row: Record) -> list[Cell]:
         Cell(str(row["new_tokens"])),
         _rounded(row["seconds"], "{:.2f}"),
         _rounded(row["tokens_per_second"], "{:.1f}"),
-        _rounded(row["speedup_vs_target"], "{:.2f}x"),
+        _speedup(row),
         Cell(acceptance, str(row["acceptance_rate"]) if drafted else ""),
         _rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
         _rounded(row["tokens_per_target_forward"], "{:.2f}"),
         _rounded(row["first_token_seconds"], "{:.3f}"),
         Cell(_same(row)),
     ]
+
+
+def _saves_nothing(row: Record) -> bool:
+    """Whether it drafts, but generated one token per forward pass of the target."""
+    return row["drafted"] is not None and (row["tokens_per_target_forward"] or 0.0) < NO_GAIN
+
+
+def _speedup(row: Record) -> Cell:
+    value = row["speedup_vs_target"]
+    text = speedup_text({"speedup": value, "without_gain": _saves_nothing(row)})
+    return Cell(text, "" if value is None else repr(value))
 
 
 def _same(row: Record) -> str:

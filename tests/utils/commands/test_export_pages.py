@@ -25,7 +25,7 @@ from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.screen.html_page import html_page
 from utils.screen.markdown_page import markdown_page
-from utils.screen.report_page import Cell, DataTable, Heading, Paragraph, Verbatim
+from utils.screen.report_blocks import Cell, DataTable, Heading, Paragraph, Verbatim
 
 HOSTILE = "<script>alert(1)</script> \x1b[31mred `a|b` **bold** [x](http://evil) </pre></td> & &amp; \"quoted\" 'x'"
 VOID = {"meta", "br", "path", "circle", "rect"}

@@ -195,7 +195,7 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
         interval = speedup_interval([row["ratios"] for row in of_name])
         means = [geometric_mean(row["ratios"]) for row in of_name]
         shown = (interval.low, interval.high) if len(of_name) >= MIN_PROMPTS else None
-        rows.append(DotRow(name, means, shown, figure=interval.estimate))
+        rows.append(DotRow(name, means, shown, figure=f"{interval.estimate:.2f}x"))
     return [DotChart("speed of B over speed of A, one dot per prompt", "B / A", rows, 1.0, "no difference")]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from utils.commands.experiments.repeated_runs import then_findings
@@ -46,17 +47,27 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, of all and by task. With one prompt, of each repeat."""
+    """The speed-up of each prompt, or of each run where the interval is over repeats; of all and by task."""
     row = findings[-1].figures
-    each = row["by_prompt"]
-    groups = {"all": each, **{str(task): [one for one in each if str(one["task"]) == task] for task in row["tasks"]}}
-    rows = [
-        (name, {**row, "speedups_by_prompt": known, "speedups": known[0], "interval": None, "speedup": None})
-        for name, group in groups.items()
-        if (known := [[speedup for speedup in one["speedups"] if speedup] for one in group])
-    ]
-    rows[0][1].update(interval=row["interval"], speedup=row["speedup"])
-    return [repeats_chart(rows if len(row["tasks"]) > 1 else rows[:1], "prompt" if len(each) > 1 else "run")]
+    per_prompt, each = row["interval_over"] == "prompts", row["by_prompt"]
+    claims = {row["name"]: {"speedup": row["speedup"], "interval": row["interval"], "accepted": row["accepted"]}}
+    groups = {row["name"]: each}
+    if len(row["tasks"]) > 1:
+        claims |= {task: {**figures, "interval": None} for task, figures in row["tasks"].items()}
+        groups |= {task: [one for one in each if str(one["task"]) == task] for task in row["tasks"]}
+    rows = [(name, _chart_row(group, claims[name], per_prompt=per_prompt)) for name, group in groups.items()]
+    return [repeats_chart(rows, "prompt" if per_prompt else "run")]
+
+
+def _chart_row(group: Sequence[Row], claim: Row, *, per_prompt: bool) -> Row:
+    known = [speedups for one in group if (speedups := [speedup for speedup in one["speedups"] if speedup])]
+    return {
+        "strategy": "recommended",
+        "speedups": list(chain(*known)),
+        "speedups_by_prompt": known if per_prompt else (),
+        "without_gain": not claim["accepted"],
+        **claim,
+    }
 
 
 def _apply(context: CommandContext) -> Outcome:
