@@ -15,7 +15,7 @@ from utils.screen.figures import png_plot, svg_plot
 from utils.screen.html_page import html_page
 from utils.screen.markdown_page import markdown_page
 from utils.screen.report_blocks import Block
-from utils.screen.report_page import report_blocks
+from utils.screen.report_page import NOTHING, report_blocks
 from utils.screen.run_view import show_prompt_runs, show_report
 from utils.screen.screenshots import picture
 
@@ -31,14 +31,14 @@ def _export(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"'{file.path}' does not end in one of {endings}; write for example report.html.")
     state = context.harness.state
     shown = state.shown
-    if shown is None or not shown.records:
-        raise UserError("there is no result to export yet: send a prompt first.")
+    if shown is None or not (shown.records or form in PAGES):
+        raise UserError(NOTHING)
     content = EXPORTERS[form](shown, context)
     # Model output can hold lone surrogates, which strict UTF-8 refuses.
     write_output(file, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
     what = f"/{shown.report.name}" if shown.report else "the runs of the last prompt"
     if form in PAGES:
-        what = f"a report of {len(state.results.kept)} result{'s' * (len(state.results.kept) > 1)}"
+        what = "a report of the session"
     return [Reply(f"{what} written to {file.path}")]
 
 
@@ -81,7 +81,7 @@ EXPORT = Command(
     rank=3,
     page=Page(
         "Write what the session has measured, or the last result, to a file. The ending of its name decides.",
-        ("> /export report.html", "a report of 3 results written to report.html"),
+        ("> /export report.html", "a report of the session written to report.html"),
         (
             "/export FILE.html        a page with all results of the session, texts and plots",
             "/export FILE.md          the same for GitHub",

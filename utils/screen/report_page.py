@@ -12,26 +12,30 @@ from utils.comparison.reports import shortened
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.settings import Settings, as_json
+from utils.errors import UserError
 from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
 from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
 ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the better one first
 LEGEND = "Marked text consists of accepted drafts. Everything else was computed by the target itself."
+NOTHING = "there is no result to export yet: send a prompt first."
 ONE_RUN = "One run of each strategy. /race repeats them."
 NOISE = f"{{}}: {NO_GAIN_SENTENCE}, so differences in speed are noise or the cost of drafting."
 
 
 def report_blocks(results: ShownResults, date: str) -> Iterator[Block]:
-    """The whole page. There must be at least one result."""
-    kept = list(results.kept)
+    """The whole page. Raises UserError if nothing was measured."""
+    kept = [result for result in results.kept if result.records]  # without those of which nothing was finished
+    if not kept:
+        raise UserError(NOTHING)
     setups = _setups(kept)
     models = kept[-1].records[0]["models"]
     yield Heading(f"{models['target']} + {models['drafter'] or 'no drafter'}: speculative decoding", 1)
     program = kept[-1].records[0]["versions"]["program"]
-    yield Paragraph(f"{len(kept)} result{'s' * (len(kept) > 1)} of one session, {date}, program version {program}.")
-    if results.count > len(kept):
-        yield Paragraph(f"The first {results.count - len(kept)} results of the session are not part of this page.")
+    yield Paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
+    if dropped := results.count - len(results.kept):
+        yield Paragraph(f"The first {count_of(dropped, 'result')} of the session are not part of this page.")
     yield from _answer(kept)
     for index, setup in enumerate(setups):
         yield Heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")

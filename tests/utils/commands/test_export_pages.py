@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, tiny_pair, with_speculative
 from markdown_it import MarkdownIt
 from recordings import interrupt_after
 
 from utils.comparison import session_state
 from utils.comparison.marked_text import TextPiece, marked_text
-from utils.comparison.session_state import ShownResult
+from utils.comparison.session_state import ShownResult, ShownResults
+from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
+from utils.errors import UserError
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.screen.html_page import html_page
 from utils.screen.markdown_page import markdown_page
 from utils.screen.report_blocks import Cell, DataTable, Heading, Paragraph, Verbatim
+from utils.screen.report_page import report_blocks
 
 HOSTILE = "<script>alert(1)</script> \x1b[31mred `a|b` **bold** [x](http://evil) </pre></td> & &amp; \"quoted\" 'x'"
 VOID = {"meta", "br", "path", "circle", "rect"}
@@ -229,6 +232,21 @@ def test_other_models_are_another_setup(view: Screen, tmp_path: Path) -> None:
     assert any("other-target" in text for text in page.all("td"))
 
 
+def test_prompts_that_were_interrupted_at_once(view: Screen, tmp_path: Path) -> None:
+    def steps(job: Any) -> Any:
+        if "stop" in job.pair.tokenizer.decode(job.prompt):
+            raise KeyboardInterrupt
+        yield from STRATEGIES[0].steps(job)
+
+    session = open_session(view, strategies=with_speculative(steps))
+    assert session.handle("stop") is Verdict.INTERRUPTED
+    assert session.handle(f"/export {tmp_path / 'a.json'}") in (Verdict.DONE, Verdict.FAILED)
+    assert session.handle("/length 4") is Verdict.DONE and session.handle("Hello") is Verdict.DONE
+    assert session.handle("stop") is Verdict.INTERRUPTED
+    page = Page(exported(session, tmp_path / "x.html"))
+    assert any("interrupted" in text for text in page.all("h3")) or "Hello" in " ".join(page.all("h2"))
+
+
 def test_results_do_not_keep_models_that_were_replaced(view: Screen) -> None:
     session = open_session(view, load=lambda request, report: tiny_pair())
     for line in ("/length 4", "Hello", "/race 1", "/whatif", "/why"):
@@ -239,11 +257,18 @@ def test_results_do_not_keep_models_that_were_replaced(view: Screen) -> None:
     assert len(session.harness.state.results.kept) == 4 and [model() for model in old] == [None, None]
 
 
+def test_results_without_a_finished_run_are_no_page() -> None:
+    results = ShownResults()
+    results.add(ShownResult([]))
+    with pytest.raises(UserError):
+        list(report_blocks(results, "today"))
+
+
 def test_a_long_session_keeps_its_last_results(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_state, "MAX_RESULTS", 2)
     session = open_session(view)
     for line in ("/length 2", "first", "second", "third"):
         assert session.handle(line) is Verdict.DONE
     page = Page(exported(session, tmp_path / "x.html"))
-    assert any("first 1 results" in text for text in page.all("p"))
+    assert any("first 1 result of" in text for text in page.all("p"))
     assert "second" in " ".join(page.all("h2")) and "first" not in " ".join(page.all("h2"))
