@@ -19,7 +19,8 @@ import torch
 from fakes import Screen, open_session, records_of, tiny_pair
 from tiny import tiny_llama
 
-from utils.commands.experiments.verdict import measurement, timing
+import infer
+from utils.commands.experiments.verdict import measurement, record, timing
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts, spaced, tasks_in_turn
@@ -27,6 +28,7 @@ from utils.commands.experiments.verdict.timing import run_length
 from utils.comparison.harness import Harness
 from utils.comparison.measurements import RECOMMENDED, read_measurements
 from utils.comparison.strategies import Strategy
+from utils.config.arguments import parse_arguments
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
 from utils.logits_processor import GreedyProcessor
@@ -175,12 +177,13 @@ def test_noise_alone_is_not_distinguishable(view: Screen, tmp_path: Path, monkey
 
 
 def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A baseline that happens to be slow does not make a strategy fast that accepts nothing."""
+    """A baseline that happens to be slow does not make a strategy fast that saves no forward pass."""
     Runs(monkeypatch, lambda strategy, step: STEP * (2 if strategy.is_baseline else 1))
-    session = session_of(view, tmp_path, tiny_pair())
+    monkeypatch.setattr(record, "NO_GAIN", 9.0)  # so that these drafts count as none
+    session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
-    assert session.handle("/verdict apply") is Verdict.FAILED
+    assert "assistant_model" not in shown and session.handle("/verdict apply") is Verdict.FAILED
 
 
 def test_one_prompt_is_judged_by_repeats(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,3 +385,21 @@ def test_settings_of_other_programs(kind: str) -> None:
         config = json.loads(rows[name].partition("'")[2].rstrip("'"))
         assert config["num_speculative_tokens"] == 5 and config.get("model", 'a"b') == 'a"b'
     assert len(equivalent_lines(list(rows.items()))) == len(with_equivalent) + (len(with_equivalent) < 3)
+
+
+def test_the_flag_types_the_command_after_the_lines_of_c() -> None:
+    assert parse_arguments(["--verdict"]).lines == ["/verdict"]
+    given = parse_arguments(["-c", "Hello", "--verdict", "my prompts.jsonl"])
+    assert given.lines == ["Hello", "/verdict my prompts.jsonl"]
+    assert parse_arguments([]).lines == []
+
+
+def test_a_missing_file_is_reported_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(infer, "load_pair", never)
+    assert infer.main(["--verdict", str(tmp_path / "none.jsonl")]) == 1
+    assert "none.jsonl" in capsys.readouterr().err

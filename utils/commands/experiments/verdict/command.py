@@ -30,7 +30,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         return _apply(context)
     plan = plan_prompts(argument, context.harness.state.prompts)
     run = VerdictRun(context.harness, context.settings, plan)
-    title = f"/verdict on {len(plan.measured)} {plan.source}"
+    title = f"/verdict on {plan.named(len(plan.measured))}"
     report = Report(
         "verdict",
         plan.source,

@@ -39,6 +39,10 @@ class PromptPlan:
     divided: bool = True
     left_out: int = 0
 
+    def named(self, count: int) -> str:
+        """So many of these prompts."""
+        return f"{count} {self.source if count != 1 else self.source.replace('prompts', 'prompt', 1)}"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrompt:

@@ -5,7 +5,7 @@ costs are not everything. Nothing of this enters the figures of the verdict.
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import mean
 
@@ -14,8 +14,10 @@ from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.experiments.verdict.candidates import Candidate, best_of_each, drafting_strategies, kind_name
 from utils.commands.experiments.verdict.plan import ReadyPrompt
 from utils.commands.experiments.verdict.timing import SELECTION_SECONDS, Stopwatch, run_length
-from utils.comparison.gamma_replay import replay_gammas
+from utils.comparison.countdown import Countdown
+from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
+from utils.comparison.job import Job
 from utils.comparison.reports import Progress
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
@@ -101,8 +103,7 @@ class Selection:
     def _warm_up(self) -> None:
         """Run everything once, which also finds out what cannot run, and choose the length of the runs."""
         self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
-        ids, short = self.prompts[0].ids, self.settings.length
-        probe = min(short, PROBE_TOKENS)
+        ids, probe = self.prompts[0].ids, min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
             try:
                 self._run(ids, strategy, probe)
@@ -113,7 +114,8 @@ class Selection:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
         self._run(ids, self.harness.baseline, probe)
         timed = self._run(ids, self.harness.baseline, probe)
-        self.length = broadcast(run_length(timed.seconds / max(1, len(timed.tokens)), self.settings.length))
+        step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
+        self.length = broadcast(run_length(step, self.settings.length))
 
     def _run(self, ids: list[int], strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
         return self.harness.run_alone(ids, strategy, Candidate(strategy, gamma, 1.0).settings(self.settings, length))
@@ -122,30 +124,37 @@ class Selection:
         for prompt in self.prompts:
             if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
                 break
-            left = max(1.0, SELECTION_SECONDS - self._seconds)
-            where = f"replaying tuning prompt {prompt.number} of {len(self.prompts)}"
-            yield Progress(f"choosing a drafter, at most about {left:.0f} s: {where} ...")
-            scores = self._replay(prompt.ids)
-            if scores:
+            where = f"choosing a drafter: replaying tuning prompt {prompt.number} of {len(self.prompts)}"
+            yield Progress(f"{where} ...")
+            length = min(self.length, TUNING_TOKENS)
+            run = self._run(prompt.ids, self.harness.baseline, length)
+            if len(run.steps) > 1:
+                job = self.harness.job(prompt.ids, replace(self.settings, length=length))
+                scores = yield from self._replay(job, run, where)
                 self.predicted.append(scores)
         if not self.predicted:
             raise UserError("the answers have fewer than two tokens: use prompts with longer answers.")
 
-    def _replay(self, ids: list[int]) -> dict[Arm, float]:
-        """The predicted speed-up of every strategy and gamma on one prompt, as far as there is time."""
-        length = min(self.length, TUNING_TOKENS)
-        run = self._run(ids, self.harness.baseline, length)
-        if len(run.steps) < 2:
-            return {}
+    def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[Arm, float]]:
+        """The predicted speed-up of every gamma of each strategy on one answer, as far as there is time."""
         # Of what is compared here only this was measured by each rank for itself.
         timing, costs = broadcast(TargetTiming.of(run)), self.settings.costs or Costs()
+        countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[Arm, float] = {}
-        job = self.harness.job(ids, Candidate(self.harness.baseline, None, 1.0).settings(self.settings, length))
-        for strategy, gamma, steps, timings in replay_gammas(job, self.strategies, run.tokens):
-            drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair))
-            scores[strategy, gamma] = timing.alone(len(run.tokens)) / timing.predict(steps, costs, drafting)
-            # Kinds are replayed whole, with adaptive gamma last, and at least one of them is.
-            if gamma is None and self._seconds > SELECTION_SECONDS:
+        kind: dict[Arm, float] = {}  # those of the strategy that is being replayed
+        for event in replay_events(job, self.strategies, run.tokens):
+            if isinstance(event, ReplayProgress):
+                done = (self.strategies.index(event.strategy) + event.fraction) / len(self.strategies)
+                yield from countdown.at(done, f"{where}, {done:.0%} done")
+            else:
+                strategy, gamma, steps, timings = event
+                drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair))
+                kind[strategy, gamma] = alone / timing.predict(steps, costs, drafting)
+                if gamma is None:  # the last one
+                    scores |= kind
+                    kind = {}
+            # At least one strategy is replayed.
+            if scores and self._seconds > SELECTION_SECONDS:
                 break
         return scores
 

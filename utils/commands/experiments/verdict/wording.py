@@ -7,6 +7,7 @@ from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
 Row = dict[str, Any]
+WIDE = 1.1  # ratio of the ends of an interval that more prompts would narrow
 SMALL_GAIN = 1.03  # a speed-up below this is not worth a recommendation
 LITTLE_GAIN = 1.02  # a task with less does not profit
 CAUSES = {
@@ -20,7 +21,7 @@ CAUSES = {
 
 def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. row: the figures of the candidate's finding."""
-    lines = [answer(row), conditions(row), *tasks(row)]
+    lines = [answer(row), *more_prompts(row), conditions(row), *tasks(row)]
     if row["bottleneck"]:
         lines += [bottleneck(row), better_drafter(row)]
     return [*lines, *selection(row), *row["skipped"], *apply(row)]
@@ -48,6 +49,13 @@ def answer(row: Row) -> str:
         f"Speculative decoding makes no difference {here} that can be told from noise: "
         f"{name} is {ratio}, not distinguishable from no difference; {texts}."
     )
+
+
+def more_prompts(row: Row) -> list[str]:
+    """How to get a clearer answer, if the interval is wide and holds 1."""
+    if row["interval"] is None or row["verdict"] in (FASTER, SLOWER) or row["interval"][1] < WIDE * row["interval"][0]:
+        return []
+    return ["More prompts of your own narrow the interval: /verdict FILE."]
 
 
 def about(speedup: float) -> str:
