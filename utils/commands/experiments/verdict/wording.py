@@ -158,7 +158,9 @@ def selection(row: Row) -> list[str]:
 
 def helps(row: Row) -> bool:
     """Whether the answer recommends the candidate."""
-    return bool(row["interval"] and row["accepted"] and row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
+    return bool(
+        row["interval"] and not row["without_gain"] and row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN
+    )
 
 
 def apply(row: Row) -> list[str]:
