@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import Screen, open_session, records_of, tiny_pair
-from tiny import tiny_llama
+from tiny import tiny_llama, tiny_mamba
 
 import infer
 from utils.commands.experiments.verdict import measurement, record, timing
@@ -31,6 +31,7 @@ from utils.comparison.strategies import Strategy
 from utils.config.arguments import parse_arguments
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
+from utils.engine import Engine
 from utils.logits_processor import GreedyProcessor
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
@@ -403,3 +404,15 @@ def test_a_missing_file_is_reported_before_anything_is_loaded(
     monkeypatch.setattr(infer, "load_pair", never)
     assert infer.main(["--verdict", str(tmp_path / "none.jsonl")]) == 1
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_a_reason_that_nothing_can_draft_is_given_once(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_mamba(vocab_size=300)
+    pair = tiny_pair(drafter=False)
+    pair.target, pair.engine = model, Engine([model])
+    session = open_session(view, pair)
+    for line in ("/chat off", "/length 4"):
+        session.handle(line)
+    view.take()
+    assert session.handle("/verdict") is Verdict.FAILED
+    assert view.take()[1].count("/cache off") == 1

@@ -82,20 +82,21 @@ def kind_name(strategy: Strategy, pair: Pair) -> str:
     return NAMES.get(label, label)
 
 
-def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, list[str]]:
-    """Every strategy that can draft here, settings with all of their costs, and a sentence for each that cannot.
+def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, dict[str, list[str]]]:
+    """Every strategy that can draft here, settings with all of their costs, and by their reasons those that cannot.
 
     Costs that are not known yet are measured now.
     """
     loaded = () if harness.pair.drafter is None else (LOADED, "chain")
-    known, problems = [], []
+    known: list[str] = []
+    problems: dict[str, list[str]] = {}
     for word in dict.fromkeys((*loaded, *settings.drafter_kind, *WITHOUT_DRAFTER)):
         if word == LOADED and not loaded:
             continue
         try:
             settings = with_costs(harness, replace(settings, drafter_kind=(word,)))
         except UserError as error:
-            problems.append(f"{word} cannot draft here: {error}")
+            problems.setdefault(str(error), []).append(word)
         else:
             known.append(word)
     settings = replace(settings, drafter_kind=tuple(known))

@@ -140,6 +140,7 @@ class Measurement:
         interval = self.interval()
         if interval is None:
             return ()
-        enough = (len(self.pairs) if len(self.prompts) > 1 else self.finished_pairs) >= PROVISIONAL
+        repeated = not self.divided and min(map(len, self.pairs.values())) > 1
+        enough = len(self.pairs) >= PROVISIONAL or (repeated and self.finished_pairs >= PROVISIONAL)
         shown = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if enough and interval.is_bounded else ""
         return (f"{interval.estimate:.2f}x so far{shown}",)

@@ -124,7 +124,7 @@ class Measured:
             "tried": [kind_name(one.strategy, pair) for one in selection.tried],
             "trials": len(selection.speeds),
             "not_tried": selection.not_replayed(),
-            "skipped": [*self.skipped, *measurement.problems, *selection.problems],
+            "skipped": [*self.skipped, *measurement.problems, *selection.cannot_draft()],
         }
 
 

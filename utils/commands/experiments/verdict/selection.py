@@ -51,7 +51,7 @@ class Selection:
     length: int = 0
     began: float = 0.0
     strategies: list[Strategy] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, list[str]] = field(default_factory=dict)
     predicted: list[dict[Arm, float]] = field(default_factory=list)
     tried: list[Candidate] = field(default_factory=list)
     speeds: list[list[float]] = field(default_factory=list)
@@ -95,6 +95,10 @@ class Selection:
         """Since everything was warm."""
         return self.clock.seconds - self.began
 
+    def cannot_draft(self) -> list[str]:
+        """A sentence for each reason why some drafters cannot run."""
+        return [f"Cannot draft here: {', '.join(names)}. {reason}" for reason, names in self.problems.items()]
+
     def not_replayed(self) -> list[str]:
         """The drafter kinds for which the time was not enough."""
         replayed = {strategy.name for strategy, _ in self.predicted[0]} if self.predicted else set()
@@ -109,7 +113,7 @@ class Selection:
                 self._run(ids, strategy, probe)
             except UserError as error:
                 self.strategies.remove(strategy)
-                self.problems.append(f"{kind_name(strategy, self.harness.pair)} cannot draft here: {error}")
+                self.problems.setdefault(str(error), []).append(kind_name(strategy, self.harness.pair))
         if not self.strategies:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
         self._run(ids, self.harness.baseline, probe)
