@@ -13,10 +13,14 @@ STARTED = time.monotonic()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from utils.config.arguments import parse_arguments
+from utils.models.embedded import check_embedded_early
+from utils.pairs.request import request_from_flags
 from utils.screen.starting import clear_importing, show_importing
 
 if __name__ == "__main__":
-    parse_arguments()  # --help and usage errors are reported before the heavy imports below
+    # --help and usage errors are reported before the heavy imports below
+    if request_from_flags(parse_arguments()).target == "embedded":
+        check_embedded_early()
     show_importing()
     gc.disable()  # the imports create a million objects that stay; looking through them takes a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
@@ -36,7 +40,6 @@ from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.pairs.load_pair import load_pair
-from utils.pairs.request import request_from_flags
 from utils.pairs.weights import loaded_message
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import input_waits, piped_lines, typed_lines

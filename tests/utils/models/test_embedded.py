@@ -151,6 +151,21 @@ def test_damage_is_reported_and_repaired(cache: Path, conversions: list[Path], d
     assert len(conversions) == 2 and str(folder) in lines[0] and not other_entries(cache)
 
 
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_the_manifest, None])
+def test_an_early_check_answers_once(
+    cache: Path, conversions: list[Path], damage: Callable[[Path], None] | None
+) -> None:
+    folder = embedded_folder(SILENT)
+    if damage:
+        damage(folder)
+    embedded.check_embedded_early()
+    embedded_folder(SILENT)
+    assert len(conversions) == 1 + bool(damage)
+    flip_a_byte(folder)
+    embedded_folder(SILENT)
+    assert len(conversions) == 2 + bool(damage)
+
+
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_conversion_leaves_nothing(
     cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
