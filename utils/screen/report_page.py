@@ -55,7 +55,9 @@ def _answer(kept: Sequence[ShownResult]) -> Iterator[Block]:
         (record,) = result.records
         yield Heading("Answer")
         yield Paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
-        yield from (Paragraph(line, strong=True) for line in record["conclusion"])
+        # The first sentence of /verdict is the answer, the others explain it; /race has one for each strategy.
+        strong = 1 if record["record"] == ANSWERS[0] else len(record["conclusion"])
+        yield from (Paragraph(line, strong=index < strong) for index, line in enumerate(record["conclusion"]))
 
 
 def _setup(record: Record) -> dict[str, Any]:
