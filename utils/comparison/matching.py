@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from utils.comparison.measurements import Measurement
@@ -48,7 +49,7 @@ class Match:
 
     @property
     def ratios(self) -> list[float]:
-        """Speeds of the second file over those of the first, run by run; the shorter list is repeated."""
+        """Speeds of the second file over those of the first, as many as the file with fewer runs has."""
         return _ratios(*([speed for one in part for speed in one.speeds] for part in (self.first, self.second)))
 
     @property
@@ -58,10 +59,10 @@ class Match:
 
 
 def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    if not first or not second:
-        return []
-    count = max(len(first), len(second))
-    return [second[index % len(second)] / first[index % len(first)] for index in range(count)]
+    """A ratio for each run of the shorter list. Several for one run would repeat its noise and look like agreement."""
+    count = min(len(first), len(second))
+    ours, theirs = ([geometric_mean(part[index::count]) for index in range(count)] for part in (first, second))
+    return [other / one for one, other in zip(ours, theirs, strict=True)]
 
 
 def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[list[Match], list[str]]:

@@ -100,7 +100,7 @@ def test_noise_is_no_difference(view: Screen, tmp_path: Path) -> None:
 
 def test_one_run_each_is_too_few(view: Screen, tmp_path: Path) -> None:
     _, conclusion = compared(view, tmp_path, [record("x", 10.0)], [record("x", 17.0)])
-    assert "about 1.70 on one prompt with one run each: too few to tell" in conclusion
+    assert "about 1.70 on one prompt, with a single run in a file: too few to tell" in conclusion
     assert "faster" not in conclusion and "interval" not in conclusion
 
 
@@ -114,8 +114,11 @@ def test_repeats_of_one_prompt_give_an_interval_for_it(view: Screen, tmp_path: P
     first = [record("x", speed) for speed in (10.0, 11.0, 10.0, 10.5, 10.2)]
     second = [record("x", speed) for speed in (20.0, 22.0, 20.0)]
     (row,), conclusion = compared(view, tmp_path, first, second)
-    assert row["ratios"] == [pytest.approx(value) for value in (2, 2, 2, 20 / 10.5, 22 / 10.2)]
-    assert row["lines"] == [[1, 2, 3, 4, 5], [1, 2, 3]] and "over 5 repeats of one prompt" in conclusion
+    # The runs that the other file lacks are averaged with one that it has.
+    assert row["ratios"] == [
+        pytest.approx(value) for value in (20 / (10 * 10.5) ** 0.5, 22 / (11 * 10.2) ** 0.5, 20 / 10)
+    ]
+    assert row["lines"] == [[1, 2, 3, 4, 5], [1, 2, 3]] and "over 3 runs of one prompt" in conclusion
 
 
 def test_no_gain_is_claimed_where_no_draft_was_accepted(view: Screen, tmp_path: Path) -> None:
@@ -232,7 +235,7 @@ def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:
         }
 
     (row,), conclusion = compared(view, tmp_path, [race([10.0, 11.0, 12.0])], [race([20.0, 22.0, 24.0])])
-    assert row["ratios"] == [2.0] * 3 and "over 3 repeats" in conclusion and row["same_text"] is None
+    assert row["ratios"] == pytest.approx([2.0] * 3) and "over 3 runs" in conclusion and row["same_text"] is None
 
 
 def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) -> None:
@@ -296,3 +299,25 @@ def test_what_cannot_be_compared_is_one_sentence(view: Screen, tmp_path: Path, a
     assert session.handle(f"/compare {argument.format(tmp_path)}") is Verdict.FAILED
     messages = view.take()[1]
     assert words in messages and messages.count("\n") == 1
+
+
+def test_one_run_compared_with_many_is_one_ratio(view: Screen, tmp_path: Path) -> None:
+    """The noise of the single run is in every ratio, so they would seem to agree."""
+    many = [record(PROMPTS[0], speed) for speed in (14.9, 15.0, 15.1, 15.0, 15.0)]
+    rows, conclusion = compared(view, tmp_path, [record(PROMPTS[0], 10.0)], many)
+    assert rows[0]["ratios"] == [pytest.approx(1.5, rel=0.01)]
+    assert "faster" not in conclusion and "too few" in conclusion
+    rows, _ = compared(view, tmp_path, many[:4], many[:2])
+    assert len(rows[0]["ratios"]) == 2
+
+
+def test_several_settings_of_one_prompt_are_not_several_prompts(view: Screen, tmp_path: Path) -> None:
+    def rows_of(factor: float) -> list[Row]:
+        return [
+            record(prompt, factor * (10 + gamma), settings=SETTINGS | {"gamma": gamma})
+            for prompt, factor in ((PROMPTS[0], 1.0), (PROMPTS[1], factor))
+            for gamma in range(1, 7)
+        ]
+
+    rows, conclusion = compared(view, tmp_path, rows_of(1.0), rows_of(1.5))
+    assert len(rows) == 12 and "over 2 prompts" in conclusion and "faster" not in conclusion

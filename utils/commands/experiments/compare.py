@@ -159,12 +159,12 @@ def _conclusion(
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
     """Whether a strategy is faster in B, and what else changed."""
-    yield f"{strategy}: {_relation([row['ratios'] for row in rows])}"
+    yield f"{strategy}: {_relation(_by_prompt(rows, 'ratios'))}"
     # Without an accepted draft, a speed-up is noise.
     gains = [row for row in rows if row["speedup_ratios"] and strategy != BASELINE and 0 not in row["accepted"]]
     if gains:
         first, second = (geometric_mean([geometric_mean(row["speedups"][side]) for row in gains]) for side in (0, 1))
-        relation = _relation([row["speedup_ratios"] for row in gains])
+        relation = _relation(_by_prompt(gains, "speedup_ratios"))
         yield f"{strategy}, speed-up over {TARGET_ONLY}: {first:.2f}x in A, {second:.2f}x in B; {relation}"
     counted = [row for row in rows if None not in (*row["accepted"], *row["drafted"])]
     totals = [[sum(row[name][side] for row in counted) for name in ("accepted", "drafted")] for side in (0, 1)]
@@ -175,12 +175,20 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{strategy}, texts: {sum(texts)} of {len(texts)} are the same."
 
 
+def _by_prompt(rows: Sequence[Row], name: str) -> list[list[float]]:
+    """The ratios of each prompt. Runs of one prompt with several settings resemble each other more than prompts do."""
+    prompts: dict[str, list[float]] = {}
+    for row in rows:
+        prompts.setdefault(row["prompt"], []).extend(row[name])
+    return list(prompts.values())
+
+
 def _relation(ratios: Sequence[Sequence[float]]) -> str:
     """B compared with A. ratios: of the runs of each prompt."""
     interval = speedup_interval(ratios)
     if not interval.is_bounded:
-        return f"B / A is about {interval.estimate:.2f} on one prompt with one run each: too few to tell."
-    count, what = (len(ratios), "prompts") if len(ratios) > 1 else (len(ratios[0]), "repeats of one prompt")
+        return f"B / A is about {interval.estimate:.2f} on one prompt, with a single run in a file: too few to tell."
+    count, what = (len(ratios), "prompts") if len(ratios) > 1 else (len(ratios[0]), "runs of one prompt")
     words = interval.verdict if interval.verdict == UNCLEAR else f"B is {interval.verdict} than A"
     return (
         f"{words}: B / A is {interval.estimate:.2f} "
@@ -192,9 +200,10 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
     """A dot for each prompt, and the interval over them."""
     rows = []
     for name, of_name in _by_strategy(findings).items():
-        interval = speedup_interval([row["ratios"] for row in of_name])
-        means = [geometric_mean(row["ratios"]) for row in of_name]
-        shown = (interval.low, interval.high) if len(of_name) >= MIN_PROMPTS else None
+        ratios = _by_prompt(of_name, "ratios")
+        interval = speedup_interval(ratios)
+        means = [geometric_mean(of_prompt) for of_prompt in ratios]
+        shown = (interval.low, interval.high) if len(ratios) >= MIN_PROMPTS else None
         rows.append(DotRow(name, means, shown, figure=f"{interval.estimate:.2f}x"))
     return [DotChart("speed of B over speed of A, one dot per prompt", "B / A", rows, 1.0, "no difference")]
 
