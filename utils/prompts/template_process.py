@@ -68,6 +68,13 @@ def set_limits(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
+def let_timer_end_process() -> None:
+    """Undo an ignored or blocked signal of the timer, which a process inherits from the one that starts it."""
+    with suppress(AttributeError, ValueError, OSError):  # systems without this timer
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+
+
 def answer(request: dict[str, Any], templates: dict[str, Template]) -> dict[str, Any]:
     """Render a template, and report the size of the text or the error."""
     source, limit = request["template"], request["size"]
@@ -91,6 +98,7 @@ def main() -> None:
     """Answer requests until the input ends. The arguments are bytes of memory and seconds of processor time."""
     memory, seconds = map(int, sys.argv[1:])
     set_limits(memory)
+    let_timer_end_process()
     timer = getattr(signal, "setitimer", lambda *_: None)
     templates: dict[str, Template] = {}
     for line in sys.stdin.buffer:

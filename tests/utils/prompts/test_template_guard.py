@@ -103,3 +103,15 @@ def test_a_killed_process_is_replaced() -> None:
     GUARD._process.kill()
     GUARD._process.wait()
     check_rendering("x", [], {}, add_generation_prompt=False)
+
+
+def test_a_rendering_ends_although_its_signal_is_ignored_and_blocked_by_who_starts_the_process() -> None:
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        GUARD.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGPROF, before)
+    with pytest.raises(template_guard.TemplateLimitError, match="seconds"):
+        check_rendering(LOOP, [], {}, add_generation_prompt=True)
