@@ -25,6 +25,7 @@ NO_TARGET = "Without target-only there is nothing to compare the speed with: /ta
 FAILED_TARGET = "Target-only did not finish, so there is nothing to compare the speed with."
 NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /speculative on or /ngram on."
 BLANK = "The text shows as nothing, so its speed says nothing about real text."
+LIMIT = "{}: {:.2f}x was measured, but {:.2f} tokens per forward cannot make it so fast."
 DIFFERENT_LENGTHS = "The texts have different lengths, which affects tokens/s, too."
 NOISE = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
 DIFFERENCES = {
@@ -96,6 +97,20 @@ class Rival:
         return self.compared.strategy.name
 
     @property
+    def about(self) -> str:
+        """The factor in words. One that was not measured, but is all that the drafts explain, is "at most about"."""
+        measured = self.compared.comparison.speedup or self.factor
+        return f"{'at most ' if round(self.factor, 1) < round(measured, 1) else ''}about {self.factor:.1f}x"
+
+    @property
+    def limit(self) -> str:
+        """Why less is claimed than was measured, or ""."""
+        if self.speed is not Speed.FASTER or not self.about.startswith("at most"):
+            return ""
+        measured, bound = self.compared.comparison.speedup, self.compared.run.tokens_per_target_forward
+        return LIMIT.format(self.name, measured, bound)
+
+    @property
     def speed(self) -> Speed:
         if not self.compared.run.accepted:
             return Speed.UNEXPLAINED
@@ -161,7 +176,8 @@ def summary(runs: PromptRuns) -> str:
     lengths = {len(entry.run.tokens) for entry in (baseline, *(rival.compared for rival in rivals))}
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
     sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
-    further = (_not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
+    limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
+    further = (limit, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
     return " ".join([sentence, *filter(None, further)])
 
 
@@ -184,7 +200,7 @@ def _speeds(rivals: Sequence[Rival]) -> str:
         return NO_DRAFTS.format("accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed")
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
     best, several = judged[0], len(judged) > 1
-    factor = f"about {best.factor:.1f}x"
+    factor = best.about
     match best.speed:
         case Speed.FASTER:
             first = "the fastest, " if sum(rival.speed is Speed.FASTER for rival in judged) > 1 else ""

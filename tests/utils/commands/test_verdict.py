@@ -25,6 +25,7 @@ from utils.commands.experiments.verdict.analysis import TimeSplit, expected_toke
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts, spaced, tasks_in_turn
 from utils.commands.experiments.verdict.timing import run_length
+from utils.commands.experiments.verdict.wording import answer
 from utils.comparison.harness import Harness
 from utils.comparison.measurements import RECOMMENDED, read_measurements
 from utils.comparison.strategies import Strategy
@@ -351,6 +352,14 @@ def test_on_a_very_slow_machine_there_is_an_answer(
 def test_the_length_of_runs_follows_the_speed() -> None:
     assert [run_length(step, 1000) for step in (0.001, 0.05, 0.1, 0.2, 9)] == [128, 64, 32, 16, 16]
     assert run_length(0.001, 35) == 35 and run_length(9, 5) == 5
+
+
+def test_too_few_runs_claim_nothing_that_no_draft_explains() -> None:
+    """Ctrl-C after one pair of runs, of which the target's happened to be slow."""
+    row: dict[str, Any] = {"candidate": "the head with /gamma 2", "speedup": 1.44, "interval": None, "divided": True}
+    row |= {"must_be_the_targets": True, "same_texts": 1, "prompts": 1, "without_gain": True}
+    assert "1.4" not in answer(row) and "saved no forward" in answer(row)
+    assert "about 1.4x" in answer(row | {"without_gain": False})
 
 
 def rounds(*accepted: int, drafts: int = 4) -> Generation:

@@ -31,6 +31,8 @@ def answer(row: Row) -> str:
     """Whether it helps, with which settings, and whether the text is the target's own."""
     name, texts, ratio = row["candidate"], texts_sentence(row), f"{row['speedup']:.2f}x target-only{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
+    if row["interval"] is None and row["without_gain"]:
+        return f"Too few runs for an answer: the drafts of {name} have saved no forward pass so far, {texts}."
     if row["interval"] is None:
         return f"Too few runs for an answer: {name} was {about(row['speedup'])} target-only so far, {texts}."
     if row["without_gain"]:
