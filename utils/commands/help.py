@@ -99,4 +99,5 @@ def help_command(commands: Iterable[Command]) -> Command:
             FIGURES: "all figures on the screen",
             **{command.name: command.summary for command in others},
         },
+        at_once=True,
     )

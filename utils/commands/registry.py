@@ -63,6 +63,7 @@ class Command:
     called now. current: the current value, for commands that set something. words: completions of the argument, and
     meanings: descriptions of them. files: beginnings of the argument after which the name of a file follows.
     free_text: whether the argument may begin with "=". verbatim: whether it keeps its leading and trailing blanks.
+    at_once: whether it can run while another thread uses the models, because it uses none.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Command:
     files: tuple[str, ...] = ()
     free_text: bool = False
     verbatim: bool = False
+    at_once: bool = False
 
     @property
     def typed(self) -> str:
@@ -97,6 +99,15 @@ def renamed(name: str, instead: str) -> Command:
         return context.registry.run(f"/{instead} {argument}", context)
 
     return Command(name, "...", f"the old name of /{instead}", run, instead=instead)
+
+
+def _parts(line: str) -> tuple[str, str, str]:
+    """The name, what separates it from the argument, and the argument, of a line that begins with a slash."""
+    # DOTALL, because the text of /say may have several lines. The pattern matches every line.
+    match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
+    assert match is not None
+    name, separator, argument = match.groups()
+    return name, separator, argument
 
 
 class Registry:
@@ -120,10 +131,7 @@ class Registry:
 
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
-        # DOTALL, because the text of /say may have several lines. The pattern matches every line.
-        match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
-        assert match is not None
-        name, separator, argument = match.groups()
+        name, separator, argument = _parts(line)
         command = self.find(name)
         if separator != "=" and not command.free_text:
             argument = re.sub(r"^\s*=", "", argument)  # as in "/gamma = 3"
@@ -135,6 +143,12 @@ class Registry:
             raise
         except UserError as error:
             raise CommandError(f"/{command.name}: {error}") from error
+
+    def is_at_once(self, line: str) -> bool:
+        """Whether a line that begins with a slash can be run while another thread uses the models."""
+        command = self._commands.get(_parts(line)[0].lower())
+        command = self._commands.get(command.instead, command) if command is not None else None
+        return command is not None and command.at_once
 
     def find(self, name: str) -> Command:
         """The command with this name, in any case. Raises UserError with the nearest name if there is none."""

@@ -108,6 +108,7 @@ SESSION_COMMANDS = (
             ("> /quit",),
             see_also=("save",),
         ),
+        at_once=True,
     ),
     renamed("exit", "quit"),
 )

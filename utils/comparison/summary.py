@@ -225,15 +225,16 @@ def _texts(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
     compared = [rival for rival in rivals if rival.compared.comparison.same is not None]
     same = [rival.name for rival in compared if rival.compared.comparison.same]
     parts = []
-    if same:
-        whose = "" if len(same) == len(compared) else f" of {_listed(same)}"
-        parts.append(f"the text{whose} is the target's own")
     for rival in compared:
         if not rival.compared.comparison.same:
             words = DIFFERENCES[runs.causes.get(rival.name)]
             position = rival.compared.comparison.first_difference or 0
             parts.append(f"{rival.name} {words.format(position + 1)}")
-    return ", ".join(parts)
+    differing = " and ".join(parts)
+    if not same:
+        return differing
+    whose = f" of {_listed(same)}" if differing else ""
+    return f"the text{whose} is the target's own" + (f", whereas {differing}" if differing else "")
 
 
 def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
@@ -242,5 +243,5 @@ def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
         return "please report it with the output of /texts"
     speeds = {rival.speed for rival in rivals}
     if Speed.FASTER in speeds:
-        return "/race 5 confirms it"
+        return "/race 5 checks it"
     return "/race 5 tells more" if Speed.EVEN in speeds else "/verdict looks for settings that help"

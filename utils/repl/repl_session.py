@@ -111,11 +111,11 @@ class ReplSession:
         if not line.strip():
             return Verdict.DONE
         if line.lstrip().startswith("/"):
-            return self._guarded(self._run_command, line)
+            return self._guarded(self._run_command, line, at_once=self.commands.is_at_once(line))
         word = line.strip().lower()
         if word in LONE_WORDS and not line[0].isspace():
             self._note_lone_word(line.strip())
-            return self._guarded(self._run_command, LONE_WORDS[word])
+            return self._guarded(self._run_command, LONE_WORDS[word], at_once=True)
         # A lone word after a blank is sent, without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
 
@@ -129,13 +129,12 @@ class ReplSession:
         """Run a prompt exactly as given, even if it looks like a command."""
         return self._guarded(self._run_prompt, text)
 
-    def _guarded(self, action: Callable[[str], Verdict], text: str) -> Verdict:
-        """Whatever happens in a line, the session goes on."""
+    def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
+        """Whatever happens in a line, the session goes on. at_once: whether it uses no model."""
         suspended = Echo.suspended
         try:
-            if self._loaded.warming.is_running:
-                self._renderer.progress(WARMING_UP)
-            self._loaded.warming.wait()  # nothing else may touch the models meanwhile
+            if not at_once:
+                self._wait_for_warm_up()
             return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
@@ -151,6 +150,12 @@ class ReplSession:
             if pause := Echo.suspended - suspended:
                 self._renderer.note(SUSPENDED.format(pause))
         return Verdict.FAILED
+
+    def _wait_for_warm_up(self) -> None:
+        """While models are warmed up behind the prompt, nothing else may touch them."""
+        if self._loaded.warming.is_running:
+            self._renderer.progress(WARMING_UP)
+        self._loaded.warming.wait()
 
     def _run_command(self, line: str) -> Verdict:
         registry, facts = self._tools.registry, model_facts(self.pair, self.settings)

@@ -14,7 +14,7 @@ from utils.repl.runner import ResultLog, Verdict
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import show_report
 
-NOTHING_FINISHED = "Stopped; no repeat had finished, so there is nothing to report."
+NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
 FINISHED = "Stopped. Finished so far:"
 
 

@@ -214,7 +214,7 @@ def _changed(record: Record) -> str:
     changed = {name: value for name, value in record["settings"].items() if value != defaults.get(name)}
     changed.pop("costs", None)
     shown = ", ".join(f"{name} {_typed(value)}" for name, value in changed.items())
-    return f"Settings: {shown}, the others as by default" if shown else "Settings as by default"
+    return f"Settings: {shown}; the others have their defaults" if shown else "Default settings"
 
 
 def _typed(value: Any) -> str:

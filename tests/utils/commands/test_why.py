@@ -96,9 +96,11 @@ def test_the_gamma_with_the_highest_estimate() -> None:
 
 
 def test_the_advice_depends_on_the_figures() -> None:
-    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5], "gamma": None}
+    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5], "gamma": 5}
     assert "/gamma 3" in advice(figures) and "1.50" in advice(figures)
-    assert "/gamma auto is already" in advice(figures | {"rate": 1.49})
+    assert "/gamma auto is already" in advice(figures | {"rate": 1.49, "gamma": None})
+    adaptive = advice(figures | {"gamma": None})
+    assert "1.50" not in adaptive and "/whatif" in adaptive, "auto drafts far only where drafts are likely"
     assert "/gamma 3 is already" in advice(figures | {"rate": 1.49, "gamma": 3})
     assert "no estimate" in advice(figures | {"by_position": []})
     assert "No gamma" in advice(figures | {"best_gamma": 0, "best_rate": 1.0, "rate": 0.8})

@@ -108,9 +108,9 @@ def test_the_fastest_of_several_drafters_is_named() -> None:
 @pytest.mark.parametrize(("factor", "word"), [(1.01, "as fast as"), (0.97, "as fast as"), (0.6, "about 0.6x")])
 def test_no_winner_is_named_where_there_is_none(factor: float, word: str) -> None:
     text = said(speculative=drafting(factor), target=run_of(60))
-    assert word in text and "1.0x" not in text and "/race 5 confirms" not in text
+    assert word in text and "1.0x" not in text and "/race 5 checks" not in text
     several = said(speculative=drafting(factor), ngram=drafting(factor - 0.01), target=run_of(60))
-    assert several.startswith("Nothing was") and "/race 5 confirms" not in several
+    assert several.startswith("Nothing was") and "/race 5 checks" not in several
 
 
 def test_texts_that_differ_are_named_with_the_reason() -> None:
@@ -123,7 +123,7 @@ def test_texts_that_differ_are_named_with_the_reason() -> None:
     ):
         text = summary(prompt_runs(more={"causes": {"speculative": cause}}, **runs))
         assert all(word in text for word in words), text
-        assert "the text of ngram is the target's own" in text
+        assert "the text of ngram is the target's own, whereas speculative " in text
     assert "speculative differs from token 1" in summary(prompt_runs(**runs))
 
 

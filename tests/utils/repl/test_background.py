@@ -56,6 +56,26 @@ def test_a_line_waits_for_the_warm_up_behind_the_prompt(view: Screen) -> None:
     assert session.handle("hello") is Verdict.DONE and made.count("warm-up behind") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [("/quit", Verdict.QUIT), ("exit", Verdict.QUIT), ("/exit", Verdict.QUIT), ("/help gamma", Verdict.DONE)],
+)
+def test_a_command_that_uses_no_model_does_not_wait_for_the_warm_up(view: Screen, line: str, verdict: Verdict) -> None:
+    made: list[str] = []
+    gate = Event()
+    session = recording_session(view, made, gate, interactive=True)
+    session.introduce()
+    view.take()
+    try:
+        with mock.patch.object(BackgroundTask, "wait", side_effect=AssertionError):
+            assert session.handle(line) is verdict, view.take()
+            assert session._loaded.warming.is_running
+            assert session.handle("/gamma 3") is Verdict.FAILED, "anything else waits"
+    finally:
+        gate.set()
+        session.close()
+
+
 def test_without_a_prompt_to_wait_at_the_first_run_is_warmed_up_for(view: Screen) -> None:
     made: list[str] = []
     gate = Event()

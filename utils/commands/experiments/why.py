@@ -207,6 +207,9 @@ def advice(row: dict[str, Any]) -> str:
         return "No gamma would help on this prompt"
     if row["best_rate"] < row["rate"] * MIN_GAIN:
         return f"/gamma {'auto' if row['gamma'] is None else row['gamma']} is already the best choice"
+    # Where auto drafts far, drafts are likely to be accepted. In other rounds a fixed gamma would do worse than that.
+    if row["gamma"] is None:
+        return "A fixed gamma may do better than auto: /whatif compares them"
     return f"Try /gamma {row['best_gamma']}: predicted to decode at {row['best_rate']:.2f}x target-only"
 
 
@@ -214,7 +217,8 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     rows = [finding.figures for finding in findings]
     return [
         *(f"{row['strategy']}: {row['binds']}. {advice(row)}." for row in rows),
-        "Unit of the costs: one target forward over one token, measured just now.",
+        "Unit of the costs: one target forward over one token, measured just now. /whatif and auto gamma use the "
+        "earlier measurement that /costs shows.",
         "Next: /whatif predicts every gamma for this text.",
     ]
 
