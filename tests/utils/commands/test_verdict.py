@@ -24,7 +24,7 @@ from utils.commands.experiments.verdict import measurement, record, timing
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts, spaced, tasks_in_turn
-from utils.commands.experiments.verdict.timing import run_length
+from utils.commands.experiments.verdict.timing import RUN_SECONDS, run_length, run_seconds
 from utils.commands.experiments.verdict.wording import answer
 from utils.comparison.harness import Harness
 from utils.comparison.measurements import RECOMMENDED, read_measurements
@@ -197,6 +197,35 @@ def test_one_prompt_is_judged_by_repeats(view: Screen, tmp_path: Path, monkeypat
     assert "On this prompt, use" in shown and f"over {row['pairs']} repeats" in shown
 
 
+def test_one_prompt_is_run_as_long_as_there_is_time_for(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 32 tokens of an answer are not the answer: drafts may be accepted less often later on."""
+    runs = Runs(monkeypatch, lambda strategy, step: 0.075)
+    session = session_of(view, tmp_path)
+    session.handle("/length 128")
+    assert session.handle("one and more one") is Verdict.DONE
+    row, _ = verdict_of(session, view, tmp_path, "/verdict")
+    assert row["length"] == 128 and row["pairs"] >= 5 and runs.now < 180
+
+
+def test_settings_that_are_in_use_are_not_proposed(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Runs(monkeypatch, helpful)
+    session = session_of(view, tmp_path)
+    path = prompts_file(tmp_path, TEXTS)
+    row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
+    assert row["in_use"] == (row["gamma"] is None) and ("/verdict apply" in shown) != row["in_use"]
+    session.handle("/gamma auto" if row["gamma"] is not None else "/gamma 7")
+    row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
+    assert not row["in_use"] and "/verdict apply" in shown
+    assert session.handle("/verdict apply") is Verdict.DONE
+    view.take()
+    row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
+    assert row["in_use"] and "/verdict apply" not in shown
+
+
 def test_prompts_of_the_session_come_first_and_builtin_ones_else(view: Screen, tmp_path: Path) -> None:
     session = session_of(view, tmp_path)
     assert len(plan_prompts("", session.harness.state.prompts).measured) == 12
@@ -351,6 +380,7 @@ def test_on_a_very_slow_machine_there_is_an_answer(
 
 def test_the_length_of_runs_follows_the_speed() -> None:
     assert [run_length(step, 1000) for step in (0.001, 0.05, 0.1, 0.2, 9)] == [128, 64, 32, 16, 16]
+    assert run_seconds(1) == pytest.approx(10) and run_seconds(12) == RUN_SECONDS
     assert run_length(0.001, 35) == 35 and run_length(9, 5) == 5
 
 

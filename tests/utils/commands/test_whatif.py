@@ -73,6 +73,7 @@ def test_the_conclusion_names_a_gamma_only_if_it_is_predicted_to_be_faster() -> 
     assert "/gamma" not in conclusion([fast], 2)[-1], "it is set already"
     adaptive = conclusion([predicted("b", 1.0, 1.5, auto=1.49)], 3)
     assert "gamma auto" in adaptive[0] and "/gamma auto" in adaptive[-1], "auto is as good as the best"
+    assert "(1: 1.50x)" in adaptive[0], "the table shows a larger figure, so the sentence names it"
 
 
 def test_under_rules_with_their_own_noise_it_is_an_estimate(view: Screen, tmp_path: Path) -> None:

@@ -154,9 +154,11 @@ def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list
         if best["speedup"] < MIN_GAIN:
             lines.append(f"{name}: no gamma is predicted to be faster than target-only.")
             continue
+        other = auto
         if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
-            best = auto
-        also = "" if auto is None or best is auto else f" (auto: {auto['speedup']:.2f}x)"
+            best, other = auto, best
+        # Also where auto is preferred to a fixed gamma that the table shows as slightly faster.
+        also = "" if other is None or best is other else f" ({_shown(other['gamma'])}: {other['speedup']:.2f}x)"
         lines.append(
             f"{name}: best with gamma {_shown(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}."
         )

@@ -58,6 +58,10 @@ class Candidate:
             return {"ngram": True, "speculative": False, "gamma": self.gamma}
         return {"speculative": True, "ngram": False, "drafter_kind": (self.strategy.word,), "gamma": self.gamma}
 
+    def is_used_by(self, settings: Settings) -> bool:
+        """Whether a session with these settings uses it already, maybe beside other strategies."""
+        return all(getattr(settings, name) == value for name, value in self.changes.items() if value is not False)
+
     def commands(self, settings: Settings) -> tuple[str, ...]:
         """The commands that make a session with these settings use it."""
         if not self.strategy.chooses_kind:

@@ -12,7 +12,7 @@ from utils.commands.experiments.verdict.measurement import Measurement
 from utils.commands.experiments.verdict.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
 from utils.commands.experiments.verdict.record import Measured, Row
 from utils.commands.experiments.verdict.selection import Selection
-from utils.commands.experiments.verdict.timing import Stopwatch
+from utils.commands.experiments.verdict.timing import Stopwatch, run_length, run_seconds
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
@@ -106,7 +106,8 @@ class VerdictRun:
         self.selection = Selection(self.harness, settings, tuning, clock)
         yield from self.selection.run()
         chosen = self.selection.chosen()
-        used = chosen.settings(self.selection.settings, self.selection.length)
+        length = run_length(self.selection.step, settings.length, seconds=run_seconds(len(measured)))
+        used = chosen.settings(self.selection.settings, length)
         self.measurement = Measurement(self.harness, used, chosen, measured, self.plan.divided, clock)
         yield from self.measurement.run()
 

@@ -119,6 +119,7 @@ class Measured:
         return {
             "kind_name": kind_name(measurement.candidate.strategy, pair),
             "commands": list(measurement.candidate.commands(self.settings)),
+            "in_use": measurement.candidate.is_used_by(self.settings),
             "best_fixed_gamma": selection.best_fixed_gamma(measurement.candidate.strategy),
             "considered": considered,
             "tried": [kind_name(one.strategy, pair) for one in selection.tried],

@@ -41,7 +41,7 @@ class Selection:
 
     settings: with the costs of all drafters. length: new tokens of a run. began: when everything was warm. predicted:
     for each replayed prompt, the speed-up by strategy and gamma. speeds: for each trial round, tokens per second in the
-    order of `tried`.
+    order of `tried`. step: seconds of a decode step.
     """
 
     harness: Harness
@@ -49,6 +49,7 @@ class Selection:
     prompts: Sequence[ReadyPrompt]
     clock: Stopwatch
     length: int = 0
+    step: float = 0.0
     began: float = 0.0
     strategies: list[Strategy] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
@@ -118,8 +119,8 @@ class Selection:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
         self._run(ids, self.harness.baseline, probe)
         timed = self._run(ids, self.harness.baseline, probe)
-        step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
-        self.length = broadcast(run_length(step, self.settings.length))
+        self.step = broadcast(TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds)
+        self.length = run_length(self.step, self.settings.length)
 
     def _run(self, ids: list[int], strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
         return self.harness.run_alone(ids, strategy, Candidate(strategy, gamma, 1.0).settings(self.settings, length))

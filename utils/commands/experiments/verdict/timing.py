@@ -11,6 +11,7 @@ SELECTION_SECONDS = 20.0  # replays and trials begin only before this, counted f
 TOTAL_SECONDS = 150.0  # a further pass begins only if it ends before this
 RUN_SECONDS = 4.5  # of a run by the target alone, which bounds its length
 LENGTHS = (16, 32, 64, 128)
+WANTED_PASSES = 6  # over a few prompts, so that their runs may be longer than RUN_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,18 @@ class Stopwatch:
         return broadcast(self.clock() - self.began)
 
 
-def run_length(step: float, longest: int, lengths: Sequence[int] = LENGTHS) -> int:
-    """New tokens of one run: the largest of a few lengths that the target generates in time, at most `longest`."""
-    fitting = [length for length in lengths if length * step <= RUN_SECONDS]
+def run_seconds(prompts: int) -> float:
+    """How long a run by the target alone may take.
+
+    The fewer prompts, the longer: short runs leave out the end of an answer, which may be accepted less often.
+    """
+    return max(RUN_SECONDS, (TOTAL_SECONDS - 1.5 * SELECTION_SECONDS) / (2 * WANTED_PASSES * prompts))
+
+
+def run_length(step: float, longest: int, *, seconds: float = RUN_SECONDS, lengths: Sequence[int] = LENGTHS) -> int:
+    """New tokens of one run: the largest of a few lengths that the target generates in time, at most `longest`.
+
+    step: seconds of a decode step.
+    """
+    fitting = [length for length in lengths if length * step <= seconds]
     return min(longest, fitting[-1] if fitting else lengths[0])

@@ -13,7 +13,7 @@ LITTLE_GAIN = 1.02  # a task with less does not profit
 CAUSES = {
     "drafting": "the cost of drafting",
     "verifying": "the cost of verifying several tokens at once",
-    "rejection": "rejected drafts",
+    "rejection": "the rejection of drafts",
     "other": "work outside the models",
     "prefill": "reading the prompt, which speculative decoding does not make faster",
 }
@@ -83,7 +83,7 @@ def texts_sentence(row: Row) -> str:
         return f"same distribution of texts (/verify {row['verify']})"
     identical = f"text identical on {row['same_texts']} of {row['prompts']}"
     if row["same_texts"] == row["prompts"]:
-        return identical
+        return identical if row["prompts"] > 1 else "text identical to the target's"
     numbers = ", ".join(str(one["number"]) for one in row["by_prompt"] if not one["same"])
     cause = (
         "this should not happen, please report it"
@@ -150,9 +150,9 @@ def better_drafter(row: Row) -> str:
 def selection(row: Row) -> list[str]:
     """What else was considered."""
     shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in row["considered"])
-    lines = [f"Predicted on the tuning prompts: {shown}."] if len(row["considered"]) > 1 else []
+    lines = [f"Predicted before the measurement: {shown}."] if len(row["considered"]) > 1 else []
     if lines and row["trials"]:
-        lines[0] += f" Of the best {len(row['tried'])}, {row['kind_name']} was the fastest when they were run there."
+        lines[0] += f" Trial runs of the best {len(row['tried'])}: {row['kind_name']} was the fastest."
     if row["not_tried"]:
         lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
     return lines
@@ -169,6 +169,8 @@ def apply(row: Row) -> list[str]:
     """How to use the recommended settings here."""
     if row["interval"] is None:
         return []
+    if helps(row) and row["in_use"]:
+        return ["This session uses these settings already."]
     if helps(row):
         return [f"To use it here: /verdict apply, or {' and '.join(row['commands'])}."]
     return ["/verdict apply turns speculative decoding off here." if row["verdict"] == SLOWER else ""]
