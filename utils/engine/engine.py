@@ -73,6 +73,10 @@ class Engine:
             raise UserError("The plain engine has no int8 weights: start the program without --engine-weights.")
         if self.state.kind == "plain" and self._restore(name, thread_count):
             return self.state
+        return self._prepare(name, thread_count)
+
+    def _prepare(self, name: str, thread_count: int) -> EngineState:
+        """Choose, test and measure, whatever is stored."""
         chosen, reason = self._choose(name)
         if not chosen:
             self._use_plain(reason if name == "plain" else f"{name}: {reason}")
@@ -94,7 +98,7 @@ class Engine:
             self.state, self._tested_counts = replace(self.state, kind="plain", verified=False), set()
         else:
             self._use_plain(self.state.reason)
-        return self.use(name, thread_count)
+        return self._prepare(name, thread_count)  # not `use`: a file that cannot be written keeps its results
 
     def store(self) -> None:
         """Store what was tested and measured for the next start. Does nothing without a file."""

@@ -16,12 +16,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from utils.engine.machine import machine_facts
+from utils.engine.machine import cpu_features, machine_facts
 from utils.engine.threads import available_threads
 
-SOURCE = tuple(Path(__file__).parents[1] / package for package in ("engine", "decode"))
+ROOT = Path(__file__).parents[2]
+# What computes and tests, and the drafters, whose times are stored too.
+SOURCE = tuple(ROOT / folder for folder in ("utils/engine", "utils/decode", "utils/pairs", "sampling"))
 # Variables that change how, or with how many threads, kernels compute.
-VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "CUDA_", "CUBLAS_", "TORCH_", "OPENBLAS_")
+VARIABLES = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "BLIS_", "TORCH_", "PYTORCH_"),
+    *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_TF32", "LD_PRELOAD"),
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,7 +53,8 @@ def environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "source": source_digest(),
         "machine": [machine[name] for name in ("cpu", "cores", "threads", "gpus", "system")],
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        # The libraries choose kernels by these. Virtual processors of one name may have different ones.
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *cpu_features()],
         "threads": available_threads(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
@@ -57,7 +63,7 @@ def environment() -> dict[str, Any]:
 def source_digest(folders: Sequence[Path] = SOURCE) -> str:
     """The version of the engine: a digest of the source that computes and tests."""
     digest = hashlib.sha256()
-    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

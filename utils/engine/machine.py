@@ -12,6 +12,7 @@ import torch
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
+FEATURE_KEYS = ("flags", "Features")
 
 
 @cache
@@ -33,13 +34,23 @@ def machine_facts() -> dict[str, Any]:
 
 def cpu_model(info: Path = CPU_INFO) -> str:
     """The name of the processor, or of its architecture if that is all that is known."""
+    names = _first_processor(info)
+    named = next((names[key] for key in CPU_KEYS if names.get(key)), "")
+    return named or platform.processor() or platform.machine() or "unknown"
+
+
+def cpu_features(info: Path = CPU_INFO) -> list[str]:
+    """The instruction sets of the processor and the like, sorted. Empty if they are not known."""
+    names = _first_processor(info)
+    return sorted(" ".join(names.get(key, "") for key in FEATURE_KEYS).split())
+
+
+def _first_processor(info: Path) -> dict[str, str]:
     try:
         lines = [line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         lines = []  # not Linux
-    names = {key.strip(): value.strip() for key, _, value in reversed(lines)}  # the first processor's
-    named = next((names[key] for key in CPU_KEYS if names.get(key)), "")
-    return named or platform.processor() or platform.machine() or "unknown"
+    return {key.strip(): value.strip() for key, _, value in reversed(lines)}
 
 
 def _gpus() -> Iterator[str]:

@@ -88,6 +88,24 @@ def change_the_processor(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[st
     return {}
 
 
+def lose_an_instruction_set(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
+    """A virtual machine may move to a host with the same name of its processor."""
+    patch.setattr(fingerprint, "cpu_features", lambda: ["sse"])
+    return {}
+
+
+def change_a_drafter(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
+    """Its time is stored."""
+    read = Path.read_bytes
+    patch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "cross_tokenizer.py"))
+    return {}
+
+
+def allow_reduced_precision(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
+    patch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    return {}
+
+
 def set_a_variable(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
     patch.setenv("OMP_PROC_BIND", "true")
     return {}
@@ -119,6 +137,9 @@ def round_the_weights(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, 
         change_the_source,
         change_torch,
         change_the_processor,
+        lose_an_instruction_set,
+        change_a_drafter,
+        allow_reduced_precision,
         set_a_variable,
         ask_for_threads,
         name_the_engine,
@@ -248,6 +269,15 @@ def test_the_whole_test_can_be_asked_for(file: ResultFile, tests: mock.Mock) -> 
     rounded = start(file, int8=True)
     count = tests.call_count
     assert rounded.test("auto", 1).verified and tests.call_count == count + 1
+
+
+def test_a_test_that_is_asked_for_is_made_even_if_the_file_cannot_be_written(
+    file: ResultFile, tests: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(file)
+    second = start(file)
+    monkeypatch.setattr(ResultFile, "_write", lambda self, entries: False)
+    assert not second.test("auto", 1).tested_on and tests.call_count == 2
 
 
 def test_costs_of_models_that_stay_plain_are_stored_too(file: ResultFile) -> None:
