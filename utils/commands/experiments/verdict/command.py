@@ -17,7 +17,7 @@ from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Report, ReportEvent, shortened
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import SLOWER
@@ -30,7 +30,9 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         return _apply(context)
     plan = plan_prompts(argument, context.harness.state.prompts)
     run = VerdictRun(context.harness, context.settings, plan)
-    title = f"/verdict on {plan.named(len(plan.measured))}"
+    # "On this prompt" must say which one, above all on a page of many results.
+    only = f'"{shortened(plan.measured[0].text)}"' if len(plan.measured) == 1 else ""
+    title = f"/verdict on {only or plan.named(len(plan.measured))}"
     report = Report(
         "verdict",
         plan.source,
