@@ -83,6 +83,8 @@ def warm_up(harness: Harness, settings: Settings, stopped: Callable[[], bool] = 
     settings = replace(settings, length=_within_context(WARM_UP_TOKENS, harness), beams=2)
     job = harness.job(PROMPT, settings)
     for strategy in harness.runnable(settings):
+        if stopped():  # not even the prefill of the next one
+            return
         with suppress(UserError):  # reported when the strategy is used
             if collect(_until(stopped, strategy.steps(job))).finish is FinishReason.INTERRUPTED:
                 raise KeyboardInterrupt

@@ -150,7 +150,8 @@ def test_repeats_of_a_file_are_groups_of_their_prompts(
     session.handle("/length 4")
     before_each_run(monkeypatch, lambda strategy, settings: order.append(strategy.name))
     assert session.handle(f"/race 2 {prompts}") is Verdict.DONE
-    assert order == [name for start in (0, 1, 2) for name in NAMES[start:] + NAMES[:start]] * 2
+    # Each prompt in another order in each repeat.
+    assert order == [name for start in (0, 1, 2, 1, 2, 0) for name in NAMES[start:] + NAMES[:start]]
     report = records_of(file)[-1]
     assert report["record"] == "suite" and report["prompt"] == str(prompts)
     rows = {(row["task"], row["strategy"]): row for row in report["findings"]}

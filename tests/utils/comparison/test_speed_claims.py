@@ -121,6 +121,8 @@ def test_a_sweep_names_the_fastest_value_only_if_it_is_told_from_the_others() ->
     target = swept("gamma 1", [10.0] * 5, "target")
     lines = sweep_conclusion([first, second, target])
     assert claimed(lines) and "a with gamma 2" in lines[0] and "/gamma 2" in lines[-1]
+    assert "/race 5" in lines[-1], "the best of several values looks better than it is"
+    assert "/race 5" not in sweep_conclusion([second, target])[-1]
     parts = [swept("order 2", [12, 12.1, 11.9, 12, 12.2]), swept("order 4", [15, 15.1, 14.9, 15, 15.2]), target]
     assert "/ngram order 4 " in sweep_conclusion(parts)[-1]
     near = swept("gamma 3", [15.1, 14.9, 15, 15.2, 15.0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import Screen, open_session, tiny_pair
 
+from utils.comparison import warm_up
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.engine import EngineState
@@ -109,6 +110,13 @@ def test_the_end_of_the_session_ends_the_warm_up(view: Screen) -> None:
     gate.set()
     session.close()
     assert not warming.is_running and made == ["warm-up behind"], "it ended before the run did"
+
+
+def test_a_warm_up_that_is_stopped_begins_no_further_run(view: Screen) -> None:
+    session = open_session(view)
+    with mock.patch.object(warm_up, "collect") as begun:
+        warm_up.warm_up(session.harness, session.settings, lambda: True)
+    assert not begun.called
 
 
 def test_an_error_of_the_warm_up_is_shown_once(view: Screen) -> None:

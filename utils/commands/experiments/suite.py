@@ -87,17 +87,20 @@ def _events(
     repeats: int,
 ) -> Iterator[ReportEvent]:
     results: list[list[Result]] = []  # of each prompt that could be run, in each repeat
+    places: dict[int, int] = {}  # of those prompts by number, in the order in which they ran
     notes: set[Note] = set()
 
     def run(index: int, numbered: tuple[int, Prompt]) -> Generator[ReportEvent, None, float | None]:
         number, prompt = numbered
-        # Rotated by the prompts that ran, so a prompt that is refused does not skip a turn.
-        runs, new = _runs(harness, number, prompt, order=rotated(enabled, len(results)), settings=settings)
+        # Rotated by the prompts that ran, so a prompt that is refused does not skip a turn, and from repeat to repeat.
+        order = rotated(enabled, places.get(number, len(places)) + index // len(prompts))
+        runs, new = _runs(harness, number, prompt, order=order, settings=settings)
         yield from sorted(new - notes, key=lambda note: note.text)  # once, not in every repeat
         notes.update(new)
         if not runs:
             # No seconds: a refused prompt says nothing about how long the others take.
             return None
+        places.setdefault(number, len(places))
         results.append(_results(number, prompt.task, enabled, runs))
         return sum(run.seconds for run in runs.values())
 

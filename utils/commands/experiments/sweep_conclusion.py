@@ -23,6 +23,7 @@ OTHER_TEXTS = (
     "The texts differ between the values, so their tokens/s are not compared. What can be compared is the speed-up "
     "over target-only with the same value:"
 )
+AGAIN = ", then /race 5 measures it again: the best of several values looks slightly better than it is"
 COUPLED = "With /verify coupled every value gives the same text."
 NO_TARGET = "With /target on, each value is compared with target-only."
 
@@ -70,7 +71,8 @@ def _with_one_text(rows: Sequence[Row]) -> list[str]:
         return [_fastest(best, others, near, of="")]
     if best["verdict"] != FASTER:
         return [f"No value is measurably faster than target-only. The highest is {_name(best)}: {claim_text(best)}."]
-    return [_fastest(best, others, near, of=f": {claim_text(best)}"), f"Next: {_command(best)} keeps this value."]
+    following = f"Next: {_command(best)} keeps this value{AGAIN if others else ''}."
+    return [_fastest(best, others, near, of=f": {claim_text(best)}"), following]
 
 
 def _fastest(best: Row, others: Sequence[Row], near: Sequence[str], *, of: str) -> str:
