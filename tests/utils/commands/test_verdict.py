@@ -185,6 +185,7 @@ def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkey
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
+    assert "noise" in shown, "the chart claims no speed-up either"
     assert "assistant_model" not in shown and session.handle("/verdict apply") is Verdict.FAILED
 
 

@@ -52,7 +52,8 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each prompt, or of each run where the interval is over repeats; of all and by task."""
     row = findings[-1].figures
     per_prompt, each = row["interval_over"] == "prompts", row["by_prompt"]
-    claims = {row["name"]: {"speedup": row["speedup"], "interval": row["interval"], "accepted": row["accepted"]}}
+    names = ("speedup", "interval", "accepted", "without_gain")
+    claims = {row["name"]: {name: row[name] for name in names}}
     groups = {row["name"]: each}
     if len(row["tasks"]) > 1:
         claims |= {task: {**figures, "interval": None} for task, figures in row["tasks"].items()}
