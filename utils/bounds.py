@@ -59,7 +59,8 @@ class RealRange:
         """The value itself. Raises UserError if it is out of range or NaN."""
         # Written as `not ... <=`, so that NaN fails as well.
         if not self.low <= value <= self.high or (self.excludes_low and value == self.low):
-            raise UserError(f"{self.name} {value:g} is out of range: {self}.")
+            # Not rounded: 1.0000001 must not be shown as 1, which is allowed.
+            raise UserError(f"{self.name} {value!r} is out of range: {self}.")
         return value
 
     def parse(self, text: str) -> float:

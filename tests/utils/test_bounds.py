@@ -39,6 +39,8 @@ def test_a_real_range_may_exclude_its_lower_bound() -> None:
             TOP_P.parse(text)
     with pytest.raises(UserError, match=str(TOP_P)):
         TOP_P.check(float("nan"))
+    with pytest.raises(UserError, match=r"top-p 1\.0000001 is out of range"):
+        TOP_P.parse("1.0000001")
 
 
 def test_devices_and_choices() -> None:

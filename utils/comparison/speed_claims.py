@@ -6,7 +6,7 @@ Without accepted drafts it cannot be faster, whatever a clock says.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, inf
 from typing import Any, Self
 
 from utils.metrics.intervals import FASTER as FASTER
@@ -105,5 +105,8 @@ def speed_sentence(row: Row) -> str:
     if verdict == TOO_FEW:
         return f"{name}: about {row['speedup']:.1f}x target-only, but too few runs to tell."
     if verdict == NOT_DISTINGUISHABLE:
-        return f"{name}: {claim_text(row)}, not distinguishable from no difference."
+        low, high = row["interval"] or (0.0, inf)
+        # An interval that excludes 1 would otherwise seem to contradict the verdict.
+        why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
+        return f"{name}: {claim_text(row)}, not distinguishable from no difference{why}."
     return f"{name} is {verdict}: {claim_text(row)}."

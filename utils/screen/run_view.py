@@ -117,7 +117,7 @@ class RunView:
         self._write(rest)
         if not plain_text(self._pieces).strip():
             self._renderer.remark(
-                f"({count_of(len(run.tokens), 'token')} that show as nothing)" if run.tokens else NONE
+                f"({count_of(len(run.tokens), 'token')} without visible text)" if run.tokens else NONE
             )
         self._explain_marks(self._pieces)
 

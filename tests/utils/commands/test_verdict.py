@@ -329,6 +329,23 @@ def test_prompts_that_cannot_run_are_skipped(view: Screen, tmp_path: Path, monke
     assert "none of the prompts" in view.take()[1]
 
 
+def test_progress_counts_the_tuning_prompts_that_are_used(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Runs(monkeypatch, helpful)
+    session = session_of(view, tmp_path)
+    assert session.handle(f"/verdict {prompts_file(tmp_path, ['x' * 900, 'one'])}") is not Verdict.FAILED
+    shown = "".join(view.take())
+    assert "tuning prompt 1 of 1" in shown and "tuning prompt 2" not in shown
+
+
+def test_answers_that_are_too_short_because_of_length(view: Screen, tmp_path: Path) -> None:
+    session = session_of(view, tmp_path)
+    session.handle("/length 1")
+    assert session.handle("/verdict") is Verdict.FAILED
+    assert "/length" in view.take()[1].splitlines()[-1]
+
+
 def test_without_a_drafter(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 1)

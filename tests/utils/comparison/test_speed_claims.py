@@ -156,3 +156,10 @@ def test_a_sweep_does_not_compare_different_texts() -> None:
     assert sweep_conclusion([*rows, noise])[2] == lines[2], "a speed-up that drafts cannot have caused is not the best"
     same_target = [one | {"text_number": 0} if one["strategy"] == "target" else one for one in rows]
     assert any("/verify coupled" in line for line in sweep_conclusion(same_target))
+
+
+def test_an_interval_that_excludes_1_is_not_contradicted_without_a_reason() -> None:
+    row = {"strategy": "ngram", **SpeedClaim.of([[0.5, 0.5, 0.6, 0.6, 1.01]]).figures}
+    assert row["interval"][1] < 1 and row["verdict"] == "not distinguishable"
+    assert "repeats" in speed_sentence(row)
+    assert "repeats" not in speed_sentence({**row, "interval": [0.5, 1.1]})

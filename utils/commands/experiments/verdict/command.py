@@ -77,7 +77,7 @@ def _apply(context: CommandContext) -> Outcome:
     """Use the settings that the last verdict recommended."""
     advice = context.harness.state.advice
     if advice is None:
-        raise UserError("there is no recommendation yet: run /verdict first.")
+        raise UserError("there is nothing to apply: no /verdict so far has recommended settings.")
     changed = replace(context.settings, **advice)
     shown = (f"/{name} {entry.show(changed)}" for name, entry in setting_fields().items() if entry.name in advice)
     return [ChangeSettings(changed, " ".join(shown))]

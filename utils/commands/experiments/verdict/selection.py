@@ -126,10 +126,10 @@ class Selection:
         return self.harness.run_alone(ids, strategy, Candidate(strategy, gamma, 1.0).settings(self.settings, length))
 
     def _replay_all(self) -> Progressing:
-        for prompt in self.prompts:
+        for place, prompt in enumerate(self.prompts, start=1):
             if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
                 break
-            where = f"choosing a drafter: replaying tuning prompt {prompt.number} of {len(self.prompts)}"
+            where = f"choosing a drafter: replaying tuning prompt {place} of {len(self.prompts)}"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
             run = self._run(prompt.ids, self.harness.baseline, length)
@@ -138,7 +138,8 @@ class Selection:
                 scores = yield from self._replay(job, run, where)
                 self.predicted.append(scores)
         if not self.predicted:
-            raise UserError("the answers have fewer than two tokens: use prompts with longer answers.")
+            remedy = "raise /length" if self.length < 2 else "use prompts with longer answers"
+            raise UserError(f"the answers have fewer than two tokens: {remedy}.")
 
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[Arm, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, as far as there is time."""
@@ -171,7 +172,7 @@ class Selection:
             if self._seconds > SELECTION_SECONDS:
                 return
             names = ", ".join(kind_name(candidate.strategy, self.harness.pair) for candidate in self.tried)
-            yield Progress(f"choosing a drafter: running {names} on tuning prompt {prompt.number} ...")
+            yield Progress(f"choosing a drafter: running {names} on tuning prompt {turn + 1} ...")
             speeds: dict[int, float] = {}
             for index in rotated(range(len(self.tried)), turn):
                 one = self.tried[index]
