@@ -30,8 +30,7 @@ clean:
 $(VENV)/.ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; '$(PYTHON)' is older or missing. Try: make PYTHON=python3.11"; exit 1; }
-	@echo "installing torch, transformers and $$(($$(grep -c == requirements.txt) - 2)) other packages into $(VENV):" \
-	  "about 1.5 GB (several GB more with CUDA), once, a few minutes ..."
+	@echo "installing $$(grep -c == requirements.txt) packages into $(VENV), once (1.5 GB, more with CUDA; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
