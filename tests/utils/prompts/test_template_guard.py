@@ -70,7 +70,9 @@ def test_the_memory_of_this_process_is_not_used() -> None:
 
 
 def test_long_prompts_are_not_refused() -> None:
-    check_rendering(NO_SYSTEM, [{"role": "user", "content": "a\n\u2028🙂" * 400_000}], {}, add_generation_prompt=True)
+    messages = [{"role": "user", "content": "a\n\u2028🙂" * 400_000}]
+    check_rendering(NO_SYSTEM, messages, {}, add_generation_prompt=True)
+    assert GUARD._running() is not None  # rendered there, and the process has not been ended by a limit
 
 
 def test_templates_of_transformers_run_in_the_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from fakes import Screen, open_session
 from paths import ROOT
 
-from utils.repl.quiet_keyboard import Echo, quiet_keyboard
+from utils.repl.quiet_keyboard import ENDING, Echo, quiet_keyboard
 from utils.repl.repl_session import SUSPENDED
 from utils.repl.runner import Verdict
 
@@ -134,6 +135,7 @@ def test_a_suspended_run_is_not_passed_off_as_a_slow_one(view: Screen, monkeypat
     assert SUSPENDED.format(9) in view.take()[1]
 
 
-def test_nothing_happens_without_a_terminal() -> None:
+def test_signal_handlers_stay_without_a_terminal() -> None:
+    before = [signal.getsignal(number) for number in ENDING]
     with quiet_keyboard():
-        pass
+        assert [signal.getsignal(number) for number in ENDING] == before
