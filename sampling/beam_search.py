@@ -76,7 +76,7 @@ def beam_search_steps(prompt: list[int], session: ModelSession, decoding: Decodi
     ended: list[Beam] = []  # the best of those that were among the num_beams best when they ended
     best: Beam | None = None  # of all that ever ended
     while beams and width.may_improve(beams, ended):
-        # Rows of the cache follow the beams that survived; before the first pass there are none.
+        # Reorder the rows of the cache like the surviving beams. Before the first pass it has no rows.
         if forwards:
             session.select([beam.row for beam in beams])
         logits = session.feed_rows([[*context, *beam.tokens] for beam in beams], keep=1)  # (B, 1, V)

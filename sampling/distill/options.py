@@ -152,7 +152,7 @@ def _resumed(options: Options) -> Options:
 
 def _checked(options: Options) -> Options:
     if options.measure and not any((options.out / name).is_file() for name in ("head.json", "config.json")):
-        raise UserError(f"There is no drafter in {options.out}: --out names a folder that this command has written.")
+        raise UserError(f"{options.out} contains no drafter: give a folder that this command has written as --out.")
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:

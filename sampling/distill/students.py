@@ -137,7 +137,7 @@ def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:
         head, vocabulary = read_head(folder, target.model)
         return _head_student(head, target, vocabulary)
     if not (folder / CONFIG_NAME).is_file():
-        raise UserError(f"There is no drafter in {folder}: name a folder that this command has written.")
+        raise UserError(f"{folder} contains no drafter: give a folder that this command has written.")
     placement = Placement(str(target.model.device), torch.float32, lambda line: None)
     model = load_model(locate(str(folder), lambda line: None), "none", placement)
     if (size := vocabulary_size(model)) != (expected := vocabulary_size(target.model)):

@@ -1,4 +1,4 @@
-"""/compare: figures on records with known ratios, what is matched and what is not, and what is said about noise."""
+"""/compare: figures on records with known ratios, which runs are matched, and differences within noise."""
 
 from __future__ import annotations
 

@@ -186,11 +186,13 @@ def test_settings_of_a_config_file_may_use_new_names(tmp_path: Path) -> None:
     from utils.config.setting_parts import apply_typed
     from utils.config.settings import Settings
     from utils.config.value_types import Limits, StorageSpec
+    from utils.logits_processor import NucleusProcessor
 
     typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "top_k_filler": "2"}
     settings = apply_typed(Settings(), typed, Limits())
     assert settings.ngram_storage == StorageSpec("basic", 5) and not settings.reset_in_between
-    assert settings.top_k_filler == 2 and (settings.processor.temperature, settings.processor.top_p) == (0.5, 0.9)  # type: ignore[attr-defined]
+    assert settings.top_k_filler == 2
+    assert settings.processor == NucleusProcessor(0.5, 0.9)
 
 
 def test_messages_use_the_present_names() -> None:

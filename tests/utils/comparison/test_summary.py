@@ -1,4 +1,4 @@
-"""What is said in plain words about the runs of a prompt."""
+"""The sentences that sum up the runs of a prompt."""
 
 from dataclasses import replace
 from typing import Any

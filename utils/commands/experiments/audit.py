@@ -119,7 +119,7 @@ def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
     rows: dict[str, Row] = {finding.figures["mode"]: finding.figures for finding in findings}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
-    # Where equal runs differ, a comparison of different runs means nothing, so there is no further sentence.
+    # If two equal runs differ, a comparison of different runs is meaningless, so no sentence follows.
     if unsteady := ", ".join(row["mode"] for row in repeats if row["unique_outputs"] > 1):
         return [f"Not deterministic ({where}): equal runs gave different texts ({unsteady}). No texts can be promised."]
     lines = []

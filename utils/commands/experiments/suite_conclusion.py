@@ -72,7 +72,7 @@ def _required_texts(rows: Sequence[Row], harness: Harness) -> list[str]:
             for row in rows
             if row["other_texts_at_prompts"]
         )
-        # Under a verified engine logits do not depend on the verify width, so rounding is no explanation.
+        # Under a verified engine logits do not depend on the verify width, so rounding cannot be the reason.
         cause = (
             "this should not happen"
             if harness.pair.engine.state.verified

@@ -201,7 +201,7 @@ def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, f
 def advice(row: dict[str, Any]) -> str:
     """What to change first."""
     if not row["by_position"]:
-        return "Without drafts there is no estimate: try /gamma 4"
+        return "Nothing was drafted, so there is no estimate. Try /gamma 4"
     # The best rate is at least 1, that of gamma 0.
     if row["best_rate"] < MIN_GAIN or not row["best_gamma"]:
         return "No gamma would help on this prompt"

@@ -2,7 +2,7 @@
 
 Option names: transformers 5.23 (`num_assistant_tokens` is read from the assistant's generation config), vLLM's
 speculative_config with the methods draft_model, ngram and suffix, and llama.cpp's --spec-* options of 2026, which
-replaced --draft-max. Where there is no equivalent, it says so.
+replaced --draft-max. A drafter without an equivalent is reported as such.
 """
 
 import json

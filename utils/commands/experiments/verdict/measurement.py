@@ -57,7 +57,7 @@ class Measurement:
         return [group for group in known if group]
 
     def interval(self) -> Interval | None:
-        """Of the speed-ups so far, or None if there are none."""
+        """The interval of the speed-ups so far, or None before the first one."""
         groups = self.speedups
         if not groups:
             return None

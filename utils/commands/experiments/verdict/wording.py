@@ -48,7 +48,7 @@ def answer(row: Row) -> str:
         start = "Use" if row["divided"] else f"On {these(row)}, use"
         return f"{start} {name}: {ratio}, {texts}."
     return (
-        f"Speculative decoding makes no difference {here} that can be told from noise: "
+        f"Speculative decoding makes no measurable difference {here}: "
         f"{name} is {ratio}, not distinguishable from no difference; {texts}."
     )
 
