@@ -1,0 +1,94 @@
+"""What a decoder computes, independent of how transformers spells it: weights, norms, rotary tables and scales.
+
+Engines that compute a model by a forward pass of their own read a DecoderSpec, so they need not know the families.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
+
+    weight: as it is multiplied. Families that store weight - 1, such as Gemma, are converted.
+    """
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product x W^T + b. weight: (N, K), bias: (N,) or None.
+
+    name: of the parameter within the model, without ".weight"; a part of a fused parameter has its row range appended,
+    as in "model.layers.0.self_attn.qkv_proj[0:64]".
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer over x (rows, hidden):
+
+    a = attention(rope(q_norm(q)), rope(k_norm(k)), v) with q, k, v = linear(input_norm(x));
+    x = x + residual_scale * attention_output_norm(output(a));
+    x = x + residual_scale * mlp_output_norm(down(activation(gate(h)) * up(h))) with h = mlp_norm(x).
+
+    A norm that is None is left out. q_norm, k_norm: over each head's head_dim values if their weight has that size, or
+    over all heads together otherwise. activation: a name in ACTIVATIONS. window: the sliding window in tokens, its own
+    position included; None for full attention. rope: an index into DecoderSpec.ropes; None for a layer without
+    positions. scaling: of the attention scores.
+    """
+
+    input_norm: Norm | None
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
+    gate: Linear
+    up: Linear
+    down: Linear
+    mlp_output_norm: Norm | None
+    activation: str
+    window: int | None
+    rope: int | None
+    scaling: float
+    residual_scale: float = 1.0
+
+
+RopeTable = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions (T,) -> cos, sin: (T, rotary_dim), float32
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder-only model: logits = softcap(head(final_norm(layers(embedding(ids) * embedding_scale))) * logit_scale).
+
+    Rotary positions rotate the first rotary_dim values of each head in halves, as Llama does:
+    y = x * cos + concat(-x2, x1) * sin. softcap(z) = logit_softcap * tanh(z / logit_softcap), or z if it is None.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    vocabulary: int
+    embedding: nn.Embedding
+    embedding_scale: float
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeTable, ...]
+    final_norm: Norm
+    head: Linear
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
