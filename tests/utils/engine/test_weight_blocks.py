@@ -1,0 +1,47 @@
+"""Weights as small integers with scales: rounding, unpacking, and joining of layers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from utils.engine.weight_blocks import BlockWeight, joined, round_int4, round_int8
+
+Rounding = Callable[[Tensor], BlockWeight]
+
+
+def test_dense_weights_are_values_times_scales_plus_minimums() -> None:
+    values = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 15]], dtype=torch.uint8)
+    block = BlockWeight(values, torch.tensor([[1.0, 10.0], [2.0, 0.5]]), torch.tensor([[0.0, 5.0], [-8.0, 1.0]]), 2, 4)
+    assert block.dense().tolist() == [[0, 1, 25, 35], [0, 2, 4, 8.5]]
+    assert block.rows(1, 2).dense().tolist() == [[0, 2, 4, 8.5]]
+    signed = BlockWeight(torch.tensor([[-3, 4]], dtype=torch.int8), torch.tensor([[0.5]]), None, group=2, bits=8)
+    assert signed.dense().tolist() == [[-1.5, 2]]
+
+
+@pytest.mark.parametrize(("rounding", "steps"), [(round_int8, 254), (round_int4, 15)])
+def test_rounding_is_off_by_about_half_a_step(rounding: Rounding, steps: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 96) * torch.rand(24, 1)
+    block = rounding(weight)
+    assert block.dense().shape == weight.shape
+    groups = weight.unflatten(1, (-1, block.group))
+    span = 2 * groups.abs().amax(-1) if block.minimums is None else groups.amax(-1) - groups.amin(-1)
+    error = (block.dense() - weight).abs().unflatten(1, (-1, block.group)).amax(-1)
+    assert (error <= 0.75 * span / steps).all()
+
+
+@pytest.mark.parametrize("rounding", [round_int8, round_int4])
+def test_rows_of_zeros_and_constants_stay(rounding: Rounding) -> None:
+    weight = torch.zeros(2, 64)
+    assert rounding(weight).dense().tolist() == weight.tolist()
+
+
+def test_layers_with_the_same_input_are_joined_unless_their_forms_differ() -> None:
+    torch.manual_seed(1)
+    first, second = torch.randn(8, 64), torch.randn(16, 64)
+    both = joined([round_int4(first), round_int4(second)])
+    assert both is not None
+    assert torch.equal(both.dense(), torch.cat([round_int4(first).dense(), round_int4(second).dense()]))
+    assert joined([round_int4(first), round_int8(second)]) is None
