@@ -21,9 +21,11 @@ from utils.engine.invariant import InvariantEngine, weight_format
 from utils.engine.layer_engine import LayerEngine, Report, unreported
 from utils.engine.selftest import WIDTHS
 from utils.engine.stored_results import ResultFile, StoredResult
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 
+AS_LOADED = EngineWeights()
 LAYER_ENGINES = {"invariant": InvariantEngine}
 
 
@@ -31,22 +33,26 @@ class Engine:
     """The models of a pair and the engine that computes them.
 
     models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head. int8_weights: round the linear weights to int8, which cannot be undone. Raises
-    UserError if that is not possible.
+    tested, such as a draft head. weights: the format in which linear weights are computed; a format other
+    than the loaded one cannot be undone. Raises UserError if it is not possible.
 
     results: where results of the self-test and costs are stored and found again, None: nowhere. report: shows how far
     a slow step has got.
     """
 
     def __init__(
-        self, models: Sequence[PreTrainedModel], *, helpers: Sequence[nn.Module] = (), int8_weights: bool = False
+        self,
+        models: Sequence[PreTrainedModel],
+        *,
+        helpers: Sequence[nn.Module] = (),
+        weights: EngineWeights = AS_LOADED,
     ) -> None:
         self._target, self._parts = models[0], [*models, *helpers]
         self.results: ResultFile | None = None
         self.report: Report = unreported
-        self._int8_weights = int8_weights
+        self._formats = weights
         self._layer_engines: dict[str, LayerEngine] = {
-            name: build(models, helpers, int8_weights=int8_weights) for name, build in LAYER_ENGINES.items()
+            name: build(models, helpers, weights) for name, build in LAYER_ENGINES.items()
         }
         self._tested_counts: set[int] = set()  # numbers of threads with which the self-test passed
         self.step_seconds = 0.0  # of a decode step
@@ -55,11 +61,11 @@ class Engine:
         self._weights: str | None = None  # their fingerprint, computed before they are packed
         self._key: str | None = None  # of the stored result
         self.state = EngineState("plain", weight_format(self._target), False, torch.get_num_threads(), "not tested")
-        # Reported now, because a request for int8 weights has no plain engine to fall back to.
-        if int8_weights:
+        # Reported now, because a request for another format has no plain engine to fall back to.
+        if not weights.as_loaded:
             name, reason = self._choose("auto")
             if not name:
-                raise UserError(f"int8 engine weights are not possible: {reason}. Omit --engine-weights.")
+                raise UserError(f"{weights.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("plain", "auto" or a name in LAYER_ENGINES) and a number of threads.
@@ -67,10 +73,12 @@ class Engine:
         0 threads: see set_threads.
 
         Raises UserError if the engine cannot compute these models, or if `plain` is requested after weights were
-        rounded to int8. The models are then computed as before.
+        converted to another format. The models are then computed as before.
         """
-        if name == "plain" and self._int8_weights:
-            raise UserError("The plain engine has no int8 weights: start the program without --engine-weights.")
+        if name == "plain" and not self._formats.as_loaded:
+            raise UserError(
+                f"The plain engine has no {self._formats.format} weights: start the program without --engine-weights."
+            )
         if self.state.kind == "plain" and self._restore(name, thread_count):
             return self.state
         return self._prepare(name, thread_count)
@@ -94,7 +102,7 @@ class Engine:
         """Like `use`, but test and measure everything again, whatever is stored. Raises UserError as `use` does."""
         if self.results is not None and (key := self._key_of(name, thread_count)):
             self.results.drop(key)
-        if self._int8_weights:  # their layers stay, and are tested again
+        if not self._formats.as_loaded:  # their layers stay, and are tested again
             self.state, self._tested_counts = replace(self.state, kind="plain", verified=False), set()
         else:
             self._use_plain(self.state.reason)
@@ -154,7 +162,7 @@ class Engine:
         except KeyboardInterrupt:
             self._use_plain("interrupted")
             raise
-        if failure and not self._int8_weights:
+        if failure and self._formats.as_loaded:
             self._use_plain(self.state.reason)
         return not failure
 
@@ -163,7 +171,7 @@ class Engine:
         if self.results is None or is_tensor_parallel():
             return None
         if self._weights is None:
-            self._weights = result_key(self._parts, int8=self._int8_weights) or ""
+            self._weights = result_key(self._parts, weights=self._formats.format) or ""
         return f"{self._weights} {name} {thread_count}" if self._weights else None
 
     def set_threads(self, count: int) -> EngineState:
@@ -217,7 +225,7 @@ class Engine:
         """Replace plain layers by those of an engine, unless its self-test fails."""
         # The two extremes. A number in between is tested when it is chosen.
         counts, engine = sorted({1, threads.available_threads()}), self._layer_engines[name]
-        if not self._int8_weights:
+        if self._formats.as_loaded:
             self._use_plain(self.state.reason)  # removes another layer engine
         try:
             failure = engine.install(counts, self.report)
@@ -225,11 +233,11 @@ class Engine:
             self._use_plain("interrupted")
             raise
         if failure:
-            if not self._int8_weights:
-                # Weights that were rounded to int8 cannot be put back, so their layers stay.
+            if self._formats.as_loaded:
+                # Weights in another format cannot be put back, so their layers stay.
                 self._use_plain(f"{requested}: the self-test failed, {failure}")
-            if self._int8_weights or requested == name:
-                remedy = "start without --engine-weights" if self._int8_weights else "use /engine plain"
+            if not self._formats.as_loaded or requested == name:
+                remedy = "use /engine plain" if self._formats.as_loaded else "start without --engine-weights"
                 raise UserError(f"The {name} engine failed its self-test: {failure}. Instead, {remedy}.")
             return
         self._tested_counts = set(counts)

@@ -16,6 +16,7 @@ from utils.engine import attention, selftest
 from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
 from utils.engine.layer_engine import Report, unreported
 from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
+from utils.engine.weight_format import EngineWeights
 
 DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
@@ -25,16 +26,16 @@ class InvariantEngine:
     """Row-invariant layers in the models of a pair.
 
     models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head, whose drafts are verified in any case. int8_weights: round linear weights to int8,
-    which cannot be undone.
+    tested, such as a draft head, whose drafts are verified in any case. weights: the format of linear weights; another
+    than the loaded one cannot be undone.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], *, int8_weights: bool) -> None:
-        self._models, self._helpers, self._int8 = list(models), list(helpers), int8_weights
+    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
+        self._models, self._helpers, self._int8 = list(models), list(helpers), not weights.as_loaded
         self._plain_attention = [model.config._attn_implementation for model in self._models]
         self._installed = False
         self.layouts: dict[str, int] = {}
-        self.weights = "int8" if int8_weights else weight_format(self._models[0])
+        self.weights = weight_format(self._models[0]) if weights.as_loaded else weights.format
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""

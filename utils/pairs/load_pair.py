@@ -15,6 +15,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
 from utils.distributed import is_tensor_parallel, world_size
 from utils.engine import Engine
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
@@ -95,7 +96,7 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        engine=_engine(model, drafter.model, int8_weights=request.engine_weights == "int8"),
+        engine=_engine(model, drafter.model, EngineWeights(request.engine_weights)),
         notes=own_notes + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,
@@ -112,7 +113,7 @@ def _device_of(model: PreTrainedModel | TargetHead, device: str) -> str:
     return " + ".join(dict.fromkeys(devices))
 
 
-def _engine(target: PreTrainedModel, drafter: PreTrainedModel | TargetHead | None, *, int8_weights: bool) -> Engine:
+def _engine(target: PreTrainedModel, drafter: PreTrainedModel | TargetHead | None, weights: EngineWeights) -> Engine:
     if isinstance(drafter, TargetHead):
-        return Engine([target], helpers=[drafter], int8_weights=int8_weights)
-    return Engine([target, *([drafter] if drafter else [])], int8_weights=int8_weights)
+        return Engine([target], helpers=[drafter], weights=weights)
+    return Engine([target, *([drafter] if drafter else [])], weights=weights)

@@ -19,6 +19,7 @@ from utils.engine import Engine, attention, invariant, selftest
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.kernels import Int8Kernel, PackedKernel
 from utils.engine.module_swap import EngineLinear, restore_linears
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.repl.runner import Verdict
@@ -216,7 +217,7 @@ def test_a_new_number_of_threads_is_tested_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_int8_weights_cannot_be_taken_back() -> None:
     model = llama()
-    engine = Engine([model], int8_weights=True)
+    engine = Engine([model], weights=EngineWeights("int8"))
     state = engine.use("auto", 1)
     assert (state.kind, state.weights, state.verified) == ("invariant", "int8", True)
     assert_bits_of_single_steps(model, [5 * index % 96 for index in range(70)], Random(3))
@@ -225,7 +226,7 @@ def test_int8_weights_cannot_be_taken_back() -> None:
         engine.use("plain", 1)
     assert engine.state == state
     with pytest.raises(UserError, match="encoder-decoder"):
-        Engine([tiny_t5()], int8_weights=True)
+        Engine([tiny_t5()], weights=EngineWeights("int8"))
 
 
 def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:

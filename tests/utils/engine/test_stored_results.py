@@ -14,6 +14,7 @@ from utils.engine import Engine, engine, fingerprint, selftest
 from utils.engine.kernels import PackedKernel
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import MAX_BYTES, MAX_ENTRIES, ResultFile, entry_digest
+from utils.engine.weight_format import EngineWeights
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def tests() -> Iterator[mock.Mock]:
 
 def start(file: ResultFile, *, threads: int = 1, name: str = "auto", int8: bool = False, **model: Any) -> Engine:
     """What a start of the program does, with the same models each time unless `model` says otherwise."""
-    started = Engine([tiny_llama(**{"vocab_size": 96} | model)], int8_weights=int8)
+    started = Engine([tiny_llama(**{"vocab_size": 96} | model)], weights=EngineWeights("int8" if int8 else "float32"))
     started.results = file
     started.use(name, threads)
     return started
