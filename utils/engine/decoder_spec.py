@@ -5,15 +5,25 @@ Engines that compute a model by a forward pass of their own read a DecoderSpec, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+# name: the function between the projections of an MLP
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 
-    weight: as it is multiplied. Families that store weight - 1, such as Gemma, are converted.
+    weight: as it is multiplied. Families that store weight - 1, such as Gemma, are converted, to float32.
     """
 
     weight: Tensor
@@ -76,6 +86,7 @@ class DecoderSpec:
 
     Rotary positions rotate the first rotary_dim values of each head in halves, as Llama does:
     y = x * cos + concat(-x2, x1) * sin. softcap(z) = logit_softcap * tanh(z / logit_softcap), or z if it is None.
+    embedding: never one that multiplies by a scale itself.
     """
 
     hidden_size: int
