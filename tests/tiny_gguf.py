@@ -11,9 +11,12 @@ import gguf
 from transformers import LlamaForCausalLM
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, tokenizer: Any) -> Path:
-    """Write model and tokenizer, part of it quantized; the last token becomes the one merge that the format insists
-    on.
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, tokenizer: Any, *, kind: str = "Q8_0", parts: tuple[str, ...] = (".mlp.",)
+) -> Path:
+    """Write model and tokenizer; the last token becomes the one merge that the format insists on.
+
+    Weights with one of `parts` in their names are quantized to `kind`.
     """
     writer = gguf.GGUFWriter(path, "llama")
     _add_sizes(writer, model.config)
@@ -22,11 +25,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, tokenizer: Any) -> Path:
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         count = next((heads[kind] for kind in heads if kind in name), None)
-        weight, kind = _interleaved(tensor.numpy(), count), gguf.GGMLQuantizationType.F32
-        if ".mlp." in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            weight = gguf.quants.quantize(weight, kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight, raw_dtype=kind)
+        weight, stored = _interleaved(tensor.numpy(), count), gguf.GGMLQuantizationType.F32
+        if any(part in name for part in parts):
+            stored = gguf.GGMLQuantizationType[kind]
+            weight = gguf.quants.quantize(weight, stored)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,170 @@
+"""The weights of a GGUF file in their own blocks, so that engines can multiply with them instead of float32 copies.
+
+A block's integers, scales and minimums become a BlockWeight whose `dense` gives the bits that transformers loads. Only
+types whose weights have that form are read; layers of other types stay as they were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    read_field,
+)
+
+from utils.engine.weight_blocks import BlockWeight
+
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+
+
+class _Blocks(NamedTuple):
+    """Blocks of one type: values (B, weights of a block), scales and minimums (B, groups of a block)."""
+
+    values: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+    bits: int
+
+
+def read_blocks(path: Path, model: PreTrainedModel) -> dict[str, BlockWeight]:
+    """Return the weights of a GGUF file by the parameter names of the model that transformers loads from it.
+
+    A weight is left out if its type has another form, or if the model holds other values, for example because its
+    columns were reordered. The model must be in float32, and its layers must not have been replaced.
+    """
+    reader = GGUFReader(path)
+    architecture = read_field(reader, "general.architecture")[0]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
+    with redirect_stderr(StringIO()):
+        names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in UNPACKERS}
+    if HEAD not in {tensor.name for tensor in reader.tensors} and EMBEDDING in stored:
+        stored[HEAD] = stored[EMBEDDING]  # a tied head
+    found = {}
+    for name, tensor in stored.items():
+        weight = parameters.get(names.get(name, ""))
+        if weight is None or weight.dim() != 2:
+            continue
+        block = unpacked(tensor.tensor_type.name, np.asarray(tensor.data))
+        block = _in_model_order(block, name, processor)
+        if torch.equal(block.dense(), weight):
+            found[names[name]] = block
+    return found
+
+
+def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
+    """Return the weight of a tensor. kind: a name in UNPACKERS. data: (N, bytes of a row), uint8."""
+    rows, (unpack, size) = data.shape[0], UNPACKERS[kind]
+    blocks = unpack(torch.from_numpy(data.copy()).view(-1, size))
+    values = blocks.values.view(rows, -1)
+    minimums = None if blocks.minimums is None else blocks.minimums.reshape(rows, -1)
+    scales = blocks.scales.reshape(rows, -1)
+    return BlockWeight(values, scales, minimums, values.shape[1] // scales.shape[1], blocks.bits)
+
+
+def _head_counts(model: PreTrainedModel) -> dict[str, int | None]:
+    names = ("num_attention_heads", "num_key_value_heads")
+    return {name: getattr(model.config.get_text_config(decoder=True), name, None) for name in names}
+
+
+def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -> BlockWeight:
+    """Reorder rows as transformers does: GGUF files of Llama keep rotary dimensions side by side, not in halves.
+
+    Groups are along the columns, so each tensor is reordered in the same way.
+    """
+
+    def reordered(part: Tensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(processor.process(part.numpy(), name=name).weights))
+
+    minimums = None if block.minimums is None else reordered(block.minimums)
+    return BlockWeight(reordered(block.values), reordered(block.scales), minimums, block.group, block.bits)
+
+
+def _floats(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 number at a byte of every block as float32 (B, 1)."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(data: Tensor, width: int, bits: int) -> Tensor:
+    """Split bytes into fields of `bits` bits, the lowest of `width` bytes first: (B, n * width) -> (B, n * 8 // bits,
+    width).
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
+    return (data.reshape(len(data), -1, 1, width) >> shifts & (1 << bits) - 1).flatten(1, 2)
+
+
+def _q4_0(blocks: Tensor) -> _Blocks:
+    scale = _floats(blocks, 0)
+    return _Blocks(_fields(blocks[:, 2:], 16, 4).flatten(1), scale, -8 * scale, 4)
+
+
+def _q4_1(blocks: Tensor) -> _Blocks:
+    return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _floats(blocks, 0), _floats(blocks, 2), 4)
+
+
+def _q5_0(blocks: Tensor) -> _Blocks:
+    scale = _floats(blocks, 0)
+    return _Blocks(_fifth_bits(blocks[:, 2:6]) | _fields(blocks[:, 6:], 16, 4).flatten(1), scale, -16 * scale, 5)
+
+
+def _q5_1(blocks: Tensor) -> _Blocks:
+    values = _fifth_bits(blocks[:, 4:8]) | _fields(blocks[:, 8:], 16, 4).flatten(1)
+    return _Blocks(values, _floats(blocks, 0), _floats(blocks, 2), 5)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """Return bit i of four bytes as 16 times value i: (B, 4) -> (B, 32)."""
+    return _fields(data, 1, 1).flatten(1) << 4
+
+
+def _q8_0(blocks: Tensor) -> _Blocks:
+    return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _floats(blocks, 0), None, 8)
+
+
+def _q4_k(blocks: Tensor) -> _Blocks:
+    return _Blocks(_fields(blocks[:, 16:], 32, 4).flatten(1), *_k_scales(blocks), 4)
+
+
+def _q5_k(blocks: Tensor) -> _Blocks:
+    low, high = _fields(blocks[:, 48:], 32, 4), _fields(blocks[:, 16:48], 32, 1)
+    return _Blocks((low | high << 4).flatten(1), *_k_scales(blocks), 5)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minimums (B, 8) of Q4_K and Q5_K blocks: 6 bits each in 12 bytes, times two float16 numbers."""
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, both & 15 | first >> 6 << 4], dim=1)
+    minimums = torch.cat([second & 63, both >> 4 | second >> 6 << 4], dim=1)
+    return _floats(blocks, 0) * scales, -_floats(blocks, 2) * minimums
+
+
+def _q6_k(blocks: Tensor) -> _Blocks:
+    low, high = _fields(blocks[:, :128], 64, 4).reshape(-1, 8, 32), _fields(blocks[:, 128:192], 32, 2)
+    scales = _floats(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    return _Blocks(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 6)
+
+
+# Type of a tensor -> the function that unpacks its blocks, and the bytes of a block.
+UNPACKERS: dict[str, tuple[Callable[[Tensor], _Blocks], int]] = {
+    "Q4_0": (_q4_0, 18),
+    "Q4_1": (_q4_1, 20),
+    "Q5_0": (_q5_0, 22),
+    "Q5_1": (_q5_1, 24),
+    "Q8_0": (_q8_0, 34),
+    "Q4_K": (_q4_k, 144),
+    "Q5_K": (_q5_k, 176),
+    "Q6_K": (_q6_k, 210),
+}
