@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def test_weights_are_shared_and_named(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name).to(dtype)
     spec, state = read(model), model.state_dict()
     assert spec.embedding.weight is model.get_input_embeddings().weight
+    assert type(spec.embedding) is nn.Embedding  # and none that multiplies by a scale
     assert (spec.head.weight is spec.embedding.weight) == model.config.tie_word_embeddings
     for linear in linears(spec):
         whole, _, rows = linear.name.removesuffix("]").partition("[")
@@ -100,7 +102,8 @@ def test_rotary_tables_are_float32_in_every_format(name: str) -> None:
 def test_the_scale_of_an_embedding_is_rounded_as_the_model_does() -> None:
     model = tiny_model("gemma", hidden_size=96)
     assert read(model).embedding_scale == pytest.approx(96**0.5)
-    assert read(model.bfloat16()).embedding_scale == 9.8125
+    model.bfloat16().model.embed_tokens.embed_scale = torch.tensor(96**0.5)
+    assert read(model).embedding_scale == 9.8125
 
 
 def ones(norm: Norm) -> Norm:
@@ -185,9 +188,21 @@ def with_mixed_formats() -> Any:
     return model
 
 
-def with_another_number_of_layers() -> Any:
+def with_parameter(path: str, parameter: nn.Parameter) -> Any:
     model = tiny_model("llama")
-    model.config.num_hidden_layers = 2
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, parameter)
+    return model
+
+
+class QuantizedTensor(Tensor):
+    """A tensor whose operations may mean something else."""
+
+
+def with_attribute(name: str, path: str, **changes: Any) -> Any:
+    model = tiny_model(name)
+    for attribute, value in changes.items():
+        setattr(model.get_submodule(path) if path else model.config, attribute, value)
     return model
 
 
@@ -212,8 +227,8 @@ UNREADABLE: list[tuple[str, Callable[[], Any]]] = [
     ("QuickGELU", lambda: tiny_model("qwen2", hidden_act="quick_gelu")),
     ("scores are capped", lambda: tiny_model("gemma2", attn_logit_softcapping=30.0)),
     ("not causal", lambda: tiny_model("gemma3_text", use_bidirectional_attention=True)),
-    ("longrope", lambda: tiny_model("phi3", **LONGROPE)),
-    ("dynamic", lambda: tiny_model("llama", **rope("dynamic", factor=2.0))),
+    ("longrope depend on the length", lambda: tiny_model("phi3", **LONGROPE)),
+    ("dynamic depend on the length", lambda: tiny_model("llama", **rope("dynamic", factor=2.0))),
     ("proportional", lambda: tiny_model("llama", **rope("proportional"))),
     ("a part of each head", lambda: tiny_model("llama", **rope("linear", factor=2.0, partial_rotary_factor=0.5))),
     ("model.layers.1.mlp.up_proj", lambda: with_module("model.layers.1.mlp.up_proj", QuantizedLinear(96, 96))),
@@ -223,7 +238,14 @@ UNREADABLE: list[tuple[str, Callable[[], Any]]] = [
     ("model.layers.1.self_attn", with_other_forward),
     ("LayerNorm", lambda: with_module("model.norm", nn.LayerNorm(96))),
     ("model.layers.0.mlp.up_proj.weight", lambda: with_module("model.layers.0.mlp.up_proj", nn.Linear(96, 32))),
-    ("number of layers", with_another_number_of_layers),
+    ("number of layers", partial(with_attribute, "llama", "", num_hidden_layers=2)),
+    ("layer 0 is of the unknown type", partial(with_attribute, "qwen2", "", layer_types=["chunked_attention"] * 3)),
+    ("layer 0 has a sliding window", partial(with_attribute, "qwen2", "", sliding_window=None)),
+    ("numbers of heads", partial(with_attribute, "qwen2", "model.layers.1.self_attn", num_key_value_groups=1)),
+    ("norm of its rows", partial(with_attribute, "qwen2", "model.embed_tokens", max_norm=1.0)),
+    ("lm_head.weight", lambda: with_parameter("lm_head.weight", nn.Parameter(QuantizedTensor(160, 96)))),
+    ("lm_head.weight", lambda: with_parameter("lm_head.weight", nn.Parameter(torch.ones(160, 96).char(), False))),
+    ("several devices", lambda: with_parameter("lm_head.weight", nn.Parameter(torch.ones(160, 96, device="meta")))),
     ("number formats", with_mixed_formats),
     ("not in memory", lambda: tiny_model("llama").to("meta")),
     ("training", lambda: tiny_model("llama").train()),
