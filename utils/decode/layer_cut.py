@@ -48,6 +48,9 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     cut.generation_config = copy.deepcopy(model.generation_config)
     cut.set_submodule(path, _blocks(cut, path)[:depth])
     _check_runs(cut)
+    # The forward pass of an engine belongs to the whole model, so the cut gets one of its own.
+    if for_cut := getattr(model.forward, "for_cut", None):
+        cut.forward = for_cut(cut)
     return cut
 
 
@@ -56,6 +59,8 @@ def _mirror(module: nn.Module, memo: dict[int, Any]) -> Any:
     if id(module) not in memo:
         # Stored before the children are visited: a shared module stays shared, and a cycle ends.
         twin = memo[id(module)] = copy.copy(module)
+        # A forward pass that was set on the instance, by accelerate or by an engine, would run the original's layers.
+        vars(twin).pop("forward", None)
         for name, value in vars(module).items():
             if isinstance(value, dict):  # parameters, buffers, children, hooks: a new dict, the same values
                 vars(twin)[name] = copy.copy(value)

@@ -43,6 +43,11 @@ def window_notes(model: Any, name: str) -> tuple[str, ...]:
 
 def empty_cache(model: Any) -> DynamicCache:
     """An empty cache for a model that `check_sliding_window` has seen."""
+    # An engine that has replaced the model's forward pass may need a cache of its own.
+    replaced = getattr(model.forward, "new_cache", None)
+    own: DynamicCache | None = replaced and replaced()
+    if own is not None:
+        return own
     return new_cache(model.config, keeps_all=keeps_all(model))
 
 

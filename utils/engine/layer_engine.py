@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 Report = Callable[[str], None]  # shows how far a step has got
+BIT_IDENTICAL = "bit-identical at every verify width"
 
 
 def unreported(text: str) -> None:

@@ -1,0 +1,282 @@
+"""The CUDA graph engine on the CPU, with a graph that repeats recorded operations: logits, rewinds, forks, buffers."""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from fake_graph import FakeGraph, FakeRecorder
+from tiny import build, tiny_head, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from sampling.drafters.head import HeadDrafter, HeadSession
+from sampling.speculative import speculative_steps
+from utils.decode.decoding import Decoding
+from utils.decode.layer_cut import first_layers
+from utils.decode.logit_drift import LogitDrift, max_rounding
+from utils.decode.model_session import ModelSession
+from utils.engine import cuda_graph, graph_cache
+from utils.engine.cuda_graph import CudaGraphEngine, GraphForward
+from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.weight_format import EngineWeights
+from utils.logits_processor import GreedyProcessor
+
+VOCABULARY = 96
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": partial(tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048, num_hidden_layers=3),
+    "sliding window": partial(tiny_sliding, vocab_size=VOCABULARY, max_position_embeddings=2048),
+    "two kinds of layers": lambda: build(Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=8), 0),
+    "norms of heads": lambda: build(Qwen3ForCausalLM, Qwen3Config(**SHAPE), 0),
+    "learned positions": lambda: build(GPT2LMHeadModel, GPT2Config(**GPT2), 0),
+    "eager attention": partial(
+        tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048, attn_implementation="eager"
+    ),
+}
+
+
+class OnCpu(CudaGraphEngine):
+    """The engine with the graph of these tests."""
+
+    recorder = FakeRecorder
+
+
+def installed(model: Any) -> CudaGraphEngine:
+    engine = OnCpu([model], [], EngineWeights())
+    assert engine.unsupported() == ""
+    assert engine.install([1]) == ""
+    return engine
+
+
+def attached(model: Any) -> Any:
+    """The model with the engine's forward pass, without a self-test."""
+    model.forward = GraphForward(model, FakeRecorder(model.device))
+    return model
+
+
+def replays(model: Any) -> int:
+    """How often graphs of the model were replayed."""
+    return sum(graph.replays for graph in model.forward._record.graphs)
+
+
+def equal(logits: Tensor, expected: Tensor) -> bool:
+    return LogitDrift.of([logits, expected]).difference <= max_rounding(expected) / 16
+
+
+def ids(count: int, random: Random) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_widths_rewinds_and_forks_give_the_plain_logits(name: str) -> None:
+    plain, model, random = MODELS[name](), attached(MODELS[name]()), Random(name)
+    for _ in range(2):  # the second run replays what the first has recorded, on the buffers that it has left
+        sessions = [ModelSession(each) for each in (plain, model)]
+        context = ids(random.randint(1, 40), random)
+        while len(context) < 80:
+            drafts = ids(random.choice([0, 1, 2, 3, 4, 7, 8, 9, 11, 16, 20]), random)
+            fed = [*context, *drafts]
+            keep = random.randint(1, len(drafts) + 1)
+            expected, logits = (session.feed(fed, keep=keep) for session in sessions)
+            assert equal(logits, expected), (len(context), len(drafts))
+            context = fed[: len(context) + random.randint(0, len(drafts))]
+            for session in sessions:
+                session.rewind(len(context))
+            context += ids(1, random)
+            if random.random() < 0.2:
+                branch = [*context, *ids(3, random)]
+                expected, logits = (session.fork().feed(branch, keep=2) for session in sessions)
+                assert equal(logits, expected)
+
+
+def test_logits_stay_as_they_are_when_the_graph_is_replayed() -> None:
+    model, random = attached(MODELS["llama"]()), Random(1)
+    cache, outputs = model.forward.new_cache(), []
+    with torch.no_grad():
+        for width in (20, 2, 2):
+            tokens = torch.tensor([ids(width, random)])
+            output = model(input_ids=tokens, past_key_values=cache, output_hidden_states=True)
+            tensors = (output.logits, *output.hidden_states)
+            outputs.append((tensors, [tensor.clone() for tensor in tensors]))
+    assert replays(model) == 2 and cache.get_seq_length() == 24
+    for tensors, copies in outputs:
+        assert all(map(torch.equal, tensors, copies)) and not any(copy.isnan().any() for copy in copies)
+
+
+@pytest.mark.parametrize("name", ["llama", "two kinds of layers"])
+def test_hidden_states_are_those_of_the_plain_model(name: str) -> None:
+    plain, model, random = MODELS[name](), attached(MODELS[name]()), Random(2)
+    context, features = ids(30, random), []
+    for each in (plain, model):
+        session = ModelSession(each, features=(1, -1))
+        session.feed(context[:14], keep=1)
+        for end in (15, 19, 28, 30):  # widths 1, 4, 9 and 2
+            session.feed(context[:end], keep=1)
+        features.append(session.take_features())
+    assert features[1] is not None and features[0].shape == features[1].shape and equal(features[1], features[0])
+    assert replays(model)
+
+
+def test_a_run_moves_to_longer_buffers_and_back_to_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "SMALLEST", 32)
+    plain, model, random = MODELS["llama"](), attached(MODELS["llama"]()), Random(3)
+    for length in (90, 20):
+        context = ids(length, random)
+        logits = []
+        for each in (plain, model):
+            session = ModelSession(each)
+            session.feed(context[:7], keep=1)
+            rows = [session.feed(context[: end + 1], keep=1) for end in range(7, length)]
+            session.rewind(length // 2)
+            rows.append(session.feed([*context[: length // 2], 3, 4], keep=2))
+            logits.append(torch.cat(rows))
+        assert equal(logits[1], logits[0])
+    assert max(model.forward.pool._spare) == 128 and len(model.forward.pool._spare[32]) <= 2
+
+
+def test_batches_leave_the_slot() -> None:
+    plain, model, random = MODELS["llama"](), attached(MODELS["llama"]()), Random(4)
+    context, before = ids(12, random), replays(model)
+    results = []
+    for each in (plain, model):
+        session = ModelSession(each)
+        session.feed(context, keep=1)
+        session.select([0, 0, 0])
+        rows = [[*context, token] for token in (5, 6, 7)]
+        first = session.feed_rows(rows, keep=1)
+        session.select([2, 0, 0])
+        second = session.feed_rows([[*rows[row], 9, 8] for row in (2, 0, 0)], keep=2)
+        fork = session.fork().feed_rows([[*rows[row], 9, 8, 1] for row in (2, 0, 0)], keep=1)
+        results.append(torch.cat([part.flatten() for part in (first, second, fork)]))
+    assert equal(results[1][None], results[0][None])
+    assert replays(model) == before
+
+
+def test_the_same_run_twice_has_the_same_bits() -> None:
+    """The first run records on a new slot; a short prompt must be computed alike in both."""
+    model, random = attached(MODELS["llama"]()), Random(5)
+    context, runs = ids(12, random), []
+    for _ in range(2):
+        session = ModelSession(model)
+        runs.append(torch.cat([session.feed(context[:end], keep=1) for end in (5, 6, 9, 12)]))
+    assert torch.equal(*runs)
+
+
+def test_positions_beyond_the_context_length_are_not_padded() -> None:
+    model, plain, random = attached(MODELS["learned positions"]()), MODELS["learned positions"](), Random(6)
+    context, sessions = ids(128, random), []
+    for each in (plain, model):
+        session = ModelSession(each)
+        session.feed(context[:115], keep=1)
+        sessions.append(session.feed(context[:127], keep=12))  # would be padded to 132 of 128 positions
+    assert equal(sessions[1], sessions[0])
+
+
+def test_a_cut_of_the_model_has_graphs_of_its_own_until_the_engine_is_removed() -> None:
+    plain, model, random = MODELS["llama"](), MODELS["llama"](), Random(7)
+    engine, context = installed(model), ids(20, random)
+    cuts = [first_layers(each, 1) for each in (plain, model)]
+
+    def logits(cut: Any) -> Tensor:
+        session = ModelSession(cut)
+        return torch.cat([session.feed(context[:end], keep=1) for end in (12, 13, 16)])
+
+    assert equal(logits(cuts[1]), logits(cuts[0]))
+    before = replays(cuts[1])
+    assert before
+    engine.remove()
+    assert "forward" not in vars(model)
+    assert equal(logits(cuts[1]), logits(cuts[0])) and replays(cuts[1]) == before
+
+
+def test_a_cut_of_a_model_with_hooks_runs_only_its_own_layers() -> None:
+    """accelerate sets the forward pass of quantized models on the instance."""
+    model, context = MODELS["llama"](), torch.tensor([[5, 6, 7]])
+    expected = first_layers(model, 1)(context).logits
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+    assert torch.equal(first_layers(model, 1)(context).logits, expected)
+
+
+def test_a_head_reads_the_hidden_states_of_replays() -> None:
+    texts = []
+    for replaced in (False, True):
+        model = MODELS["llama"]()
+        head = tiny_head(model)
+        if replaced:
+            attached(model)
+        decoding = Decoding.of(GreedyProcessor(), 40, end_ids=frozenset(), seed=1)
+        session = ModelSession(model, features=head.head.shape.layers)
+        drafter = HeadDrafter(HeadSession(head), decoding, VOCABULARY)
+        steps = list(speculative_steps([5, 6, 7, 8], drafter, session, decoding, gamma=3))
+        texts.append([(step.drafted, step.accepted, step.token) for step in steps])
+    assert texts[0] == texts[1]
+
+
+def test_prompts_and_unusual_calls_run_eagerly() -> None:
+    model, plain = attached(MODELS["llama"]()), MODELS["llama"]()
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)  # positional, and without a cache
+        mask = torch.tensor([[0, 1, 1, 1]])
+        assert torch.equal(model(tokens, attention_mask=mask).logits, plain(tokens, attention_mask=mask).logits)
+        texts = [each.generate(tokens, max_new_tokens=8, do_sample=False) for each in (model, plain)]
+    assert torch.equal(*texts)
+    assert isinstance(model(input_ids=tokens, return_dict=False), tuple)
+
+
+def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]()
+    monkeypatch.setattr(cuda_graph, "_has_equal_bits", lambda model: True)
+    engine = installed(model)
+    assert engine.promise == BIT_IDENTICAL
+    engine.remove()
+    monkeypatch.undo()
+    assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
+
+
+def skewed(graph: FakeGraph, width: int) -> None:
+    """Let a graph of one width return logits that are two percent off."""
+    replay = FakeGraph.replay
+
+    def replay_wrongly() -> None:
+        replay(graph)
+        if graph.outputs[0].shape[1] == width:
+            graph.outputs[0].mul_(1.02)
+
+    graph.replay = replay_wrongly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("width", [1, 6, 17])
+def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: FakeRecorder, run: Any) -> FakeGraph:
+        graph = FakeGraph(run)
+        skewed(graph, width)
+        return graph
+
+    monkeypatch.setattr(FakeRecorder, "__call__", record)
+    engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
+    assert f"passes of {12 if width == 17 else width} tokens" in engine.install([1])
+
+
+UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "it is on cpu")]
+
+
+@pytest.mark.parametrize(("model", "reason"), UNSUPPORTED)
+def test_unsupported_models_are_named(model: Any, reason: str) -> None:
+    engine_class = CudaGraphEngine if model is tiny_llama else OnCpu
+    assert reason in engine_class([model()], [], EngineWeights()).unsupported()
+    assert "int8" in OnCpu([tiny_llama()], [], EngineWeights("int8")).unsupported()

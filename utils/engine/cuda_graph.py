@@ -1,0 +1,225 @@
+"""The CUDA graph engine: decode steps and verify passes of a few widths are recorded once and then replayed.
+
+A replay launches all kernels of a forward pass at once, where Python and transformers launch them one by one. Prompts,
+batches, wide passes and other arguments run eagerly on the same cache. Sampling stays outside the graph.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from utils.decode.logit_drift import logits_by_width
+from utils.decode.model_info import context_length, is_spread
+from utils.decode.model_session import ModelSession
+from utils.engine import selftest
+from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, Slot, SlotPool, recorded_cache
+from utils.engine.invariant import DIFFERENT_LOGITS, weight_format
+from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
+from utils.engine.weight_format import EngineWeights
+
+WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
+TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
+EAGER = (18, 33, selftest.MAX_WIDTH)  # these run without a graph, and must not have other bits either
+# What ModelSession passes. A call with anything else runs eagerly.
+ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+
+
+class GraphForward:
+    """Takes the place of a model's `forward`: replays a graph where there is one for the call.
+
+    record: makes a recording of a function. Graphs are recorded when they are first needed. whole: of the model that
+    this one was cut out of; the cut runs eagerly when that model does.
+    """
+
+    def __init__(self, model: PreTrainedModel, record: Record, whole: "GraphForward | None" = None) -> None:
+        # Sessions check once how the model uses its sliding window, with another window, which must not be recorded.
+        ModelSession(model)
+        self.original, self._whole, self.is_removed = model.forward, whole, False
+        self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
+        self._record, self._limit = record, context_length(model)
+        self._layers, self.pool = len(DynamicCache(config=model.config).layers), SlotPool(model.device)
+        self._takes_positions = "position_ids" in self.__signature__.parameters
+
+    def new_cache(self) -> GraphCache | None:
+        """Return an empty cache for a session, or None if any other one will do."""
+        is_removed = self.is_removed or (self._whole is not None and self._whole.is_removed)
+        return None if is_removed else GraphCache(self.pool, self._layers)
+
+    def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
+        """Return the same for a model that was cut out of this one."""
+        return GraphForward(cut, self._record, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = None if args else self._replayed(kwargs)
+        return self.original(*args, **kwargs) if output is None else output
+
+    def _replayed(self, kwargs: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
+        """Return the output of a replay, or None if the call has to run eagerly."""
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if not isinstance(cache, GraphCache) or ids is None:
+            return None
+        length, count = cache.get_seq_length(), ids.shape[1]
+        width = next((width for width in WIDTHS if width >= count), count)
+        # Padding must not reach positions for which the model has no embedding.
+        fits = width <= WIDTHS[-1] and (self._limit is None or length + width <= self._limit)
+        slot = cache.reserve(width if fits else count)
+        # An empty cache is filled eagerly even by a short prompt, since a new slot has no buffers to record on.
+        if slot is None or not fits or not length or not _is_plain_call(kwargs):
+            return None
+        hidden = bool(kwargs.get("output_hidden_states"))
+        outputs = self._outputs(slot, ids, (width, hidden), length)
+        cache.advance(count)
+        keep = kwargs.get("logits_to_keep", 0)
+        # Copies, because the next replay overwrites the outputs.
+        logits, *states = (output[:, :count] for output in outputs)
+        return CausalLMOutputWithPast(
+            logits=cast(torch.FloatTensor, logits[:, -keep:].clone()),
+            past_key_values=cache,
+            hidden_states=cast(Any, tuple(state.clone() for state in states) if hidden else None),
+        )
+
+    def _outputs(self, slot: Slot, ids: Tensor, kind: tuple[int, bool], length: int) -> Outputs:
+        """Run a graph over ids (1, T) after `length` positions. Outputs are (1, width, ...)."""
+        slot.position.fill_(length)  # a kernel with an immediate value: nothing is uploaded
+        if kind not in slot.graphs:
+            static = ids.new_zeros((1, kind[0]))
+            static[:, : ids.shape[1]] = ids
+            slot.graphs[kind] = static, self._record(self._pass(slot, static, hidden=kind[1]))
+        static, graph = slot.graphs[kind]
+        static[:, : ids.shape[1]] = ids
+        graph.replay()
+        return graph.outputs
+
+    def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
+        """Return the forward pass to record: the logits of all rows, and the hidden states."""
+        arguments = {"input_ids": ids, "past_key_values": recorded_cache(slot), "use_cache": True, "return_dict": True}
+        if hidden:
+            arguments["output_hidden_states"] = True
+
+        def run() -> Outputs:
+            if self._takes_positions:
+                arguments["position_ids"] = (slot.position + torch.arange(ids.shape[1], device=ids.device))[None]
+            output = self.original(**arguments)
+            return (output.logits, *(output.hidden_states if hidden else ()))
+
+        return run
+
+
+def _is_plain_call(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks for nothing but what a graph computes."""
+    return (
+        kwargs.keys() <= ARGUMENTS
+        and kwargs["input_ids"].shape[0] == 1
+        and kwargs.get("use_cache", True) is True
+        and kwargs.get("return_dict", True) is True
+        and isinstance(kwargs.get("logits_to_keep", 0), int)
+        and not torch.is_grad_enabled()
+    )
+
+
+class CudaGraphEngine:
+    """Recorded forward passes of the models of a pair. helpers, such as a draft head, stay as they are.
+
+    promise: set by the self-test if the logits have the same bits at every tested width and buffer length.
+    """
+
+    recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
+
+    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
+        self._models, self._formats = list(models), weights
+        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that were set on them
+        self.promise = ""
+        self.layouts: dict[str, int] = {}
+        self.weights = weight_format(self._models[0])
+
+    def unsupported(self) -> str:
+        """Return why the models cannot be computed this way."""
+        if not self._formats.as_loaded:
+            return f"{self._formats.format} engine weights are computed on CPUs only"
+        return next(filter(None, (_unsupported(model, self.recorder.device_type) for model in self._models)), "")
+
+    def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
+        """Replace the forward passes, record them and run the self-test. Returns why it failed."""
+        self.promise = ""
+        reference = [selftest.prefill_logits(model) for model in self._models]
+        record, equal = self.recorder(self._models[0].device), True
+        for model in self._models:
+            forward = GraphForward(model, record)
+            self._replaced.append((model, vars(model).get("forward")))
+            model.forward = cast(Any, forward)
+        for model, logits in zip(self._models, reference, strict=True):
+            report("recording forward passes")
+            if reason := _differs_from_plain(model, logits):
+                return reason
+            report("comparing widths and buffer lengths")
+            equal = equal and _has_equal_bits(model)
+        self.promise = BIT_IDENTICAL if equal else ""
+        return ""
+
+    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
+        """Do what `install` does: graphs have to be recorded in any case, which takes most of the time."""
+        return self.install([])
+
+    def self_test(self, thread_count: int, report: Report = unreported) -> str:
+        """Test nothing, since a replay does not depend on the number of CPU threads."""
+        return ""
+
+    def remove(self) -> None:
+        """Put the original forward passes back."""
+        for model, own in self._replaced:
+            cast(GraphForward, model.forward).is_removed = True
+            del model.forward
+            if own is not None:  # of a library that had replaced it before, such as accelerate
+                model.forward = own
+        self._replaced = []
+
+
+def _unsupported(model: PreTrainedModel, device_type: str) -> str:
+    """Return why a model cannot be recorded."""
+    if model.device.type != device_type:
+        return f"CUDA graphs need a CUDA device, and it is on {model.device.type}"
+    if getattr(model, "tp_size", None) or is_spread(model):
+        return "its layers are spread over several devices"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if not layers or layers - {DynamicLayer, DynamicSlidingWindowLayer} or getattr(model, "_is_stateful", False):
+        return "some of its layers are neither full nor sliding attention"
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return f"it uses {model.config._attn_implementation} attention"
+    return ""
+
+
+def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:
+    """Describe the first width whose logits differ from those of the plain engine (POSITIONS, V) by more than
+    rounding.
+    """
+    for width in TESTED:
+        if selftest.differ_beyond_rounding(_logits(model, len(reference), width), reference):
+            return f"{DIFFERENT_LOGITS} in passes of {width} tokens"
+    return ""
+
+
+def _has_equal_bits(model: PreTrainedModel) -> bool:
+    """Whether logits have the same bits at every tested width, recorded or not, and in a buffer of another length."""
+    count = selftest.MAX_WIDTH
+    alone = _logits(model, count, 1)
+    if not all(torch.equal(_logits(model, count, width), alone) for width in (*TESTED[1:], *EAGER)):
+        return False
+    pool = cast(GraphForward, model.forward).pool
+    with pool.lengthened():
+        return torch.equal(_logits(model, count, 1), alone)
+
+
+def _logits(model: PreTrainedModel, count: int, width: int) -> Tensor:
+    """Logits (count, V) of a sample text after a prefix, `width` tokens at a time."""
+    context = selftest.sample_context(model, selftest.PREFIX + count)
+    session, count = ModelSession(model), min(count, len(context) - 1)
+    session.feed(context[: len(context) - count], keep=1)
+    return logits_by_width(session, context, count, width)

@@ -1,0 +1,238 @@
+"""KV buffers whose length and addresses are fixed, so that a CUDA graph can be recorded on them.
+
+A graph repeats the same operations on the same addresses. Therefore buffers and graphs form a slot, which outlives the
+cache of one run and is passed on to the next one. Lengths grow in steps: 512 positions, then twice as many each time.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from utils.decode.kv_cache import GrowingLayer
+
+SMALLEST = 512  # positions
+WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
+SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
+Outputs = tuple[Tensor, ...]
+
+
+class Recording(Protocol):
+    """A function without arguments whose operations are repeated on the tensors that it used when it was recorded."""
+
+    outputs: Outputs
+
+    def replay(self) -> None:
+        """Repeat the operations. The outputs keep their addresses and receive new values."""
+
+
+Record = Callable[[Callable[[], Outputs]], Recording]
+
+
+class CudaRecorder:
+    """Records CUDA graphs on one device. Their temporary memory is shared, since outputs are copied after a replay."""
+
+    device_type: ClassVar[str] = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Outputs]) -> Recording:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = run()
+        return _CudaRecording(graph, outputs)
+
+
+class _CudaRecording:
+    def __init__(self, graph: Any, outputs: Outputs) -> None:
+        self.outputs, self.replay = outputs, graph.replay
+
+
+class Slot:
+    """The buffers of one sequence, and the graphs that were recorded on them."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
+        self.graphs: dict[Any, tuple[Tensor, Recording]] = {}  # static input ids and graph, by what was recorded
+
+    def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
+        """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
+        if end > self.capacity or new[0].shape[0] != 1:
+            return None
+        if layer not in self.buffers:
+            # Zeros, because a NaN in a masked position would still make the attention of a row NaN.
+            shapes = [(*part.shape[:-2], self.capacity, part.shape[-1]) for part in new]
+            self.buffers[layer] = (new[0].new_zeros(shapes[0]), new[1].new_zeros(shapes[1]))
+        return self.buffers[layer]
+
+
+class SlotPool:
+    """The slots of a model that no cache uses at the moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._smallest = device, SMALLEST
+        self._spare: dict[int, list[Slot]] = {}
+
+    def take(self, length: int) -> Slot:
+        """Return a slot with room for `length` positions."""
+        capacity = self._smallest
+        while capacity < length:
+            capacity *= 2
+        spare = self._spare.get(capacity)
+        return spare.pop() if spare else Slot(capacity, self._device)
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back."""
+        spare = self._spare.setdefault(slot.capacity, [])
+        if len(spare) < SPARE_SLOTS:
+            spare.append(slot)
+
+    @contextmanager
+    def lengthened(self) -> Iterator[None]:
+        """Begin with slots of the second length, to compare the two."""
+        self._smallest = 2 * SMALLEST
+        try:
+            yield
+        finally:
+            self._smallest = SMALLEST
+
+
+class _Lease:
+    """The slot that a cache uses at the moment."""
+
+    def __init__(self, pool: SlotPool, slot: Slot) -> None:
+        self.pool, self.slot = pool, slot
+
+    def end(self) -> None:
+        self.pool.give(self.slot)
+
+
+class SlotLayer(GrowingLayer):
+    """Keys and values (B, heads, length, D) as views of a slot's buffers.
+
+    They leave the slot for buffers of their own when it has no room for them, for example for the rows of a beam.
+    """
+
+    _layer_type = None
+
+    def __init__(self, lease: _Lease, index: int) -> None:
+        super().__init__()
+        self._lease, self._index = lease, index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new positions, and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length, new = self.get_seq_length(), (key_states, value_states)
+        end = length + key_states.shape[-2]
+        buffers = self._lease.slot.room(self._index, new, end) if self.in_slot() else None
+        if buffers is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer[..., length:end, :] = part
+        self.extend_to(end)
+        return self.keys, self.values
+
+    def in_slot(self) -> bool:
+        """Whether the keys lie in the slot, or there are none yet."""
+        if not self.get_seq_length():
+            return True
+        buffers = self._lease.slot.buffers.get(self._index)
+        return buffers is not None and True
+
+    def extend_to(self, length: int) -> None:
+        """Set the length, after positions were written to the slot."""
+        self.keys, self.values = (buffer[..., :length, :] for buffer in self._lease.slot.buffers[self._index])
+
+
+class GraphCache(DynamicCache):
+    """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache."""
+
+    def __init__(self, pool: SlotPool, layers: int) -> None:
+        super().__init__()
+        self._lease = _Lease(pool, pool.take(1))
+        self.layer_class_to_replicate = None
+        self.layers = [SlotLayer(self._lease, index) for index in range(layers)]
+        finalize(self, self._lease.end)
+
+    def reserve(self, count: int) -> Slot | None:
+        """Return the slot with room for `count` more positions, or None if keys have left it."""
+        if not all(layer.in_slot() for layer in self.layers):
+            return None
+        needed, old = self.get_seq_length() + count, self._lease.slot
+        if needed > old.capacity:
+            states = [(layer.keys, layer.values) for layer in self.layers]
+            self._lease.slot = self._lease.pool.take(needed)
+            self._move(states)
+            self._lease.pool.give(old)
+        return self._lease.slot
+
+    def advance(self, count: int) -> None:
+        """Add `count` positions that a graph has written."""
+        length = self.get_seq_length() + count
+        for layer in self.layers:
+            layer.extend_to(length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphCache":
+        twin = GraphCache(self._lease.pool, len(self.layers))
+        twin.reserve(self.get_seq_length())
+        twin._move([(layer.keys, layer.values) for layer in self.layers])
+        return twin
+
+    def _move(self, states: list[tuple[Tensor | None, Tensor | None]]) -> None:
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            if keys is not None and values is not None and keys.numel():
+                layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
+                layer.update(keys, values)
+
+
+class RecordedLayer(DynamicLayer):
+    """A layer as a graph sees it: whole buffers, and positions that only the device knows."""
+
+    _layer_type = None
+    is_compileable = True  # so that transformers masks the positions that are not filled
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        super().__init__()
+        self._slot, self._index, self.is_initialized = slot, index, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new positions, and return the buffers."""
+        keys, values = self._slot.buffers[self._index]
+        positions = self._slot.position + torch.arange(key_states.shape[-2], device=keys.device)
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of the keys that attention sees, and the position of the first one."""
+        return self._slot.capacity, 0
+
+    def get_seq_length(self) -> Any:
+        """Return the number of earlier positions as a tensor, since a graph must not fix it."""
+        return self._slot.position
+
+
+def recorded_cache(slot: Slot) -> DynamicCache:
+    """The cache with which a graph is recorded on a slot."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = None
+    cache.layers = [RecordedLayer(slot, index) for index in sorted(slot.buffers)]
+    return cache
