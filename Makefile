@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LLAMA := xllamacpp==2026.10.11549
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 .PHONY: run test test-full check bench clean
@@ -21,7 +22,11 @@ check: $(VENV)/.ready
 	@$(BIN)/mypy
 	@$(MAKE) --no-print-directory test
 
+# llama.cpp is a peer of the benchmark, where its wheel can be had
 bench: $(VENV)/.ready
+	@$(BIN)/python -c 'import xllamacpp' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: $(LLAMA) 2>/dev/null || \
+	  echo "$(LLAMA) cannot be installed here: the llama.cpp arms are left out"
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:

@@ -1,69 +1,304 @@
-"""`make bench`: every arm generates the same text, and rates, ratios and acceptance are computed correctly."""
+"""`make bench`: every arm generates the same text, rates, ratios and bars are computed correctly, and a whole run of
+the benchmark on tiny models and a fake llama.cpp shows, writes and appends its results.
+"""
 
+import json
+import math
+import os
 import sys
-from math import sqrt
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import tiny_pair
+import torch
+from fakes import screen, tiny_pair
+from paths import BENCHMARKS
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(BENCHMARKS))
 
-from arms import Run, our_arms, peer_arms
-from probes import acceptance
-from report import ratios
+import bench
+import measurement
+import probes
+import report
+import worker
+from arms import TARGET, Arm, Run, our_arms
+from bars import Bar, bars, best, over, ratio
+from peers import Peer, PeerFailed, environments, fastest, generate_arms, llama_arms
+
+from utils.decode.model_session import ModelSession
+from utils.metrics.intervals import Interval, speedup_interval
+
+IDS = [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+class Local(Peer):
+    """A peer whose handlers run in this process."""
+
+    def __init__(self, handlers: dict[str, worker.Handler]) -> None:
+        self.handlers, self.environment, self.threads, self.closed = handlers, "here", 1, False
+
+    def ask(self, arm: str, **request: Any) -> Any:
+        replies = StringIO()
+        worker.serve(self.handlers, [json.dumps({"arm": arm, "threads": self.threads} | request)], replies)
+        return json.loads(replies.getvalue())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLlama:
+    """A server with llama.cpp's replies, whose model is a tiny one."""
+
+    def __init__(self, pair: Any) -> None:
+        self.pair, self.plain = pair, our_arms(pair)[0]
+
+    def handle_completions(self, request: dict[str, Any]) -> str:
+        ids, count = request["prompt"], request["n_predict"]
+        if "logit_bias" in request:
+            (token, bias), *others = request["logit_bias"]
+            assert bias > 100 and not others
+            logits = ModelSession(self.pair.target).feed(ids, keep=1)[0]
+            shown = {"id": token, "logprob": float(logits.log_softmax(-1)[token])}
+            return json.dumps({"choices": [{"logprobs": {"content": [shown]}}]})
+        new = self.plain.run(ids, count).tokens
+        text = self.pair.tokenizer.decode(new, skip_special_tokens=True)
+        times = {"prompt_ms": 20.0, "predicted_ms": 5.0 * count, "predicted_n": len(new)}
+        return json.dumps({"choices": [{"text": text}], "timings": times})
+
+
+def llama_peer(pair: Any) -> tuple[Local, list[tuple[int, bool]]]:
+    started = []
+
+    def start(threads: int, lookup: bool) -> FakeLlama:
+        started.append((threads, lookup))
+        return FakeLlama(pair)
+
+    return Local(worker.llama_handlers(start)), started
 
 
 def test_every_arm_generates_the_greedy_text() -> None:
     ours, theirs = tiny_pair(), tiny_pair()
     ours.engine.use("auto", 1)
+    peer = Local(worker.generate_handlers(theirs))
     texts = {}
-    for arm in [*our_arms(ours, [2], ["suffix", "layers:1"]), *peer_arms(theirs)]:
-        run = arm.run([5, 6, 7, 5, 6, 7, 5, 6], 40)
-        assert 1 <= run.first <= len(run.tokens) <= 40
+    for arm in [*our_arms(ours), *generate_arms(peer)]:
+        run = arm.run(IDS, 40)
+        assert 1 <= run.first <= run.count <= 40
         assert 0 < run.first_seconds <= run.seconds
+        assert run.tokens is not None and len(run.tokens) == run.count
         texts[arm.name] = run.tokens
-    assert len(texts) == 9
+    assert len(texts) == 6
     assert len({tuple(tokens) for tokens in texts.values()}) == 1, texts
 
 
 def test_the_decode_rate_leaves_out_the_first_tokens() -> None:
-    run = Run(list(range(11)), seconds=3.0, first=1, first_seconds=1.0)
+    run = Run(11, seconds=3.0, first=1, first_seconds=1.0)
     assert (run.decode_rate, run.rate) == (5.0, pytest.approx(11 / 3))
-    assert Run([1, 2, 3], 1.0, 1, 0.5).decode_rate is None
+    assert Run(3, 1.0, 1, 0.5).decode_rate is None
 
 
-def text(task: str, ours: float | None, theirs: float) -> dict[str, Any]:
-    cells = {"ours target": {"decode": ours, "whole": 2.0}, "generate": {"decode": theirs, "whole": 1.0}}
-    return {"task": task, "arms": cells}
+def test_llama_receives_ids_and_its_times_are_those_of_the_server() -> None:
+    pair = tiny_pair()
+    peer, started = llama_peer(pair)
+    plain, lookup = llama_arms(peer)
+    run = plain.run(IDS, 10)
+    assert run.decode_rate == pytest.approx((run.count - 1) / 0.05)
+    assert (run.first, run.first_seconds, run.tokens) == (1, 0.02, None)
+    plain.run(IDS, 10), lookup.run(IDS, 10)
+    peer.threads = 2
+    peer.run("plain", IDS, 4)
+    assert started == [(1, False), (1, True), (2, False)]  # one server for each, until the threads change
 
 
-def test_ratios_are_geometric_means_and_small_tasks_are_pooled() -> None:
+def test_perplexities_of_both_sides_are_that_of_the_text() -> None:
+    pair, ids = tiny_pair(), [5, 9, 200, 17, 3]
+    logits = torch.log_softmax(pair.target(torch.tensor([ids])).logits[0].detach().double(), -1)
+    expected = math.exp(-float(sum(logits[index, token] for index, token in enumerate(ids[1:]))) / 4)
+    assert probes.perplexity(pair.target, ids) == pytest.approx(expected, rel=1e-4)
+    peer, _ = llama_peer(pair)
+    assert peer.ask("perplexity", ids=ids)["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_token_that_llama_did_not_sample_is_an_error() -> None:
+    class Stubborn(FakeLlama):
+        def handle_completions(self, request: dict[str, Any]) -> str:
+            shown = {"id": 1, "logprob": 0.0}
+            return json.dumps({"choices": [{"logprobs": {"content": [shown]}}]})
+
+    peer = Local(worker.llama_handlers(lambda threads, lookup: Stubborn(tiny_pair())))
+    with pytest.raises(RuntimeError):
+        peer.ask("perplexity", ids=[5, 9])
+
+
+def timed_peer(name: str, rates: dict[int, float], asked: list[tuple[str, int]]) -> Local:
+    def plain(request: dict[str, Any]) -> dict[str, Any]:
+        asked.append((name, request["threads"]))
+        seconds = 1 + (request["length"] - 1) / rates[request["threads"]]
+        return {"count": request["length"], "seconds": seconds, "first": 1, "first_seconds": 1}
+
+    return Local({"plain": plain})
+
+
+def test_the_fastest_environment_and_threads_are_chosen_and_the_others_end() -> None:
+    asked: list[tuple[str, int]] = []
+    passive, spinning = timed_peer("passive", {1: 9, 2: 10}, asked), timed_peer("spinning", {1: 8, 2: 12}, asked)
+    chosen = fastest([passive, spinning], [1, 2], IDS)
+    assert (chosen, chosen.threads) == (spinning, 2)
+    assert (passive.closed, spinning.closed) == (True, False)
+    asked.clear()
+    slow = timed_peer("slow", {1: 9, 2: 0.1}, asked)
+    assert fastest([slow], [1, 2], IDS).threads == 1
+    assert asked.count(("slow", 2)) == 1  # hopeless, so it is not tried again
+
+
+def test_peers_are_tried_as_users_run_them_and_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    found = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    first, second = environments(found).values()
+    assert first["OMP_WAIT_POLICY"] == "PASSIVE" and "OMP_WAIT_POLICY" not in second
+    assert list(environments(dict(os.environ)).values()) == [dict(os.environ)]  # the user had chosen already
+
+
+def test_a_peer_answers_from_its_process_and_a_dead_one_is_noticed() -> None:
+    code = "import sys, json\nfor line in sys.stdin: print(json.dumps({'got': json.loads(line)}), flush=True)"
+    peer = Peer([sys.executable, "-c", code], "default", dict(os.environ))
+    peer.threads = 3
+    assert peer.ask("plain", ids=[1])["got"] == {"arm": "plain", "threads": 3, "ids": [1]}
+    peer.close()
+    dead = Peer([sys.executable, "-c", "raise SystemExit(7)"], "default", dict(os.environ))
+    with pytest.raises(PeerFailed, match="7"):
+        dead.ask("plain", ids=[1])
+
+
+def text(task: str, ours: list[float | None], theirs: list[float | None]) -> dict[str, Any]:
+    cells = {TARGET: ours, "generate": theirs}
+    return {"task": task, "arms": {name: {"decode": rates, "whole": [1.0]} for name, rates in cells.items()}}
+
+
+def test_ratios_are_those_of_runs_of_one_repeat() -> None:
     texts = [
-        *(text("large", 4.0, 2.0) for _ in range(5)),
-        text("small", 1.0, 2.0),
-        text("tiny", 8.0, 1.0),
-        text("tiny", None, 1.0),
+        text("one", [4.0, 6.0], [2.0, 2.0]),
+        text("two", [1.0, None], [2.0, 2.0]),  # a repeat without a rate is left out
+        text("two", [None], [1.0]),
+        {"task": "two", "arms": {TARGET: {"decode": [9.0]}}},  # the peer did not run
     ]
-    result = ratios(texts)
-    assert set(result) == {"plain"}  # pairs of arms that did not run are left out
-    assert {task: (cell["prompts"], cell["whole"]) for task, cell in result["plain"].items()} == {
-        "large": (5, 2.0),
-        "others": (2, 2.0),
-        "all": (7, pytest.approx(2.0)),
+    assert ratio(texts, TARGET, "generate") == speedup_interval([[2.0, 3.0], [0.5]])
+    assert ratio(texts, TARGET, "generate", task="one") == speedup_interval([[2.0, 3.0]])
+    assert ratio(texts, TARGET, "llama.cpp") is None
+    assert report.ratios(texts)["plain"]["tasks"] == {"one": pytest.approx(math.sqrt(6)), "two": pytest.approx(0.5)}
+    assert best(texts, ["generate", TARGET], "generate") == TARGET
+
+
+@pytest.mark.parametrize(
+    ("interval", "at_least", "verdict"),
+    [
+        (Interval(1.3, 1.25, 1.35), True, "met"),
+        (Interval(1.3, 1.1, 1.5), True, "met, uncertain"),
+        (Interval(1.1, 1.0, 1.19), True, "missed"),
+        (Interval(1.1, 1.0, 1.3), True, "missed, uncertain"),
+        (Interval(1.1), True, "missed"),
+        (Interval(1.3, 1.25, 1.35), False, "missed"),
+        (Interval(1.1, 1.0, 1.19), False, "met"),
+        (None, False, "not measured"),
+    ],
+)
+def test_verdicts_of_bars(interval: Interval | None, at_least: bool, verdict: str) -> None:
+    assert Bar("name", 1.2, interval, at_least=at_least).verdict == verdict
+
+
+def test_bars_compare_turns_and_know_what_was_not_measured() -> None:
+    setting = {"formats": {"ours": "float32", "generate": "float32"}, "avx2_only": True, "weight_bytes": 500e6}
+    turns = {TARGET: [{"first_seconds": 3.0, "step_seconds": 0.1}], "generate": [{"first_seconds": 2.0}]}
+    turns["generate"][0]["step_seconds"] = 0.2
+    found = bars(
+        {
+            "setting": setting,
+            "verify_seconds": {"ours": {1: [1.0, 2.0], 5: [1.5, 2.6], 9: [2.0, 4.0]}},
+            "long_prompts": {500: turns, 6000: turns},
+            "program": {"resident": 550e6},
+        }
+    )
+    by_name = {bar.name: bar for bar in found}
+    verify = by_name["verify cost v(5)"]
+    assert verify.ratio == speedup_interval([[1.5, 1.3]]) and verify.bound == 1.45
+    assert by_name["time to first token, 6000 tokens"].ratio == Interval(pytest.approx(1.5))
+    assert by_name["decode step at 6000 tokens"].verdict == "met"
+    assert by_name["resident memory over 1.2 weights + 500 MB"].ratio == Interval(0.5)
+    assert by_name["plain / generate"].verdict == "not measured"
+    assert over([1.0, None], [2.0, 3.0]) == Interval(0.5)
+
+
+def test_a_step_reads_every_weight_but_the_input_embedding_of_its_own() -> None:
+    for tied in (True, False):
+        pair = tiny_pair(drafter=False, tie_word_embeddings=tied)
+        head = pair.target.get_output_embeddings().weight.nbytes
+        total = sum({tensor.data_ptr(): tensor.nbytes for tensor in pair.target.parameters()}.values())
+        buffers = sum(tensor.nbytes for tensor in pair.target.buffers())
+        assert probes.bytes_per_step(pair) == total + buffers - (0 if tied else head)
+
+
+def test_long_prompts_have_the_length_that_they_should_have() -> None:
+    seen = []
+
+    def arm(name: str) -> Arm:
+        def run(ids: list[int], length: int) -> Run:
+            seen.append((name, len(ids)))
+            return Run(length, 2.0, 1, 0.5)
+
+        return Arm(name, 1, run)
+
+    found = probes.long_prompts([arm("one"), arm("two")], [1, 2, 3], {7: 2, 9: 1})
+    assert seen == [("one", 7), ("two", 7), ("two", 7), ("one", 7), ("one", 9), ("two", 9)]
+    step = pytest.approx(1.5 / (probes.LONG_TOKENS - 1))
+    assert found[7]["two"] == [{"first_seconds": 0.5, "step_seconds": step}] * 2
+
+
+def test_a_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"task": name, "prompt": name}) + "\n" for name in ("a", "b", "a")))
+    machines = tmp_path / "machines.md"
+    machines.write_text("| a table |\n")
+    ours, plain = (tiny_pair(max_position_embeddings=1024) for _ in range(2))
+    ours.engine.use("auto", 1), plain.engine.use("plain", 1)
+    llama, _ = llama_peer(plain)
+    loaded = measurement.Loaded(ours, plain, Local(worker.generate_handlers(plain)), llama)
+    program = {"seconds": 1.0, "resident": 1e6}
+    monkeypatch.setattr(probes, "LONG_PROMPTS", {20: 2, 30: 1})
+    monkeypatch.setattr(probes, "LONG_TOKENS", 6)
+    monkeypatch.setattr(probes, "VERIFY_ROUNDS", 1)
+    monkeypatch.setattr(probes, "PASSAGE", "words of a tiny text\nin two lines")
+    monkeypatch.setattr(probes, "program", lambda *arguments: program)
+    monkeypatch.setattr(report, "MACHINES", machines)
+    monkeypatch.setattr(bench, "load", lambda *arguments: loaded)
+    view = screen()
+    monkeypatch.setattr(bench, "make_renderer", lambda **options: view.renderer)
+    bench.main(["--prompts", str(prompts), "--tokens", "6", "--repeats", "2", "--append", "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "bench.json").read_text())
+    names = set(result["texts"][0]["arms"])
+    assert len(names) == 11 and all(cell["same_text"] for cell in result["texts"][0]["arms"].values())
+    assert names - set(result["texts"][1]["arms"]) == {name for name in names if "plain eng" in name or "assis" in name}
+    assert {bar["verdict"] for bar in result["bars"] if "6000" not in bar["name"]} <= {
+        "met",
+        "missed",
+        *(f"{word}, uncertain" for word in ("met", "missed")),
     }
-    assert result["plain"]["others"]["decode"] == pytest.approx(sqrt(0.5 * 8))
-    assert result["plain"]["all"]["decode"] == pytest.approx((2.0**5 * 0.5 * 8) ** (1 / 7))
+    assert result["perplexity"]["float32"] == pytest.approx(result["perplexity"]["llama.cpp (Q4_1)"], rel=1e-3)
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    row = machines.read_text().splitlines()[1]
+    header = next(line for line in (BENCHMARKS / "README.md").read_text().splitlines() if line.startswith("| date"))
+    assert row.count("|") == header.count("|")
+    assert llama.closed
 
 
-def test_acceptance_is_counted_by_task_and_position() -> None:
-    rows = [("one", [5, 6, 7, 5]), ("two", [8, 9, 8, 9]), ("one", [1, 2, 3])]
-    by_processor = acceptance(tiny_pair(), rows, 20)
-    assert set(by_processor) == {"greedy", "multinomial 1"}
-    for by_task in by_processor.values():
-        assert list(by_task)[-1] == "all" and set(by_task) == {"one", "two", "all"}
-        for one, two, total in zip(by_task["one"], by_task["two"], by_task["all"], strict=True):
-            assert [one[0] + two[0], one[1] + two[1]] == total
-        accepted, counted = zip(*by_task["all"], strict=True)
-        assert counted[0] > 0 and counted[1:] == accepted[:-1]  # a draft counts if the one before it was accepted
+def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result: dict[str, Any] = {"setting": {}}
+    flags = bench.flags_of(["--parts", "memory", "--out", str(tmp_path)])
+    plain = tiny_pair(drafter=False)
+    loaded = SimpleNamespace(ours=plain, plain=plain, llama=None, generate=Local({}))
+    monkeypatch.setattr(measurement, "our_arms", lambda *arguments, **options: [])
+    monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
+    result = measurement.Bench(flags, screen().renderer, loaded).measure()
+    assert set(result) == {"setting", "program"}
+    assert {bar.verdict for bar in bars(result)} == {"not measured"}
