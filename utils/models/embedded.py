@@ -17,10 +17,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from utils.artifact_cache import build_folder, check_early, digest, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Reporter
-from utils.models.artifact_cache import build_folder, check_early, digest, is_intact, remove_stale
 from utils.models.progress import Count, counted_seconds
 
 MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -14,9 +14,9 @@ from pathlib import Path
 import transformers
 from safetensors import SafetensorError
 
+from utils.artifact_cache import build_folder, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models.artifact_cache import build_folder, is_intact, remove_stale
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
 from utils.models.load_errors import explained_errors, quiet

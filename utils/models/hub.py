@@ -17,9 +17,9 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
 from huggingface_hub.file_download import repo_folder_name
 
+from utils.artifact_cache import digest
 from utils.errors import UserError
 from utils.models import Reporter
-from utils.models.artifact_cache import digest
 from utils.models.load_errors import explanation, is_offline, quiet
 from utils.text import byte_size, count_of
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from utils.artifact_cache import MANIFEST, build_folder
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import embedded, progress
-from utils.models.artifact_cache import MANIFEST, build_folder
 from utils.models.embedded import embedded_folder
 
 SILENT = list[str]().append
@@ -198,7 +198,7 @@ def test_working_folders_of_killed_runs_are_removed(cache: Path, conversions: li
 
 def test_a_killed_conversion_is_removed_at_the_next_start(cache: Path, conversions: list[Path]) -> None:
     code = (
-        "import os, pathlib, sys; from utils.models.artifact_cache import build_folder\n"
+        "import os, pathlib, sys; from utils.artifact_cache import build_folder\n"
         "with build_folder(pathlib.Path(sys.argv[1]), '') as made:\n"
         "    made.mkdir(); (made / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)"
     )

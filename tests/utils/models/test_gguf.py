@@ -14,9 +14,9 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from sampling import autoregressive_generate
+from utils.artifact_cache import MANIFEST
 from utils.errors import UserError
 from utils.models import gguf as gguf_files
-from utils.models.artifact_cache import MANIFEST
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
 from utils.models.gguf import convert_if_gguf

@@ -1,0 +1,97 @@
+"""`Segments` computed by OpenVINO: a small compiled graph between each two attentions, over converted weights.
+
+Steps and verify passes use requests that are bound to buffers once for each number of rows. Long prompts are computed
+in chunks.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.engine.decoder_spec import DecoderSpec
+from utils.engine.openvino_cache import converted, graph_names
+from utils.engine.openvino_requests import BOUND_ROWS, CHUNK_ROWS, BoundRequests, ChunkRequests, DecoderSizes
+from utils.engine.openvino_runtime import compile_graph, core, drop_mapped_pages
+from utils.engine.weight_blocks import BlockWeight
+
+
+class OpenVinoSegments:
+    """`Segments` of a decoder on the CPU. The weights of the spec are read by the constructor only."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        weights: str,
+        threads: int,
+        folder: Path | None = None,
+        blocks: Mapping[str, BlockWeight] | None = None,
+    ) -> None:
+        """weights: a number format of `--engine-weights`. folder: for converted graphs, which later starts read; with
+        None they are removed with this object. blocks: of a GGUF file, by the names of linear layers.
+
+        Raises OSError if files cannot be written.
+        """
+        self._sizes = DecoderSizes.of(spec)
+        self._bfloat16, self._threads = weights == "bfloat16", threads
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="openvino-")
+            folder = Path(self._temporary.name)
+        self._folder = converted(spec, weights, blocks or {}, folder)
+        self._compile()
+
+    def _compile(self) -> None:
+        self._bound: dict[int, BoundRequests] = {}  # by the number of rows
+        self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
+        self._graphs: list[Any] = []  # releases the former ones before others are compiled
+        for path in self._files(".xml"):
+            self._graphs.append(compile_graph(core().read_model(path), self._threads, bfloat16=self._bfloat16))
+        # Some weights are copied into OpenVINO's layout at the first use, which would be the user's first token.
+        self._run_once()
+        drop_mapped_pages(self._folder)
+        self._blocks = ChunkRequests(self._graphs, self._sizes, BOUND_ROWS)
+        self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
+
+    def _run_once(self) -> None:
+        sizes = self._sizes
+        x, attended = torch.zeros(1, sizes.hidden), torch.zeros(1, sizes.attended)
+        table = torch.zeros(1, sizes.rotary_dim)
+        self.begin(x, table, table, prefill=False)
+        for layer in range(len(sizes.ropes)):
+            self.advance(layer, x, attended, cos=table, sin=table, prefill=False)
+        self.logits(x, prefill=False)
+
+    def _files(self, suffix: str) -> list[Path]:
+        return [self._folder / f"{name}{suffix}" for name in graph_names(len(self._sizes.ropes))]
+
+    def _requests(self, rows: int, *, prefill: bool) -> BoundRequests | ChunkRequests:
+        largest = BOUND_ROWS[-1]
+        if rows > largest:
+            return self._chunks if prefill else self._blocks
+        size = next(size for size in BOUND_ROWS if size >= rows)
+        if size not in self._bound:
+            self._bound[size] = BoundRequests(self._graphs, self._sizes, size, self._logits[:size])
+        return self._bound[size]
+
+    def begin(self, x: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool) -> Tensor:
+        return self._requests(len(x), prefill=prefill).begin(x, (cos, sin))
+
+    def advance(
+        self, layer: int, x: Tensor, attended: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._requests(len(x), prefill=prefill).advance(layer, x, attended, (cos, sin))
+
+    def logits(self, x: Tensor, *, prefill: bool) -> Tensor:
+        return self._requests(len(x), prefill=prefill).logits(x)
+
+    def set_threads(self, count: int) -> None:
+        if count != self._threads:
+            self._threads = count
+            self._compile()
+
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self._files(".bin"))
