@@ -64,6 +64,7 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         UNTIED | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3, "num_hidden_layers": 2},
     ),
+    "llama with exact GELU": ("llama", {"hidden_act": "gelu", "num_hidden_layers": 2}),
     # 3 heads of 16 values: no multiple of 32.
     "llama of odd sizes": (
         "llama",
@@ -79,7 +80,7 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
     "qwen2": ("qwen2", SLIDING | {"use_sliding_window": True}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32, "rope_parameters": YARN, "hidden_act": "gelu"}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32, "rope_parameters": YARN}),
     "smollm3": ("smollm3", SLIDING | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1], "hidden_act": "relu"}),
 }
 FAMILIES = tuple(FAMILY_CONFIGS)

@@ -10,9 +10,17 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# name: the function between the projections of an MLP
+
+def _gelu(x: Tensor) -> Tensor:
+    # PyTorch's CPU kernel for other layouts rounds differently. A slice of one row is contiguous, one of two is not.
+    return F.gelu(x.contiguous())
+
+
+# name: the function between the projections of an MLP. On CPUs, silu and gelu_pytorch_tanh round the last values of a
+# contiguous tensor differently unless their number is a multiple of 32. So a row of any other size depends on the
+# number of rows, unless the rows are strided: parts of a wider tensor.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
+    "gelu": _gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from utils.decode.layer_cut import first_layers
 from utils.engine.decoder_families import FAMILIES as KNOWN_TYPES
-from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.read_decoder import read_decoder
 
 TOKENS = torch.randint(160, (40,), generator=torch.Generator().manual_seed(1))  # more than any sliding window
@@ -150,6 +150,12 @@ def test_every_part_of_the_spec_is_visible_in_the_logits(name: str) -> None:
             assert difference(reference_logits(wrong, TOKENS), exact) > 100 * ROUNDING, mistake
 
 
+def test_gelu_does_not_depend_on_the_layout() -> None:
+    both = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
+    gelu = ACTIVATIONS["gelu"]
+    assert torch.equal(gelu(both[:, :32]), torch.cat([gelu(row[:, :32]) for row in both.split(1)]))
+
+
 class QuantizedLinear(nn.Linear):
     """Not nn.Linear itself, so its weight may mean something else."""
 
@@ -236,6 +242,8 @@ UNREADABLE: list[tuple[str, Callable[[], Any]]] = [
     ("model.layers.1.self_attn.sinks", with_sinks),
     ("model.layers.1.mlp", with_hook),
     ("model.layers.1.self_attn", with_other_forward),
+    # A module of the same name that another library has put there.
+    ("model.layers.0.mlp", lambda: with_module("model.layers.0.mlp", type("LlamaMLP", (nn.Linear,), {})(96, 96))),
     ("LayerNorm", lambda: with_module("model.norm", nn.LayerNorm(96))),
     ("model.layers.0.mlp.up_proj.weight", lambda: with_module("model.layers.0.mlp.up_proj", nn.Linear(96, 32))),
     ("number of layers", partial(with_attribute, "llama", "", num_hidden_layers=2)),
