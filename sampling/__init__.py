@@ -4,6 +4,7 @@ import os
 
 # Before torch is imported: spinning threads make a decode step many times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from sampling.adaptive_gamma import AdaptiveGamma
 from sampling.autoregressive import (

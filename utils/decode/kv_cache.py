@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_SPARE = 256  # positions
+PADDING = 64  # buffers hold a multiple of this number of positions
 
 
 class GrowingLayer(DynamicLayer):
@@ -38,6 +39,13 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
         return self.keys, self.values
 
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values up to the end of the buffers (B, heads, capacity, D). What follows the length is finite."""
+        if not self._fits(self.get_seq_length(), self.get_seq_length()):
+            self._reallocate(self.get_seq_length(), self.get_seq_length(), (self.keys, self.values))
+            self.keys, self.values = (buffer[..., : self.get_seq_length(), :] for buffer in self._buffers)
+        return self._buffers[0], self._buffers[1]
+
     def _fits(self, length: int, end: int) -> bool:
         """Whether the keys lie in the buffers (selected rows are separate tensors) and `end` positions fit."""
         if not self._buffers or end > self._buffers[0].shape[-2]:
@@ -46,7 +54,9 @@ class GrowingLayer(DynamicLayer):
 
     def _reallocate(self, length: int, capacity: int, new: tuple[Tensor, Tensor]) -> None:
         """Copy into buffers of this capacity, with the other dimensions of the new states."""
-        buffers = tuple(part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in new)
+        capacity = -(-capacity // PADDING) * PADDING
+        # Zeros, because attention over padded keys multiplies what follows the length by a probability of 0.
+        buffers = tuple(part.new_zeros((*part.shape[:-2], capacity, part.shape[-1])) for part in new)
         if length:
             for buffer, part in zip(buffers, (self.keys, self.values), strict=True):
                 buffer[..., :length, :] = part

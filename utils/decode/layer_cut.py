@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from utils.decode.engine_forward import engine_forward
 from utils.decode.model_info import is_spread
 from utils.errors import UserError
 from utils.text import count_of
@@ -47,6 +48,8 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     # Not a PreTrainedConfig, so the mirror still shares it with the target.
     cut.generation_config = copy.deepcopy(model.generation_config)
     cut.set_submodule(path, _blocks(cut, path)[:depth])
+    if forward := engine_forward(model):  # the mirror has copied the forward of the whole model
+        cut.forward = forward.cut(cut, depth)
     _check_runs(cut)
     # The forward pass of an engine belongs to the whole model, so the cut gets one of its own.
     if for_cut := getattr(model.forward, "for_cut", None):

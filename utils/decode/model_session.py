@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.model_info import context_length, hidden_features, model_name, vocabulary_size
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
@@ -64,6 +65,8 @@ class ModelSession:
         if use_cache and self._cache_name not in parameters:
             raise self._no_cache()
         self._recurrent = use_cache and is_recurrent(model)
+        # Without a cache nothing can be fed in advance; a recurrent state is not worth a second kind of pass.
+        self._splits_prefills = use_cache and not self._recurrent and not model.config.is_encoder_decoder
         # Some hybrid models would otherwise count the positions of every feed from 0.
         self._passes_positions = self._recurrent and "position_ids" in parameters
         if use_cache:
@@ -108,7 +111,7 @@ class ModelSession:
         if self._encoder_ids is not None:
             self._encoded = self.model.get_encoder()(self._encoder_ids, return_dict=True)
         elif prefix:
-            self.feed(prefix, keep=1)
+            self._prefill([prefix])
 
     def room(self, context: list[int]) -> int | None:
         """How many more tokens fit into the model's context, or None if it has no bound."""
@@ -130,6 +133,23 @@ class ModelSession:
         return self._forward(contexts, keep)
 
     def _forward(self, contexts: list[list[int]], keep: int) -> Tensor:
+        """Feed the rows before the last `keep` ones in a pass of their own if all of them are too many for a verify
+        pass. They are then the same rows, computed the same way, whatever `keep` is.
+        """
+        known = len(contexts[0]) - keep
+        if self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH and known > self._cached:
+            self._prefill([context[:known] for context in contexts])
+        return self._pass(contexts, keep)
+
+    def _prefill(self, contexts: list[list[int]]) -> None:
+        """Feed rows whose logits are not needed. Engines may compute many of them faster, with other rounding."""
+        if self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH:
+            with prefill_pass():
+                self._pass(contexts, keep=1)
+        else:
+            self._pass(contexts, keep=1)
+
+    def _pass(self, contexts: list[list[int]], keep: int) -> Tensor:
         length = len(contexts[0])
         new = [context[self._cached :] for context in contexts]
         output = self.model(**self._arguments(self._upload(new), keep))

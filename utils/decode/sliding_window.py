@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
+from utils.decode.engine_forward import engine_forward
 from utils.decode.kv_cache import new_cache
 from utils.decode.logit_drift import LogitDrift
 from utils.decode.session import Session
@@ -41,14 +42,11 @@ def window_notes(model: Any, name: str) -> tuple[str, ...]:
     return (f"{name}'s config names a sliding window that its attention does not use: the cache keeps all tokens",)
 
 
-def empty_cache(model: Any) -> DynamicCache:
-    """An empty cache for a model that `check_sliding_window` has seen."""
-    # An engine that has replaced the model's forward pass may need a cache of its own.
-    replaced = getattr(model.forward, "new_cache", None)
-    own: DynamicCache | None = replaced and replaced()
-    if own is not None:
-        return own
-    return new_cache(model.config, keeps_all=keeps_all(model))
+def empty_cache(model: Any) -> Any:
+    """An empty cache for a model that `check_sliding_window` has seen: that of its engine, or a DynamicCache."""
+    forward = engine_forward(model)
+    own = forward.new_cache() if forward else None
+    return new_cache(model.config, keeps_all=keeps_all(model)) if own is None else own
 
 
 def check_sliding_window(model: Any, new_session: Callable[[bool], Session]) -> None:
@@ -57,7 +55,7 @@ def check_sliding_window(model: Any, new_session: Callable[[bool], Session]) -> 
     new_session: returns fresh sessions, with or without a cache. If in doubt the cache keeps all tokens: that costs
     memory, but is correct for every class.
     """
-    if model in _keeps_all:
+    if model in _keeps_all or engine_forward(model):  # an engine was tested with the cache that it brings
         return
     if not any(new_cache(model.config).is_sliding):
         _keeps_all[model] = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from utils.bounds import MAX_GAMMA
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
 from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_info import context_length, vocabulary_size
@@ -20,7 +20,6 @@ from utils.engine.forward_timing import sample_ids
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
-MAX_WIDTH = MAX_GAMMA + 1
 PREFIX = 13  # cached tokens before the tested positions
 POSITIONS = 12  # tested positions of the whole model
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of the whole model

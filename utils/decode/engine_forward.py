@@ -1,0 +1,53 @@
+"""The seam between a model session and an engine: a forward pass in place of the model's own, and the kind of pass.
+
+An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, cast, runtime_checkable
+
+from utils.bounds import MAX_GAMMA
+
+MAX_WIDTH = MAX_GAMMA + 1  # rows of the widest verify pass
+
+_prefill: ContextVar[bool] = ContextVar("prefill", default=False)
+
+
+@runtime_checkable
+class EngineForward(Protocol):
+    """What an engine sets as `model.forward`. It takes the arguments of a transformers decoder's forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an output with logits, past_key_values and, if requested, hidden_states."""
+
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run, with the methods of transformers' DynamicCache that sessions use."""
+
+    def cut(self, model: Any, depth: int) -> "EngineForward":
+        """Return the forward pass of `model`, which is made of the first `depth` layers of the engine's model."""
+
+
+def engine_forward(model: Any) -> EngineForward | None:
+    """The engine's forward pass of a model, or None if the model computes its own."""
+    forward = vars(model).get("forward")
+    return cast(EngineForward, forward) if isinstance(forward, EngineForward) else None
+
+
+@contextmanager
+def prefill_pass() -> Iterator[None]:
+    """Mark the passes in this block as prefills: their rows need not have the bits of single decode steps.
+
+    Texts stay exact, because every strategy prefills the same prompt by the same operations.
+    """
+    token = _prefill.set(True)
+    try:
+        yield
+    finally:
+        _prefill.reset(token)
+
+
+def in_prefill() -> bool:
+    """Whether the current pass is marked as a prefill."""
+    return _prefill.get()

@@ -1,0 +1,167 @@
+"""A forward pass of our own for decoders that a DecoderSpec describes, in place of transformers'.
+
+It keeps the KV cache, attention, rotary tables and the final norm; `Segments` compute everything between one attention
+and the next. transformers' forward spends as much time in Python as small models spend in their products.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from utils.decode.engine_forward import in_prefill
+from utils.decode.kv_cache import GrowingLayer, new_cache
+from utils.engine.decoder_spec import DecoderSpec
+from utils.engine.row_attention import (
+    HeadShape,
+    RowAttention,
+    RowGroup,
+    chosen_attention,
+    prefill_groups,
+    row_groups,
+)
+from utils.engine.segments import Segments
+
+TABLE_STEP = 1024  # positions by which rotary tables grow
+
+
+class RotaryTables:
+    """cos and sin of every position so far, for each rotary table of a decoder."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        self._length = 0
+
+    def rows(self, positions: slice, batch: int) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin (batch * T, rotary_dim) of each table, and an empty pair for layers without positions."""
+        if positions.stop > self._length:
+            self._length = -(-positions.stop // TABLE_STEP) * TABLE_STEP
+            every = torch.arange(self._length)
+            self._tables = [rope(every) for rope in self._spec.ropes]
+        parts = [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]
+        empty = torch.empty(batch * (positions.stop - positions.start), 0)
+        return [*parts, (empty, empty)]  # type: ignore[list-item]  # pairs
+
+
+class LeanDecoder:
+    """The forward pass of one model; an `EngineForward`.
+
+    original: transformers' forward, for arguments that are not supported here, such as an attention mask. None if its
+    weights are gone.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, segments: Segments, config: Any, *, original: Callable[..., Any] | None = None
+    ) -> None:
+        self._spec, self._segments, self._config, self._original = spec, segments, config, original
+        self._rotary = RotaryTables(spec)
+        # Layers rarely differ in their scaling.
+        scalings = {layer.scaling for layer in spec.layers}
+        self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
+
+    def _shape(self, scaling: float) -> HeadShape:
+        return HeadShape(self._spec.heads, self._spec.kv_heads, self._spec.head_dim, scaling)
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward."""
+        if input_ids is None or any(value is not None for value in others.values()) or torch.is_grad_enabled():
+            return self._transformers_forward(
+                input_ids=input_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+                **others,
+            )
+        cache = self.new_cache() if past_key_values is None else past_key_values
+        states = self._layers(input_ids, cache, every=bool(output_hidden_states))
+        logits = self._logits(states[-1].view(*input_ids.shape, -1), logits_to_keep)
+        return CausalLMOutputWithPast(
+            logits=logits,
+            past_key_values=cache if use_cache in (None, True) else None,
+            hidden_states=tuple(state.view(*input_ids.shape, -1) for state in states) if output_hidden_states else None,
+        )
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache that keeps all tokens: a sliding window is cut out of it."""
+        return new_cache(self._config, keeps_all=True)
+
+    def cut(self, model: Any, depth: int) -> "LeanDecoder":
+        """The forward pass of the first `depth` layers, with the same segments."""
+        spec = replace(self._spec, layers=self._spec.layers[:depth])
+        return LeanDecoder(spec, self._segments, model.config, original=self._original and type(model).forward.__get__(model))
+
+    def _transformers_forward(self, **arguments: Any) -> Any:
+        if self._original is None:
+            raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
+        return self._original(**arguments)
+
+    def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
+        """The states (B * T, hidden): of the last layer after the final norm, and all before it if `every`."""
+        spec, segments, prefill = self._spec, self._segments, in_prefill()
+        batch, count = ids.shape
+        past = cache.get_seq_length()
+        tables = self._rotary.rows(slice(past, past + count), batch)
+        ropes = [tables[-1 if layer.rope is None else layer.rope] for layer in spec.layers]
+        groups = self._groups(past, count, prefill=prefill)
+        x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
+        x = x if spec.embedding_scale == 1.0 else x * spec.embedding_scale
+        states = [x.clone()] if every else []
+        qkv: Tensor | None = segments.begin(x, *ropes[0], prefill=prefill)
+        for index, layer in enumerate(spec.layers):
+            assert qkv is not None
+            attended = self._attend(qkv, cache.layers, index, groups[layer.window], batch)
+            following = ropes[min(index + 1, len(ropes) - 1)]
+            x, qkv = segments.advance(index, x, attended, *following, prefill=prefill)
+            if every and index + 1 < len(spec.layers):
+                states.append(x.clone())
+        return [*states, rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps)]
+
+    def _groups(self, past: int, count: int, *, prefill: bool) -> dict[int | None, list[RowGroup]]:
+        build = prefill_groups if prefill else row_groups
+        return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
+
+    def _attend(
+        self, qkv: Tensor, layers: Sequence[Any], index: int, groups: Sequence[RowGroup], batch: int
+    ) -> Tensor:
+        """Store keys and values of the new rows, and attend with their queries. Returns (B * T, heads * head_dim)."""
+        spec = self._spec
+        heads, ends = spec.heads, spec.heads + spec.kv_heads
+        # (B, T, heads + 2 * kv_heads, D)
+        split = qkv.view(batch, -1, ends + spec.kv_heads, spec.head_dim)
+        layer: GrowingLayer = layers[index]
+        layer.update(split[:, :, heads:ends].transpose(1, 2), split[:, :, ends:].transpose(1, 2))
+        keys, values = layer.padded()
+        how: RowAttention = self._attention[spec.layers[index].scaling]
+        rows = [
+            how.attend(split[row, :, :heads], keys[row], values[row], groups, prefill=in_prefill())
+            for row in range(batch)
+        ]
+        return rows[0] if batch == 1 else torch.cat(rows)
+
+    def _logits(self, x: Tensor, keep: int) -> Tensor:
+        """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
+        spec, kept = self._spec, x[:, -keep:] if keep else x
+        rows = kept.reshape(-1, spec.hidden_size)
+        logits = self._segments.logits(rows, prefill=in_prefill()).clone()
+        if spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+        return logits.view(*kept.shape[:2], -1)
