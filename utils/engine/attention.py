@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from utils.decode.engine_forward import in_prefill
+
 NAME = "row_invariant"
 seen_sliding_windows: set[int | None] = set()  # recorded for the self-test
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # arguments of variants that are not implemented here
@@ -36,13 +38,15 @@ def row_invariant_attention(
     """
     if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("its attention has a logit cap, a sink or a position bias")
-    # _padding_mask has returned None for a batch without padding, so a mask here means padding.
+    seen_sliding_windows.add(sliding_window)
+    if in_prefill() and attention_mask is None and getattr(module, "is_causal", True):
+        attention_mask = _causal_mask(query, key, sliding_window)
+    # _padding_mask has returned None for a batch without padding, so a mask here means padding, or a prefill.
     if attention_mask is not None or not getattr(module, "is_causal", True):
         fallback: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return fallback
-    seen_sliding_windows.add(sliding_window)
     batch, heads, count, size = query.shape
     groups, keys = key.shape[1:3]
     rows = []
@@ -55,6 +59,16 @@ def row_invariant_attention(
         row = scaled_dot_product_attention(packed, key[:, :, begin:end], value[:, :, begin:end], scale=scaling)
         rows.append(row.reshape(batch, 1, heads, -1))
     return (rows[0] if count == 1 else torch.cat(rows, dim=1)), None
+
+
+def _causal_mask(query: Tensor, key: Tensor, sliding_window: int | None) -> Tensor:
+    """Which keys each query of a prefill may attend to: (1, 1, Q, K)."""
+    count, keys = query.shape[2], key.shape[2]
+    own, every = torch.arange(keys - count, keys, device=key.device)[:, None], torch.arange(keys, device=key.device)
+    allowed = every <= own
+    if sliding_window is not None:
+        allowed &= every > own - sliding_window
+    return allowed[None, None]
 
 
 def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -4,9 +4,10 @@ Engines that compute a model by a forward pass of their own read a DecoderSpec, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,3 +112,17 @@ class DecoderSpec:
     head: Linear
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+    def without_weights(self) -> "DecoderSpec":
+        """The same without the matrices of linear layers, so that they can be freed. Embedding and norms stay."""
+        layers = tuple(
+            replace(layer, **{name: _emptied(getattr(layer, name)) for name in LINEARS}) for layer in self.layers
+        )
+        return replace(self, layers=layers, head=_emptied(self.head))
+
+
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # fields of LayerSpec
+
+
+def _emptied(linear: Linear) -> Linear:
+    return replace(linear, weight=torch.empty(0), bias=None)

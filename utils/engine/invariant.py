@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from utils.decode.engine_forward import engine_forward
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
+from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
+from utils.engine.read_decoder import read_decoder
+from utils.engine.torch_segments import TorchSegments, products_of
 from utils.engine.weight_format import EngineWeights
 
 DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
@@ -33,6 +38,7 @@ class InvariantEngine:
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._int8 = list(models), list(helpers), not weights.as_loaded
         self._plain_attention = [model.config._attn_implementation for model in self._models]
+        self._specs: list[DecoderSpec | str] = []  # while installed; a clause says why a model cannot be read
         self._installed = False
         self.layouts: dict[str, int] = {}
         self.weights = weight_format(self._models[0]) if weights.as_loaded else weights.format
@@ -77,6 +83,8 @@ class InvariantEngine:
     def remove(self) -> None:
         """Put nn.Linear layers and the original attention back."""
         if self._installed:
+            for model in self._models:
+                vars(model).pop("forward", None)
             restore_linears([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
@@ -85,9 +93,13 @@ class InvariantEngine:
     def _replace(self, thread_counts: Sequence[int], report: Report) -> None:
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
+        self._specs = [_spec_of(model) for model in self._models]
         swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts), report)
-        for model in self._models:
+        for model, spec in zip(self._models, self._specs, strict=True):
+            # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
+            if isinstance(spec, DecoderSpec):
+                _set_lean_forward(model, spec)
 
     def _test_one_width(self, width: int) -> str:
         others = [model for model in self._models[1:] if not self._shares_weights_with_target(model)]
@@ -98,18 +110,25 @@ class InvariantEngine:
         """Compare with the logits of the plain layers, if there are any, and run the self-test at every width."""
         for index, model in enumerate(self._models):
             attention.seen_sliding_windows.clear()
-            logits = selftest.prefill_logits(model)
-            if reference and selftest.differ_beyond_rounding(logits, reference[index]):
+            if reference and self._logits_differ(model, reference[index]):
                 return DIFFERENT_LOGITS
             # A model whose layers do not pass `sliding_window` on would attend to the whole context instead. The sample
             # text may be too short for that to change its logits.
-            if any(empty_cache(model).is_sliding) and not attention.seen_sliding_windows - {None}:
+            if not engine_forward(model) and any(empty_cache(model).is_sliding) and not attention.seen_sliding_windows - {None}:
                 return UNKNOWN_WINDOW
             # The layers of a drafter that was cut out of the target have been tested with the target.
             every_width = index == 0 or not self._shares_weights_with_target(model)
             if reason := selftest.width_dependence(model, thread_counts, every_width=every_width, report=report):
                 return reason
         return ""
+
+    def _logits_differ(self, model: PreTrainedModel, reference: Tensor) -> bool:
+        """Whether the logits differ from those of the plain layers. A lean forward that differs is given up."""
+        if not selftest.differ_beyond_rounding(selftest.prefill_logits(model), reference):
+            return False
+        if vars(model).pop("forward", None) is None:
+            return True
+        return selftest.differ_beyond_rounding(selftest.prefill_logits(model), reference)
 
     def _shares_weights_with_target(self, model: PreTrainedModel) -> bool:
         # A layer cut shares its modules with the target; a drafter that was loaded does not.
@@ -131,6 +150,19 @@ class InvariantEngine:
             return pack(weight, bias) if id(weight) in heads else Int8Kernel(weight, bias)
 
         return build
+
+
+def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
+    """What the model computes, without its matrices, so that packing them frees them."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return "the lean forward computes float32 on CPUs only"
+    spec = read_decoder(model)
+    return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
+
+
+def _set_lean_forward(model: PreTrainedModel, spec: DecoderSpec) -> None:
+    segments = TorchSegments(spec, *products_of(model, spec))
+    model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)  # type: ignore[method-assign]
 
 
 def _reason(attempt: Callable[[], str]) -> str:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from utils.decode.engine_forward import in_prefill
+
 # oneDNN generates and keeps machine code for every number of rows, half a megabyte each. So only these sizes are used:
 # a size in between is padded with zero rows to the next one, and more rows than the largest size are computed in
 # blocks.
 UNPADDED_ROWS = 9
 BLOCK_SIZES = (*range(1, UNPADDED_ROWS + 1), 12, 16, 18, 24, 32)
 MAX_ROWS = BLOCK_SIZES[-1]
+PREFILL_SIZES = (64, 128, 256)  # in a prefill, where rows need not have the bits of single decode steps
 _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1, rows depend on their number
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.
@@ -165,6 +168,7 @@ def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
 
 def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int] = BLOCK_SIZES) -> Tensor:
     """Apply the product to blocks of the largest size. The last block is padded with zeros to the next size."""
+    sizes = PREFILL_SIZES if in_prefill() else sizes
     rows = x.reshape(-1, x.shape[-1])
     count, largest = len(rows), sizes[-1]
     rest = count % largest

@@ -110,6 +110,7 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
                 # On the meta device no weight is allocated that would be replaced at once.
                 layer = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
                 layer.weight, layer.bias = restored[key], bias
+                layer.train(parent.training)
                 setattr(parent, name, layer)
 
 

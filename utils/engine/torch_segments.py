@@ -1,13 +1,16 @@
 """The parts of a decoder outside attention, computed by PyTorch with the kernels of `utils.engine.kernels`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Norm
+from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.kernels import Kernel
+from utils.engine.module_swap import EngineLinear
 
 Product = Callable[[Tensor], Tensor]  # (rows, K) -> (rows, N)
 
@@ -23,15 +26,11 @@ class LayerProducts:
 
 
 class TorchSegments:
-    """`Segments` over products. norms: the spec, of which only norms, sizes and scales are read.
+    """`Segments` over products. Of the spec only norms, sizes and scales are read, not the weights."""
 
-    weight_bytes: counts what the products keep in memory.
-    """
-
-    def __init__(
-        self, spec: DecoderSpec, products: Sequence[LayerProducts], head: Product, weight_bytes: Callable[[], int]
-    ) -> None:
-        self._spec, self._products, self._head, self._weight_bytes = spec, list(products), head, weight_bytes
+    def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], head: Product) -> None:
+        self._spec, self._products, self._head = spec, list(products), head
+        self._sin, self._signed = torch.empty(0), torch.empty(0)
 
     def begin(self, x: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool) -> Tensor:
         return self._qkv(0, x, cos, sin)
@@ -54,7 +53,9 @@ class TorchSegments:
         torch.set_num_threads(count)
 
     def nbytes(self) -> int:
-        return self._weight_bytes()
+        products = [self._head, *(part for layer in self._products for part in _parts(layer))]
+        kept = {id(part): part for product in products for part in _tensors(product)}
+        return sum(part.untyped_storage().nbytes() for part in kept.values())
 
     def _qkv(self, index: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         spec, layer = self._spec, self._spec.layers[index]
@@ -64,9 +65,20 @@ class TorchSegments:
             y = self._with_norms(layer, y)
         if layer.rope is None:
             return y
-        rotated = spec.heads + spec.kv_heads
-        turned = _rotate(y[:, :rotated], cos[:, None], sin[:, None])
-        return torch.cat([turned, y[:, rotated:]], dim=1)
+        turned = self._rotated(y[:, : spec.heads + spec.kv_heads], cos, sin)
+        return torch.cat([turned, y[:, spec.heads + spec.kv_heads :]], dim=1)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: (rows, heads, D). The first values of each head, as many as cos has, are rotated in halves."""
+        if sin is not self._sin:
+            # concat(-x2, x1) * sin is the rolled vector times sin with a changed sign in its first half.
+            low, high = sin.chunk(2, dim=-1)
+            self._sin, self._signed = sin, torch.cat([-low, high], dim=-1)[:, None]
+        size = cos.shape[-1]
+        part = x if size == x.shape[-1] else x[..., :size]
+        # Not one fused operation: it rounds differently at the end of a vector register, so bits would depend on rows.
+        turned = (part * cos[:, None]).add_(part.roll(size // 2, dims=-1).mul_(self._signed))
+        return turned if part is x else torch.cat([turned, x[..., size:]], dim=-1)
 
     def _with_norms(self, layer: LayerSpec, y: Tensor) -> Tensor:
         query, key, value = y.split([self._spec.heads, self._spec.kv_heads, self._spec.kv_heads], dim=1)
@@ -88,11 +100,48 @@ def _add(x: Tensor, change: Tensor, scale: float) -> Tensor:
     return x + change if scale == 1.0 else torch.add(x, change, alpha=scale)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (rows, heads, D), cos and sin: (rows, 1, R). The first R values of each head are rotated in halves."""
-    size = cos.shape[-1]
-    part = x[..., :size]
-    # concat(-x2, x1) * sin is the rolled vector times sin with a changed sign in its first half.
-    low, high = sin.chunk(2, dim=-1)
-    turned = torch.addcmul(part * cos, part.roll(size // 2, dims=-1), torch.cat([-low, high], dim=-1))
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:
+    """The products of each layer and of the output head, with the layers that the model has now."""
+    layers = [
+        LayerProducts(
+            _product(model, layer.query, layer.key, layer.value),
+            _product(model, layer.output),
+            _product(model, layer.gate, layer.up),
+            _product(model, layer.down),
+        )
+        for layer in spec.layers
+    ]
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of a PreTrainedModel
+    return layers, head.fused.kernel if isinstance(head, EngineLinear) else head
+
+
+def _product(model: nn.Module, *linears: Linear) -> Product:
+    """One product for layers that read the same input. Fused parameters and fused kernels are one product already."""
+    modules = list(dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears))
+    kernels = {id(module.fused): module.fused for module in modules if isinstance(module, EngineLinear)}
+    if len(kernels) == 1 and all(isinstance(module, EngineLinear) for module in modules):
+        (fused,) = kernels.values()
+        if len(fused.sizes) == len(modules):
+            return fused.kernel
+    return modules[0] if len(modules) == 1 else _Concatenated(modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Concatenated:
+    modules: Sequence[nn.Module]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([module(x) for module in self.modules], dim=-1)
+
+
+def _parts(layer: LayerProducts) -> tuple[Product, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _tensors(product: Product) -> Iterator[Tensor]:
+    if isinstance(product, nn.Module):
+        yield from product.parameters()
+    elif isinstance(product, _Concatenated):
+        yield from (part for module in product.modules for part in _tensors(module))
+    else:
+        yield from cast(Kernel, product).tensors()

@@ -1,5 +1,6 @@
 """The engine: verify passes have the bits of single decode steps, and its self-test notices if they do not."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,11 +15,14 @@ from torch import nn
 
 from sampling import autoregressive_generate, speculative_generate
 from utils.bounds import ENGINES
+from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine, attention, invariant, selftest
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.kernels import Int8Kernel, PackedKernel
 from utils.engine.module_swap import EngineLinear, restore_linears
+from utils.engine.row_attention import RowAttention
+from utils.engine.torch_segments import TorchSegments
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
@@ -62,6 +66,16 @@ def test_the_comparison_notices_a_row_that_depends_on_the_other_rows(monkeypatch
     monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * (1 + 1e-6 * (x.shape[-2] > 1)))
     with pytest.raises(AssertionError):
         assert_bits_of_single_steps(model, list(range(60)), Random(1))
+
+
+def test_a_lean_forward_that_differs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = invariant.read_decoder
+    monkeypatch.setattr(invariant, "read_decoder", lambda model: replace(read(model), logit_scale=1.01))
+    model = llama()
+    plain = stepwise_logits(model, [7 * index % 96 for index in range(50)])
+    assert Engine([model]).use("invariant", 1).verified
+    assert engine_forward(model) is None
+    assert torch.allclose(stepwise_logits(model, [7 * index % 96 for index in range(50)]), plain, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,7 +137,20 @@ def test_unsupported_models_stay_plain_for_a_reason(build: Any, reason: str) -> 
 def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an error that shows only at one verify width, or in every logit ("scale")."""
     product, join = PackedKernel.product, torch.cat
-    if part == "linear":  # only with a batch dimension, so that the tests of single kernels pass
+    logits, attend = TorchSegments.logits, RowAttention.attend
+    if part == "head":
+        monkeypatch.setattr(
+            TorchSegments, "logits", lambda self, x, prefill: logits(self, x, prefill=prefill) * (1 + 1e-6 * (len(x) == 6))
+        )
+    elif part == "rows":
+        monkeypatch.setattr(
+            RowAttention,
+            "attend",
+            lambda self, query, *rest, prefill: (
+                attend(self, query, *rest, prefill=prefill) * (1 + 1e-6 * (len(query) == 7))
+            ),
+        )
+    elif part == "linear":  # only with a batch dimension, so that the tests of single kernels pass
         monkeypatch.setattr(
             PackedKernel,
             "product",
@@ -137,12 +164,22 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * 1.01)
 
 
-ERRORS = [("linear", r"\b6 tokens"), ("attention", r"\b7 tokens"), ("scale", invariant.DIFFERENT_LOGITS)]
+ERRORS = [
+    ("head", r"\b6 tokens", True),
+    ("rows", r"\b7 tokens", True),
+    ("linear", r"\b6 tokens", False),
+    ("attention", r"\b7 tokens", False),
+    ("scale", invariant.DIFFERENT_LOGITS, True),
+]
 
 
-@pytest.mark.parametrize(("part", "reason"), ERRORS)
-def test_the_self_test_notices_an_error(part: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "reason", "lean"), ERRORS)
+def test_the_self_test_notices_an_error(
+    part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     break_rows(part, monkeypatch)
+    if not lean:  # transformers' forward over the same kernels
+        monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
     model = llama()
     engine = Engine([model])
     with pytest.raises(UserError, match=reason):
