@@ -6,7 +6,7 @@ An engine sets `model.forward` on the instance to an EngineForward, so that ever
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from utils.bounds import MAX_GAMMA
 
@@ -32,16 +32,16 @@ class EngineForward(Protocol):
 def engine_forward(model: Any) -> EngineForward | None:
     """The engine's forward pass of a model, or None if the model computes its own."""
     forward = vars(model).get("forward")
-    return cast(EngineForward, forward) if isinstance(forward, EngineForward) else None
+    return forward if isinstance(forward, EngineForward) else None
 
 
 @contextmanager
-def prefill_pass() -> Iterator[None]:
+def prefill_pass(marked: bool = True) -> Iterator[None]:
     """Mark the passes in this block as prefills: their rows need not have the bits of single decode steps.
 
     Texts stay exact, because every strategy prefills the same prompt by the same operations.
     """
-    token = _prefill.set(True)
+    token = _prefill.set(marked)
     try:
         yield
     finally:

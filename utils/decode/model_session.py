@@ -65,7 +65,6 @@ class ModelSession:
         if use_cache and self._cache_name not in parameters:
             raise self._no_cache()
         self._recurrent = use_cache and is_recurrent(model)
-        # Without a cache nothing can be fed in advance; a recurrent state is not worth a second kind of pass.
         self._splits_prefills = use_cache and not self._recurrent and not model.config.is_encoder_decoder
         # Some hybrid models would otherwise count the positions of every feed from 0.
         self._passes_positions = self._recurrent and "position_ids" in parameters
@@ -133,21 +132,19 @@ class ModelSession:
         return self._forward(contexts, keep)
 
     def _forward(self, contexts: list[list[int]], keep: int) -> Tensor:
-        """Feed the rows before the last `keep` ones in a pass of their own if all of them are too many for a verify
-        pass. They are then the same rows, computed the same way, whatever `keep` is.
-        """
+        # Too many rows for a verify pass: those before the last `keep` are then the same pass whatever `keep` is.
         known = len(contexts[0]) - keep
-        if self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH and known > self._cached:
+        if known > self._cached and self._is_prefill(contexts):
             self._prefill([context[:known] for context in contexts])
         return self._pass(contexts, keep)
 
     def _prefill(self, contexts: list[list[int]]) -> None:
         """Feed rows whose logits are not needed. Engines may compute many of them faster, with other rounding."""
-        if self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH:
-            with prefill_pass():
-                self._pass(contexts, keep=1)
-        else:
+        with prefill_pass(self._is_prefill(contexts)):
             self._pass(contexts, keep=1)
+
+    def _is_prefill(self, contexts: list[list[int]]) -> bool:
+        return self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH
 
     def _pass(self, contexts: list[list[int]], keep: int) -> Tensor:
         length = len(contexts[0])

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from utils.decode.engine_forward import engine_forward
 from utils.decode.kv_cache import new_cache

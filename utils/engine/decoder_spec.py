@@ -115,13 +115,20 @@ class DecoderSpec:
 
     def without_weights(self) -> "DecoderSpec":
         """The same without the matrices of linear layers, so that they can be freed. Embedding and norms stay."""
-        layers = tuple(
-            replace(layer, **{name: _emptied(getattr(layer, name)) for name in LINEARS}) for layer in self.layers
-        )
-        return replace(self, layers=layers, head=_emptied(self.head))
+        return replace(self, layers=tuple(map(_without_weights, self.layers)), head=_emptied(self.head))
 
 
-LINEARS = ("query", "key", "value", "output", "gate", "up", "down")  # fields of LayerSpec
+def _without_weights(layer: LayerSpec) -> LayerSpec:
+    return replace(
+        layer,
+        query=_emptied(layer.query),
+        key=_emptied(layer.key),
+        value=_emptied(layer.value),
+        output=_emptied(layer.output),
+        gate=_emptied(layer.gate),
+        up=_emptied(layer.up),
+        down=_emptied(layer.down),
+    )
 
 
 def _emptied(linear: Linear) -> Linear:

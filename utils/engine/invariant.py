@@ -114,7 +114,11 @@ class InvariantEngine:
                 return DIFFERENT_LOGITS
             # A model whose layers do not pass `sliding_window` on would attend to the whole context instead. The sample
             # text may be too short for that to change its logits.
-            if not engine_forward(model) and any(empty_cache(model).is_sliding) and not attention.seen_sliding_windows - {None}:
+            if (
+                not engine_forward(model)
+                and any(empty_cache(model).is_sliding)
+                and not attention.seen_sliding_windows - {None}
+            ):
                 return UNKNOWN_WINDOW
             # The layers of a drafter that was cut out of the target have been tested with the target.
             every_width = index == 0 or not self._shares_weights_with_target(model)
@@ -162,7 +166,7 @@ def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
 
 def _set_lean_forward(model: PreTrainedModel, spec: DecoderSpec) -> None:
     segments = TorchSegments(spec, *products_of(model, spec))
-    model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)  # type: ignore[method-assign]
+    model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
 
 
 def _reason(attempt: Callable[[], str]) -> str:

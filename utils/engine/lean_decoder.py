@@ -71,6 +71,7 @@ class LeanDecoder:
     def __call__(
         self,
         input_ids: Tensor | None = None,
+        *,
         past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -105,7 +106,9 @@ class LeanDecoder:
     def cut(self, model: Any, depth: int) -> "LeanDecoder":
         """The forward pass of the first `depth` layers, with the same segments."""
         spec = replace(self._spec, layers=self._spec.layers[:depth])
-        return LeanDecoder(spec, self._segments, model.config, original=self._original and type(model).forward.__get__(model))
+        return LeanDecoder(
+            spec, self._segments, model.config, original=self._original and type(model).forward.__get__(model)
+        )
 
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
@@ -123,12 +126,12 @@ class LeanDecoder:
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
         x = x if spec.embedding_scale == 1.0 else x * spec.embedding_scale
         states = [x.clone()] if every else []
-        qkv: Tensor | None = segments.begin(x, *ropes[0], prefill=prefill)
+        qkv: Tensor | None = segments.begin(x, cos=ropes[0][0], sin=ropes[0][1], prefill=prefill)
         for index, layer in enumerate(spec.layers):
             assert qkv is not None
             attended = self._attend(qkv, cache.layers, index, groups[layer.window], batch)
-            following = ropes[min(index + 1, len(ropes) - 1)]
-            x, qkv = segments.advance(index, x, attended, *following, prefill=prefill)
+            cos, sin = ropes[min(index + 1, len(ropes) - 1)]
+            x, qkv = segments.advance(index, x, attended, cos=cos, sin=sin, prefill=prefill)
             if every and index + 1 < len(spec.layers):
                 states.append(x.clone())
         return [*states, rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps)]
@@ -137,9 +140,7 @@ class LeanDecoder:
         build = prefill_groups if prefill else row_groups
         return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
 
-    def _attend(
-        self, qkv: Tensor, layers: Sequence[Any], index: int, groups: Sequence[RowGroup], batch: int
-    ) -> Tensor:
+    def _attend(self, qkv: Tensor, layers: Sequence[Any], index: int, groups: Sequence[RowGroup], batch: int) -> Tensor:
         """Store keys and values of the new rows, and attend with their queries. Returns (B * T, heads * head_dim)."""
         spec = self._spec
         heads, ends = spec.heads, spec.heads + spec.kv_heads

@@ -49,7 +49,7 @@ def row_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
     groups = []
     for (begin, end), members in groupby(rows, key=lambda row: _bounds(row[1], window)):
         chosen = list(members)
-        mask = _mask(past + chosen[0][0], len(chosen), begin, end, window)
+        mask = _mask(range(past + chosen[0][0], past + chosen[-1][0] + 1), range(begin, end), window)
         groups.append(RowGroup(chosen[0][0], chosen[-1][0] + 1, begin, end, mask))
     return groups
 
@@ -60,7 +60,7 @@ def prefill_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
     for first in range(0, count, PREFILL_ROWS):
         last = min(first + PREFILL_ROWS, count)
         begin = 0 if window is None else max(0, past + first + 1 - window)
-        mask = _mask(past + first, last - first, begin, past + last, window)
+        mask = _mask(range(past + first, past + last), range(begin, past + last), window)
         groups.append(RowGroup(first, last, begin, past + last, mask))
     return groups
 
@@ -70,13 +70,13 @@ def _bounds(end: int, window: int | None) -> tuple[int, int]:
     return begin // PADDING * PADDING, -(-end // PADDING) * PADDING
 
 
-def _mask(position: int, count: int, begin: int, end: int, window: int | None) -> Tensor:
-    """What is added to the scores (count, end - begin) of the rows from `position`: 0 or minus infinity."""
-    own, keys = torch.arange(position, position + count)[:, None], torch.arange(begin, end)[None]
-    allowed = keys <= own
+def _mask(rows: range, keys: range, window: int | None) -> Tensor:
+    """What is added to the scores (rows, keys) of these positions: 0 or minus infinity."""
+    own, other = torch.arange(rows.start, rows.stop)[:, None], torch.arange(keys.start, keys.stop)[None]
+    forbidden = other > own
     if window is not None:
-        allowed &= keys > own - window
-    return torch.zeros(count, end - begin).masked_fill_(~allowed, float("-inf"))
+        forbidden |= other <= own - window
+    return torch.zeros(len(rows), len(keys)).masked_fill_(forbidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class RowAttention:
     shape: HeadShape
     packed: bool
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], *, prefill: bool) -> Tensor:
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], *, prefill: bool
+    ) -> Tensor:
         """Attend with query (rows, H, D) of one sequence to its keys and values (G, S, D). Returns (rows, H * D).
 
         groups: of `row_groups`, or of `prefill_groups` for a prefill.
@@ -116,8 +118,9 @@ class RowAttention:
         # The query heads that share keys take the place of query rows: (rows, G, H/G, D).
         grouped = query.view(rows, shape.groups, repeats, shape.size)
         if not self.packed:
-            wide = (part.expand(rows, -1, -1, -1) for part in (keys, values))
-            mixed = scaled_dot_product_attention(grouped, *wide, attn_mask=mask[:, None, None], scale=shape.scaling)
+            keys, values = (part.expand(rows, -1, -1, -1) for part in (keys, values))
+            each = mask[:, None, None]
+            mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=each, scale=shape.scaling)
             return mixed.reshape(rows, -1)
         flat = grouped.transpose(0, 1).reshape(1, shape.groups, rows * repeats, shape.size)
         wide_mask = mask if repeats == 1 else mask.repeat_interleave(repeats, dim=0)
@@ -137,8 +140,9 @@ def is_row_invariant(how: RowAttention) -> bool:
     query = torch.randn(MAX_WIDTH, shape.heads, shape.size, generator=generator)
     for count in _TESTED_KEYS:
         keys, values = torch.randn(2, 1, shape.groups, count, shape.size, generator=generator)
-        mask = _mask(max(0, count - MAX_WIDTH), MAX_WIDTH, 0, count, None)
-        alone = torch.cat([how.rows(query[row : row + 1], keys, values, mask[row : row + 1]) for row in range(MAX_WIDTH)])
+        mask = _mask(range(max(0, count - MAX_WIDTH), max(count, MAX_WIDTH)), range(count), None)
+        single = (how.rows(query[row : row + 1], keys, values, mask[row : row + 1]) for row in range(MAX_WIDTH))
+        alone = torch.cat([*single])
         if not all(torch.equal(how.rows(query[:n], keys, values, mask[:n]), alone[:n]) for n in _TESTED_ROWS):
             return False
     return True

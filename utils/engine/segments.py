@@ -1,4 +1,4 @@
-"""What computes a decoder between one attention and the next: `utils.engine.lean_decoder` calls it and does the rest."""
+"""What computes a decoder between one attention and the next. `utils.engine.lean_decoder` does the rest."""
 
 from typing import Protocol
 
@@ -15,14 +15,14 @@ class Segments(Protocol):
     the number of rows or on their values.
     """
 
-    def begin(self, x: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool) -> Tensor:
+    def begin(self, x: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool) -> Tensor:
         """Return qkv of layer 0 for x (rows, hidden). cos, sin: (rows, rotary_dim) of layer 0, empty without rotary
         positions. qkv: (rows, heads + 2 * kv_heads, head_dim): the heads of the queries, keys and values, with norms
         and rotary positions applied.
         """
 
     def advance(
-        self, layer: int, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool
+        self, layer: int, x: Tensor, attended: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return x (rows, hidden) after layer `layer`, and qkv of the next layer (None after the last one).
 

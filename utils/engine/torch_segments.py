@@ -32,11 +32,11 @@ class TorchSegments:
         self._spec, self._products, self._head = spec, list(products), head
         self._sin, self._signed = torch.empty(0), torch.empty(0)
 
-    def begin(self, x: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool) -> Tensor:
+    def begin(self, x: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool) -> Tensor:
         return self._qkv(0, x, cos, sin)
 
     def advance(
-        self, layer: int, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor, *, prefill: bool
+        self, layer: int, x: Tensor, attended: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool
     ) -> tuple[Tensor, Tensor | None]:
         spec, products = self._spec.layers[layer], self._products[layer]
         x = _add(x, _norm(spec.attention_output_norm, products.output(attended)), spec.residual_scale)

@@ -140,7 +140,9 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, attend = TorchSegments.logits, RowAttention.attend
     if part == "head":
         monkeypatch.setattr(
-            TorchSegments, "logits", lambda self, x, prefill: logits(self, x, prefill=prefill) * (1 + 1e-6 * (len(x) == 6))
+            TorchSegments,
+            "logits",
+            lambda self, x, prefill: logits(self, x, prefill=prefill) * (1 + 1e-6 * (len(x) == 6)),
         )
     elif part == "rows":
         monkeypatch.setattr(
@@ -174,9 +176,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("part", "reason", "lean"), ERRORS)
-def test_the_self_test_notices_an_error(
-    part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     break_rows(part, monkeypatch)
     if not lean:  # transformers' forward over the same kernels
         monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
