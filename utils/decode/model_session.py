@@ -8,6 +8,7 @@ Every forward pass goes through `model(...)`.
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -132,14 +133,13 @@ class ModelSession:
         return self._forward(contexts, keep)
 
     def _forward(self, contexts: list[list[int]], keep: int) -> Tensor:
-        # Too many rows for a verify pass: those before the last `keep` are then the same pass whatever `keep` is.
         known = len(contexts[0]) - keep
         if known > self._cached and self._is_prefill(contexts):
             self._prefill([context[:known] for context in contexts])
         return self._pass(contexts, keep)
 
     def _prefill(self, contexts: list[list[int]]) -> None:
-        """Feed rows whose logits are not needed. Engines may compute many of them faster, with other rounding."""
+        """Feed rows whose logits are not needed: one pass, the same for every `keep`, which may be faster."""
         with prefill_pass(self._is_prefill(contexts)):
             self._pass(contexts, keep=1)
 
@@ -255,7 +255,6 @@ class ModelSession:
 
 def rewind_method(model: Any) -> str:
     """How the model's cache forgets rejected drafts, or an empty string if it cannot."""
-    try:
+    with suppress(UserError):
         return ModelSession(model).rewind_method
-    except UserError:
-        return ""
+    return ""

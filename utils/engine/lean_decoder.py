@@ -16,10 +16,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from utils.decode.engine_forward import in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.engine.decoder_spec import DecoderSpec
+from utils.engine.decoder_spec import DecoderSpec, LayerSpec
 from utils.engine.row_attention import (
     HeadShape,
-    RowAttention,
     RowGroup,
     chosen_attention,
     prefill_groups,
@@ -129,7 +128,7 @@ class LeanDecoder:
         qkv: Tensor | None = segments.begin(x, cos=ropes[0][0], sin=ropes[0][1], prefill=prefill)
         for index, layer in enumerate(spec.layers):
             assert qkv is not None
-            attended = self._attend(qkv, cache.layers, index, groups[layer.window], batch)
+            attended = self._attend(qkv, layer, cache.layers[index], groups[layer.window])
             cos, sin = ropes[min(index + 1, len(ropes) - 1)]
             x, qkv = segments.advance(index, x, attended, cos=cos, sin=sin, prefill=prefill)
             if every and index + 1 < len(spec.layers):
@@ -140,21 +139,19 @@ class LeanDecoder:
         build = prefill_groups if prefill else row_groups
         return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
 
-    def _attend(self, qkv: Tensor, layers: Sequence[Any], index: int, groups: Sequence[RowGroup], batch: int) -> Tensor:
+    def _attend(self, qkv: Tensor, layer: LayerSpec, cached: GrowingLayer, groups: Sequence[RowGroup]) -> Tensor:
         """Store keys and values of the new rows, and attend with their queries. Returns (B * T, heads * head_dim)."""
-        spec = self._spec
+        spec, count = self._spec, groups[-1].last
         heads, ends = spec.heads, spec.heads + spec.kv_heads
-        # (B, T, heads + 2 * kv_heads, D)
-        split = qkv.view(batch, -1, ends + spec.kv_heads, spec.head_dim)
-        layer: GrowingLayer = layers[index]
-        layer.update(split[:, :, heads:ends].transpose(1, 2), split[:, :, ends:].transpose(1, 2))
-        keys, values = layer.padded()
-        how: RowAttention = self._attention[spec.layers[index].scaling]
+        split = qkv.view(-1, count, ends + spec.kv_heads, spec.head_dim)  # (B, T, heads + 2 * kv_heads, D)
+        cached.update(split[:, :, heads:ends].transpose(1, 2), split[:, :, ends:].transpose(1, 2))
+        keys, values = cached.padded()
+        how = self._attention[layer.scaling]
         rows = [
             how.attend(split[row, :, :heads], keys[row], values[row], groups, prefill=in_prefill())
-            for row in range(batch)
+            for row in range(len(split))
         ]
-        return rows[0] if batch == 1 else torch.cat(rows)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
