@@ -306,7 +306,7 @@ def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monke
     session = open_session(view, pair, records=file)
     checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
     costs = session.settings.costs
-    break_rows("linear", monkeypatch)
+    break_rows("head", monkeypatch)
     assert session.handle("/engine test") is Verdict.DONE
     assert (pair.engine.state.kind, pair.engine.state.verified) == ("plain", False)
     assert pair.engine.state.sentence() in view.take()[1] and session.settings.costs == costs
