@@ -23,10 +23,12 @@ class EngineForward(Protocol):
         """Return an output with logits, past_key_values and, if requested, hidden_states."""
 
     def new_cache(self) -> Any:
-        """Return an empty cache for one run, with the methods of transformers' DynamicCache that sessions use."""
+        """Return an empty cache for one run, with the methods of transformers' DynamicCache that sessions use. None
+        stands for the cache that the model would have without the engine.
+        """
 
-    def cut(self, model: Any, depth: int) -> "EngineForward":
-        """Return the forward pass of `model`, which is made of the first `depth` layers of the engine's model."""
+    def for_cut(self, cut: Any) -> "EngineForward":
+        """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
 
 def engine_forward(model: Any) -> EngineForward | None:

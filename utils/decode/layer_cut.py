@@ -48,12 +48,10 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     # Not a PreTrainedConfig, so the mirror still shares it with the target.
     cut.generation_config = copy.deepcopy(model.generation_config)
     cut.set_submodule(path, _blocks(cut, path)[:depth])
-    if forward := engine_forward(model):  # the mirror has copied the forward of the whole model
-        cut.forward = forward.cut(cut, depth)
-    _check_runs(cut)
     # The forward pass of an engine belongs to the whole model, so the cut gets one of its own.
-    if for_cut := getattr(model.forward, "for_cut", None):
-        cut.forward = for_cut(cut)
+    if forward := engine_forward(model):
+        cut.forward = forward.for_cut(cut)
+    _check_runs(cut)
     return cut
 
 

@@ -25,7 +25,7 @@ from utils.engine.weight_format import EngineWeights
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
-EAGER = (18, 33, selftest.MAX_WIDTH)  # these run without a graph, and must not have other bits either
+EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
 # What ModelSession passes. A call with anything else runs eagerly.
 ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
 
@@ -208,7 +208,7 @@ def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:
 
 def _has_equal_bits(model: PreTrainedModel) -> bool:
     """Whether logits have the same bits at every tested width, recorded or not, and in a buffer of another length."""
-    count = selftest.MAX_WIDTH
+    count = MAX_WIDTH
     alone = _logits(model, count, 1)
     if not all(torch.equal(_logits(model, count, width), alone) for width in (*TESTED[1:], *EAGER)):
         return False

@@ -102,12 +102,12 @@ class LeanDecoder:
         """An empty cache that keeps all tokens: a sliding window is cut out of it."""
         return new_cache(self._config, keeps_all=True)
 
-    def cut(self, model: Any, depth: int) -> "LeanDecoder":
-        """The forward pass of the first `depth` layers, with the same segments."""
+    def for_cut(self, cut: Any) -> "LeanDecoder":
+        """The forward pass of the first layers, with the same segments."""
+        depth = cut.config.get_text_config(decoder=True).num_hidden_layers
         spec = replace(self._spec, layers=self._spec.layers[:depth])
-        return LeanDecoder(
-            spec, self._segments, model.config, original=self._original and type(model).forward.__get__(model)
-        )
+        original = self._original and cut.forward
+        return LeanDecoder(spec, self._segments, cut.config, original=original)
 
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
