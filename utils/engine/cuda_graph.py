@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length, is_spread
 from utils.decode.model_session import ModelSession
