@@ -19,26 +19,28 @@ from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.openvino_graph import GraphBuilder
 from utils.engine.openvino_runtime import ov
 from utils.engine.openvino_weights import storage
-from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_format import EngineWeights
 
 HERE = Path(__file__).parent
 # What the files depend on besides the weights.
-SOURCE = tuple(HERE / name for name in ("openvino_graph.py", "openvino_weights.py", "weight_blocks.py"))
+SOURCE = tuple(
+    HERE / name for name in ("openvino_graph.py", "openvino_weights.py", "weight_blocks.py", "weight_format.py")
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def converted(spec: DecoderSpec, weights: str, blocks: Mapping[str, BlockWeight], folder: Path) -> Path:
+def converted(spec: DecoderSpec, weights: EngineWeights, folder: Path) -> Path:
     """Return the folder with the graphs of a decoder in a number format, below `folder`. It is filled if necessary.
 
     Raises OSError if files cannot be written.
     """
-    recipe, key = _recipe(), _key(spec, weights, blocks)
+    recipe, key = _recipe(), _key(spec, weights)
     made = folder / f"{recipe}-{key[:32]}"
     if not is_intact(made, key):
         _remove_outdated(folder, recipe)
         with build_folder(made, key) as path:
             path.mkdir()
-            for name, graph in _graphs(GraphBuilder(spec, storage(weights, spec.head, blocks))):
+            for name, graph in _graphs(GraphBuilder(spec, storage(weights, spec.head))):
                 ov.save_model(graph, path / f"{name}.xml", compress_to_fp16=False)
     return made
 
@@ -73,9 +75,9 @@ def _remove_outdated(folder: Path, recipe: str) -> None:
                 shutil.rmtree(path)
 
 
-def _key(spec: DecoderSpec, weights: str, blocks: Mapping[str, BlockWeight]) -> str:
-    digest = hashlib.sha256(weights.encode())
-    for part in (*_parts(spec), *_parts(dict(blocks))):
+def _key(spec: DecoderSpec, weights: EngineWeights) -> str:
+    digest = hashlib.sha256()
+    for part in (*_parts(spec), *_parts(weights)):
         digest.update(part)
     return digest.hexdigest()
 
@@ -87,8 +89,8 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         # One checksum for each row, so that weights with another order of rows are different weights.
         yield torch.hash_tensor(bits.reshape(len(bits), -1), 1).numpy().tobytes()
-    elif isinstance(value, dict | tuple):
-        for item in value.items() if isinstance(value, dict) else value:
+    elif isinstance(value, Mapping | tuple):
+        for item in value.items() if isinstance(value, Mapping) else value:
             yield from _parts(item)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):

@@ -5,7 +5,6 @@ in chunks.
 """
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.openvino_cache import converted, graph_names
 from utils.engine.openvino_requests import BOUND_ROWS, CHUNK_ROWS, BoundRequests, ChunkRequests, DecoderSizes
 from utils.engine.openvino_runtime import compile_graph, core, drop_mapped_pages
-from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_format import EngineWeights
+
+LOADED = EngineWeights()
 
 
 class OpenVinoSegments:
@@ -26,22 +27,20 @@ class OpenVinoSegments:
         self,
         spec: DecoderSpec,
         *,
-        weights: str,
+        weights: EngineWeights = LOADED,
         threads: int,
         folder: Path | None = None,
-        blocks: Mapping[str, BlockWeight] | None = None,
     ) -> None:
-        """weights: a number format of `--engine-weights`. folder: for converted graphs, which later starts read; with
-        None they are removed with this object. blocks: of a GGUF file, by the names of linear layers.
+        """folder: for converted graphs, which later starts read. With None they are removed with this object.
 
         Raises OSError if files cannot be written.
         """
         self._sizes = DecoderSizes.of(spec)
-        self._bfloat16, self._threads = weights == "bfloat16", threads
+        self._bfloat16, self._threads = weights.format == "bfloat16", threads
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="openvino-")
             folder = Path(self._temporary.name)
-        self._folder = converted(spec, weights, blocks or {}, folder)
+        self._folder = converted(spec, weights, folder)
         self._compile()
 
     def _compile(self) -> None:

@@ -6,7 +6,7 @@ other rows. So values are stored around zero, and what a group's minimum adds is
 of the inputs of each group.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,28 +15,26 @@ from torch import Tensor
 
 from utils.engine.decoder_spec import Linear
 from utils.engine.openvino_runtime import DYNAMIC_GROUP, GROUP_SETTING, ops, ov
-from utils.engine.weight_blocks import BlockWeight, joined, round_int4, round_int8
+from utils.engine.weight_blocks import BlockWeight, joined
+from utils.engine.weight_format import EngineWeights
 
 Weight = Tensor | BlockWeight
 Storage = Callable[[Linear], Weight]  # in which form a layer's weight is computed
 FLOAT = ov.Type.f32
 
 
-def storage(weights: str, head: Linear, blocks: Mapping[str, BlockWeight]) -> Storage:
-    """Return the form of each linear weight under `--engine-weights` NAME.
-
-    blocks: of a GGUF file, by the names of the linear layers. Weights that a format does not fit stay float32. The
-    head keeps 8 bits under int4, because its rounding chooses between tokens directly.
-    """
+def storage(weights: EngineWeights, head: Linear) -> Storage:
+    """Return the form of each linear weight in a number format. What integer products do not fit stays float32."""
 
     def stored(linear: Linear) -> Weight:
         weight = linear.weight.detach()
-        if weights == "gguf" and linear.name in blocks:
-            block = blocks[linear.name]
-            return block if _fits(block) else block.dense()
-        if weights in ("int8", "int4") and weight.shape[1] % DYNAMIC_GROUP == 0:
-            return round_int4(weight) if weights == "int4" and linear is not head else round_int8(weight)
-        return weight.to(torch.bfloat16 if weights == "bfloat16" else torch.float32)
+        block = weights.block(linear.name, weight, is_head=linear is head)
+        if block is None:
+            return weight.to(torch.bfloat16 if weights.format == "bfloat16" else torch.float32)
+        if _fits(block):
+            return block
+        # The values of a file are computed exactly. What is rounded here need not be.
+        return block.dense() if weights.format == "gguf" else weight.float()
 
     return stored
 

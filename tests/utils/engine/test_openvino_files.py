@@ -16,10 +16,11 @@ from utils.engine.openvino_graph import GraphBuilder
 from utils.engine.openvino_segments import OpenVinoSegments
 from utils.engine.openvino_support import unsupported
 from utils.engine.weight_blocks import round_int4
+from utils.engine.weight_format import EngineWeights
 
 
 def head_of(spec: DecoderSpec, folder: Path) -> torch.Tensor:
-    segments = OpenVinoSegments(spec, weights="float32", threads=1, folder=folder)
+    segments = OpenVinoSegments(spec, threads=1, folder=folder)
     return segments.logits(torch.ones(1, spec.hidden_size), prefill=False).clone()
 
 
@@ -56,8 +57,8 @@ def test_keys_differ_by_format_and_blocks() -> None:
     block = round_int4(spec.head.weight)
     other = replace(block, scales=block.scales * 2)
     keys = {
-        openvino_cache._key(spec, weights, blocks)
-        for weights, blocks in [("float32", {}), ("int8", {}), ("gguf", {"a": block}), ("gguf", {"a": other})]
+        openvino_cache._key(spec, EngineWeights(weights, blocks))
+        for weights, blocks in [("float32", None), ("int8", None), ("gguf", {"a": block}), ("gguf", {"a": other})]
     }
     assert len(keys) == 4
 
@@ -84,7 +85,7 @@ def test_files_of_other_versions_are_removed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_without_a_folder_nothing_is_left() -> None:
-    segments = OpenVinoSegments(tiny_spec(), weights="float32", threads=1)
+    segments = OpenVinoSegments(tiny_spec(), threads=1)
     folder = segments._folder
     assert folder.exists()
     del segments
@@ -94,7 +95,7 @@ def test_without_a_folder_nothing_is_left() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory maps are read from /proc")
 def test_weights_are_not_held_twice(tmp_path: Path) -> None:
     spec = tiny_spec()
-    segments = OpenVinoSegments(spec, weights="float32", threads=1, folder=tmp_path)
+    segments = OpenVinoSegments(spec, threads=1, folder=tmp_path)
     maps = Path("/proc/self/smaps").read_text().split("VmFlags")
     resident = [
         int(line.split()[1]) for part in maps if str(tmp_path) in part for line in part.splitlines() if "Rss:" in line

@@ -25,7 +25,8 @@ from torch.nn.functional import linear
 from utils.engine.openvino_requests import BOUND_ROWS, chunked
 from utils.engine.openvino_segments import OpenVinoSegments
 from utils.engine.openvino_support import unsupported
-from utils.engine.weight_blocks import BlockWeight, round_int4
+from utils.engine.weight_blocks import round_int4
+from utils.engine.weight_format import EngineWeights
 
 VARIATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,8 +76,8 @@ def expected(spec: Any, inputs: Inputs) -> list[Tensor]:
 def built(weights: str = "float32", folder: Path | None = None, **changes: Any) -> OpenVinoSegments:
     spec = tiny_spec(**changes)
     layers = [part for layer in spec.layers for part in (layer.query, layer.key, layer.value, layer.gate, layer.output)]
-    blocks = {part.name: round_int4(part.weight) for part in layers} if weights == "gguf" else None
-    return OpenVinoSegments(spec, weights=weights, threads=1, folder=folder, blocks=blocks)
+    blocks = {f"{part.name}.weight": round_int4(part.weight) for part in layers} if weights == "gguf" else None
+    return OpenVinoSegments(spec, weights=EngineWeights(weights, blocks), threads=1, folder=folder)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -167,7 +168,7 @@ def test_two_rotary_tables_are_not_confused() -> None:
     spec = tiny_spec()
     first, second = spec.layers
     spec = replace(spec, layers=(first, replace(second, rope=1)), ropes=spec.ropes * 2)
-    segments = OpenVinoSegments(spec, weights="float32", threads=1)
+    segments = OpenVinoSegments(spec, threads=1)
     inputs, other = Inputs(2), Inputs(2, seed=5)
     for _ in range(2):
         segments.begin(inputs.x, *inputs.tables, prefill=False)
@@ -179,4 +180,3 @@ def test_two_rotary_tables_are_not_confused() -> None:
 
 def test_the_weights_that_are_kept_are_counted() -> None:
     assert built("int8").nbytes() < 0.5 * built().nbytes()
-    assert isinstance(round_int4(torch.randn(4, 32)), BlockWeight)
