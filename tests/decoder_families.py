@@ -121,7 +121,8 @@ def _attention(spec: DecoderSpec, layer: LayerSpec, x: Tensor, table: tuple[Tens
     key = _heads(_head_norm(layer.key_norm, _linear(layer.key, x), spec.head_dim), spec.head_dim)
     value = _heads(_linear(layer.value, x), spec.head_dim)
     if table is not None:
-        query, key = (_rotate(part, *table) for part in (query, key))
+        cos, sin = (part.to(x.dtype) for part in table)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
     groups = spec.heads // spec.kv_heads
     scores = query @ key.repeat_interleave(groups, dim=0).mT * layer.scaling
     distance = torch.arange(len(x))[:, None] - torch.arange(len(x))

@@ -229,7 +229,7 @@ LONGROPE = rope(
 UNREADABLE: list[tuple[str, Callable[[], Any]]] = [
     ("mamba", tiny_mamba),
     ("t5", tiny_t5),
-    ("RemoteCode", lambda: RemoteCode(tiny_model("llama").config).eval()),
+    ("RemoteCode is not one of transformers", lambda: RemoteCode(tiny_model("llama").config).eval()),
     ("QuickGELU", lambda: tiny_model("qwen2", hidden_act="quick_gelu")),
     ("scores are capped", lambda: tiny_model("gemma2", attn_logit_softcapping=30.0)),
     ("not causal", lambda: tiny_model("gemma3_text", use_bidirectional_attention=True)),
