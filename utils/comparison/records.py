@@ -17,6 +17,7 @@ from typing import Any
 from utils import __version__
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Report
+from utils.comparison.second_baseline import comparison_figures
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings, as_json
 from utils.engine.machine import machine_facts
@@ -56,6 +57,7 @@ def _generation(last: LastPrompt, compared: ComparedRun, divergence: Divergence 
         "tokens_per_second": run.tokens_per_second,
         **_draft_figures(strategy, run),
         "speedup_vs_target": comparison.speedup,
+        **comparison_figures(comparison, job.pair.engine.faster_baseline()),
         "same_as_target": comparison.same,
         "first_difference": comparison.first_difference,
         "divergence": None if divergence is None else divergence_figures(divergence),
@@ -94,7 +96,7 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     """Everything that a run depends on: seed, settings, models, engine, versions, machine."""
     state = {
         "models": _models(pair),
-        "engine": pair.engine.state.figures(),
+        "engine": pair.engine.figures(),
         "versions": versions(),
         "machine": dict(machine_facts()),
     }

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.second_baseline import second_sentence
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
+from utils.engine.engine_choice import FasterEngine
 from utils.metrics.divergence import Cause
 from utils.metrics.results import Generation
 from utils.text import count_of
@@ -124,13 +126,14 @@ class PromptRuns:
     """The runs of one prompt.
 
     planned: the names of the strategies that were to run. blank: those whose text shows as nothing. causes: why texts
-    differ, by name.
+    differ, by name. faster_engine: one in which the target alone would be faster.
     """
 
     compared: Sequence[ComparedRun]
     planned: Sequence[str]
     blank: Collection[str] = ()
     causes: Mapping[str, Cause] = field(default_factory=dict)
+    faster_engine: FasterEngine | None = None
 
     @property
     def finished(self) -> list[ComparedRun]:
@@ -177,7 +180,8 @@ def summary(runs: PromptRuns) -> str:
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
     sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    further = (limit, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
+    elsewhere = second_sentence({rival.name: [rival.factor] for rival in rivals}, runs.faster_engine)
+    further = (limit, elsewhere, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
     return " ".join([sentence, *filter(None, further)])
 
 

@@ -20,9 +20,10 @@ from utils.decode.model_info import context_length, is_spread
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
 from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, Slot, SlotPool, recorded_cache
-from utils.engine.invariant import DIFFERENT_LOGITS, weight_format
+from utils.engine.invariant import DIFFERENT_LOGITS
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.weight_format import EngineWeights
+from utils.engine.weight_memory import weight_format
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded

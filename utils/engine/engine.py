@@ -1,43 +1,46 @@
 """Engine: choose how the loaded models are computed, with how many threads, and report what is guaranteed.
 
-`plain` is PyTorch as it is. The other engines are the rows of LAYER_ENGINES. `auto` tries the first of them that
-supports the models and is likely to be faster. If there is none, or its self-test fails, the models stay plain.
+The engines are the rows of LAYER_ENGINES. `auto` measures those that compute the loaded number format on this machine
+(`engine_trials`) and chooses by these figures (`engine_choice`). Results are kept for the next start.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import date
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from utils.distributed import broadcast, is_tensor_parallel
+from utils.distributed import broadcast
 from utils.engine import threads
+from utils.engine.engine_choice import Choice, FasterEngine, faster_baseline
+from utils.engine.engine_selection import EngineSelection
 from utils.engine.engine_state import EngineState
-from utils.engine.fingerprint import result_key
-from utils.engine.forward_timing import REPEATS, ForwardProbe, verify_costs
-from utils.engine.invariant import InvariantEngine, weight_format
-from utils.engine.layer_engine import LayerEngine, Report, unreported
-from utils.engine.selftest import WIDTHS
+from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.forward_timing import REPEATS, ForwardProbe, times_have_changed, verify_costs
+from utils.engine.layer_engine import Report, unreported
+from utils.engine.seat import PLAIN, Seat
+from utils.engine.stored_engine import StoredEngine
 from utils.engine.stored_results import ResultFile, StoredResult
 from utils.engine.weight_format import EngineWeights
+from utils.engine.weight_memory import weight_format
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 
 AS_LOADED = EngineWeights()
-LAYER_ENGINES = {"invariant": InvariantEngine}
+AUTO = "auto"
+INTERRUPTED = "its preparation was interrupted"
 
 
 class Engine:
     """The models of a pair and the engine that computes them.
 
     models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head. weights: the format in which linear weights are computed; a format other
-    than the loaded one cannot be undone. Raises UserError if it is not possible.
+    tested, such as a draft head. weights: the format in which linear weights are computed; a format other than the
+    loaded one cannot be undone. Raises UserError if it is not possible.
 
-    results: where results of the self-test and costs are stored and found again, None: nowhere. report: shows how far
-    a slow step has got.
+    selection: the candidates and their measurements. report: shows how far a slow step has got.
     """
 
     def __init__(
@@ -47,132 +50,51 @@ class Engine:
         helpers: Sequence[nn.Module] = (),
         weights: EngineWeights = AS_LOADED,
     ) -> None:
-        self._target, self._parts = models[0], [*models, *helpers]
-        self.results: ResultFile | None = None
+        self._target = models[0]
         self.report: Report = unreported
-        self._formats = weights
-        self._layer_engines: dict[str, LayerEngine] = {
-            name: build(models, helpers, weights) for name, build in LAYER_ENGINES.items()
-        }
-        self._tested_counts: set[int] = set()  # numbers of threads with which the self-test passed
+        self._weights = weights
+        form = weight_format(self._target) if weights.as_loaded else weights.format
+        self._seat = Seat({name: row.build(models, helpers, weights) for name, row in LAYER_ENGINES.items()})
+        self.selection = EngineSelection(self._seat, self._target, form)
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.draft_seconds: dict[str, float] = {}  # of one draft, by whatever the caller distinguishes
-        self._weights: str | None = None  # their fingerprint, computed before they are packed
-        self._key: str | None = None  # of the stored result
-        self.state = EngineState("plain", weight_format(self._target), False, torch.get_num_threads(), "not tested")
+        self._stored = StoredEngine([*models, *helpers], form)
+        self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), "not tested")
         # Reported now, because a request for another format has no plain engine to fall back to.
-        if not weights.as_loaded:
-            name, reason = self._choose("auto")
-            if not name:
-                raise UserError(f"{weights.format} engine weights are not possible: {reason}. Omit --engine-weights.")
+        if not self.selection.candidates():
+            raise UserError(f"{form} engine weights are not possible: {self._problems()}. Omit --engine-weights.")
+
+    @property
+    def results(self) -> ResultFile | None:
+        """Where results of the self-test and costs are stored and found again. None: nowhere."""
+        return self._stored.file
+
+    @results.setter
+    def results(self, file: ResultFile | None) -> None:
+        self._stored.file = file
 
     def use(self, name: str, thread_count: int) -> EngineState:
-        """Compute with an engine ("plain", "auto" or a name in LAYER_ENGINES) and a number of threads.
+        """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.
 
         0 threads: see set_threads.
 
         Raises UserError if the engine cannot compute these models, or if `plain` is requested after weights were
         converted to another format. The models are then computed as before.
         """
-        if name == "plain" and not self._formats.as_loaded:
-            raise UserError(
-                f"The plain engine has no {self._formats.format} weights: start the program without --engine-weights."
-            )
-        if self.state.kind == "plain" and self._restore(name, thread_count):
+        self._check(name)
+        if self.state.kind == PLAIN and self._restore(name, thread_count):
             return self.state
         return self._prepare(name, thread_count)
 
-    def _prepare(self, name: str, thread_count: int) -> EngineState:
-        """Choose, test and measure, whatever is stored."""
-        chosen, reason = self._choose(name)
-        if not chosen:
-            self._use_plain(reason if name == "plain" else f"{name}: {reason}")
-        # An engine that is installed already has passed its self-test; only the number of threads may change.
-        elif self.state.kind != chosen:
-            self._install(chosen, requested=name)
-        # After the engine is installed, because the fastest number of threads depends on its kernels.
-        self.set_threads(thread_count)
-        release_memory()  # the original weights, which kernels have replaced
-        self._key = self._key_of(name, thread_count)
-        self.store()
-        return self.state
-
     def test(self, name: str, thread_count: int) -> EngineState:
         """Like `use`, but test and measure everything again, whatever is stored. Raises UserError as `use` does."""
-        if self.results is not None and (key := self._key_of(name, thread_count)):
-            self.results.drop(key)
-        if not self._formats.as_loaded:  # their layers stay, and are tested again
-            self.state, self._tested_counts = replace(self.state, kind="plain", verified=False), set()
-        else:
-            self._use_plain(self.state.reason)
+        self._check(name)
+        self._stored.drop(name, thread_count)
+        self._seat.forget_tests()
+        self._use_plain(self.state.reason)
+        self.selection.table = {}
         return self._prepare(name, thread_count)  # not `use`: a file that cannot be written keeps its results
-
-    def store(self) -> None:
-        """Store what was tested and measured for the next start. Does nothing without a file."""
-        if self.results is not None and self._key is not None:
-            state, engine = self.state, self._layer_engines.get(self.state.kind)
-            result = StoredResult(
-                kind=state.kind,
-                reason=state.reason,
-                tested_on=state.tested_on or date.today().isoformat(),
-                tested_counts=tuple(sorted(self._tested_counts)),
-                threads=state.threads,
-                layouts=engine.layouts if engine else {},
-                step_seconds=self.step_seconds,
-                costs=self.costs,
-                draft_seconds=self.draft_seconds,
-            )
-            self.results.put(self._key, result)
-
-    def _restore(self, name: str, thread_count: int) -> bool:
-        """Use a stored result. Returns False if there is none, or one that does not hold any more."""
-        key = self._key_of(name, thread_count)
-        stored = self.results.get(key) if self.results is not None and key is not None else None
-        if stored is None or stored.kind not in ("plain", self._choose(name)[0]):
-            return False
-        with threads.restored_on_error():
-            torch.set_num_threads(stored.threads)
-            if stored.kind != "plain" and not self._install_tested(stored):
-                return False
-        self._key, self._tested_counts = key, set(stored.tested_counts)
-        self.step_seconds, self.costs, self.draft_seconds = (
-            stored.step_seconds,
-            stored.costs,
-            dict(stored.draft_seconds),
-        )
-        engine = self._layer_engines.get(stored.kind)
-        self.state = EngineState(
-            kind=stored.kind,
-            weights=engine.weights if engine else weight_format(self._target),
-            verified=engine is not None and stored.threads in self._tested_counts,
-            threads=stored.threads,
-            reason=stored.reason,
-            tested_on=stored.tested_on if engine else "",
-        )
-        release_memory()
-        return True
-
-    def _install_tested(self, stored: StoredResult) -> bool:
-        """Install an engine whose self-test is stored. Returns False, and stays plain, if one width differs now."""
-        # Another width on another day.
-        width = WIDTHS[date.today().toordinal() % (len(WIDTHS) - 1)]
-        try:
-            failure = self._layer_engines[stored.kind].install_tested(stored.layouts, width)
-        except KeyboardInterrupt:
-            self._use_plain("interrupted")
-            raise
-        if failure and self._formats.as_loaded:
-            self._use_plain(self.state.reason)
-        return not failure
-
-    def _key_of(self, name: str, thread_count: int) -> str | None:
-        """The key under which results are stored. None if they are not stored."""
-        if self.results is None or is_tensor_parallel():
-            return None
-        if self._weights is None:
-            self._weights = result_key(self._parts, weights=self._formats.format) or ""
-        return f"{self._weights} {name} {thread_count}" if self._weights else None
 
     def set_threads(self, count: int) -> EngineState:
         """Compute with `count` threads from now on.
@@ -180,14 +102,10 @@ class Engine:
         0 means what the environment asks for, otherwise the fastest number.
         """
         with threads.restored_on_error():
-            probe = ForwardProbe(self._target)
-            if chosen := count or threads.requested_threads():
-                torch.set_num_threads(chosen)
-            elif self._target.device.type == "cpu":
-                self.report("choosing the number of threads")
-                threads.fastest_count(lambda: probe.forward(1), threads.candidate_counts())
-            self.measure(probe)
-            self._record_threads(torch.get_num_threads())
+            chosen = count or threads.requested_threads() or self.selection.fastest_count(self.report)
+            self._seat.engine.set_threads(chosen)
+            self.measure()
+            self._record_threads(chosen)
         return self.state
 
     def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
@@ -200,48 +118,115 @@ class Engine:
         self.step_seconds, self.costs = broadcast(verify_costs(probe, repeats=repeats, report=self.report))
         self.draft_seconds = {}
 
-    def _choose(self, name: str) -> tuple[str, str]:
-        """Return the layer engine to install.
+    def costs_are_stale(self) -> bool:
+        """Return whether a decode step and a verify pass now take clearly different times from the measured ones.
 
-        If the name is empty, the models stay plain, and the second value says why.
+        The machine may have been busy when they were measured.
         """
-        reason = "rounding depends on the verify width"
-        for candidate, engine in self._layer_engines.items():
-            if name in ("auto", candidate):
-                reason = engine.unsupported() or (engine.not_faster() if name == "auto" else "")
-                if not reason:
-                    return candidate, ""
-        if name in self._layer_engines:
-            raise UserError(f"The {name} engine cannot compute {self._target.name_or_path}: {reason}.")
-        return "", reason
+        changed = times_have_changed(ForwardProbe(self._target), self.step_seconds, self.costs)
+        return bool(broadcast(changed))  # ranks that decided differently would wait for each other
 
-    def _use_plain(self, reason: str) -> None:
-        for engine in self._layer_engines.values():
-            engine.remove()
-        self._tested_counts = set()
-        self.state = replace(self.state, kind="plain", verified=False, reason=reason, tested_on="")
+    def faster_baseline(self) -> FasterEngine | None:
+        """Return another engine in which the target alone would be noticeably faster, if one was measured."""
+        return faster_baseline(self.selection.table, self.state.kind)
 
-    def _install(self, name: str, *, requested: str) -> None:
-        """Replace plain layers by those of an engine, unless its self-test fails."""
-        # The two extremes. A number in between is tested when it is chosen.
-        counts, engine = sorted({1, threads.available_threads()}), self._layer_engines[name]
-        if self._formats.as_loaded:
-            self._use_plain(self.state.reason)  # removes another layer engine
-        try:
-            failure = engine.install(counts, self.report)
-        except KeyboardInterrupt:
-            self._use_plain("interrupted")
-            raise
+    def figures(self) -> dict[str, Any]:
+        """Return the fields for a record."""
+        other, table = self.faster_baseline(), self.selection.table
+        return self.state.figures() | {
+            "table": {name: row.record() for name, row in table.items()},
+            "faster_baseline": None if other is None else asdict(other),
+        }
+
+    def store(self) -> None:
+        """Store what was tested and measured for the next start. Does nothing without a file."""
+        state = self.state
+        self._stored.put(
+            StoredResult(
+                kind=state.kind,
+                reason=state.reason,
+                tested_on=self._stored.tested_on,
+                tested_counts=tuple(sorted(self._seat.tested_counts())),
+                threads=state.threads,
+                layouts=dict(self._seat.engine.layouts),
+                step_seconds=self.step_seconds,
+                costs=self.costs,
+                draft_seconds=self.draft_seconds,
+                table=self.selection.table,
+            )
+        )
+
+    def _restore(self, name: str, thread_count: int) -> bool:
+        """Use a stored result. Returns False if there is none, or one that does not hold any more."""
+        stored = self._stored.get(name, thread_count)
+        if stored is None or stored.kind not in self.selection.candidates() or name not in (AUTO, stored.kind):
+            return False
+        engine = self._seat.engines[stored.kind]
+        with threads.restored_on_error():
+            engine.set_threads(stored.threads)
+            try:
+                failure = self._seat.install_tested(stored.kind, stored.layouts, set(stored.tested_counts))
+            except KeyboardInterrupt:
+                self._use_plain(INTERRUPTED)
+                raise
         if failure:
-            if self._formats.as_loaded:
-                # Weights in another format cannot be put back, so their layers stay.
-                self._use_plain(f"{requested}: the self-test failed, {failure}")
-            if not self._formats.as_loaded or requested == name:
-                remedy = "use /engine plain" if self._formats.as_loaded else "start without --engine-weights"
-                raise UserError(f"The {name} engine failed its self-test: {failure}. Instead, {remedy}.")
-            return
-        self._tested_counts = set(counts)
-        self.state = replace(self.state, kind=name, weights=engine.weights, verified=True, reason="", tested_on="")
+            return False
+        self.step_seconds, self.costs = stored.step_seconds, stored.costs
+        self.draft_seconds, self.selection.table = dict(stored.draft_seconds), dict(stored.table)
+        self.state = EngineState(
+            kind=stored.kind,
+            weights=engine.weights,
+            verified=self._seat.is_verified(stored.threads),
+            threads=stored.threads,
+            reason=stored.reason,
+            tested_on=stored.tested_on if engine.promise else "",
+        )
+        release_memory()
+        return True
+
+    def _problems(self) -> str:
+        """Why no engine other than the plain one can compute these models."""
+        problems = {name: self.selection.problem(name) for name in self._seat.engines if name != PLAIN}
+        shared = set(problems.values())
+        return shared.pop() if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in problems.items())
+
+    def _check(self, name: str) -> None:
+        """Refuse an engine that cannot compute these models."""
+        if name == PLAIN and not self._weights.as_loaded:
+            raise UserError(
+                f"The plain engine has no {self._weights.format} weights: start the program without --engine-weights."
+            )
+        if name != AUTO and (reason := self.selection.problem(name)):
+            raise UserError(f"The {name} engine cannot compute {self._target.name_or_path}: {reason}.")
+
+    def _prepare(self, name: str, thread_count: int) -> EngineState:
+        """Choose, test and measure, whatever is stored."""
+        self._stored.begin(name, thread_count)
+        try:
+            with threads.restored_on_error():
+                choice = self._installed(name, thread_count)
+                self.state = replace(
+                    self.state, kind=choice.name, weights=self._seat.engine.weights, reason=choice.reason, tested_on=""
+                )
+                # After the engine is installed, because the fastest number of threads depends on its kernels.
+                self.set_threads(thread_count)
+        except KeyboardInterrupt:
+            self._use_plain(INTERRUPTED)
+            raise
+        release_memory()  # the original weights, which kernels have replaced
+        self.store()
+        return self.state
+
+    def _installed(self, name: str, thread_count: int) -> Choice:
+        """Install an engine. If it fails, the models stay plain."""
+        try:
+            if name == AUTO:
+                return self.selection.install_best(thread_count, self.report)
+            return self.selection.install(name, self.report)
+        except UserError as error:
+            self._use_plain(str(error))
+            remedy = "use /engine plain" if self._weights.as_loaded else "start without --engine-weights"
+            raise UserError(f"{error} Instead, {remedy}.") from error
 
     def _record_threads(self, count: int) -> None:
         """Record the number of threads, after testing a number that has not been tested.
@@ -249,8 +234,10 @@ class Engine:
         The guarantee holds only for tested numbers.
         """
         reason = self.state.reason
-        if engine := self._layer_engines.get(self.state.kind):
-            reason = "" if count in self._tested_counts else engine.self_test(count, self.report)
-            if not reason:
-                self._tested_counts.add(count)
-        self.state = replace(self.state, threads=count, verified=count in self._tested_counts, reason=reason)
+        if self._seat.engine.promise:
+            reason = self._seat.test_threads(count, self.report)
+        self.state = replace(self.state, threads=count, verified=self._seat.is_verified(count), reason=reason)
+
+    def _use_plain(self, reason: str) -> None:
+        self._seat.remove()
+        self.state = replace(self.state, kind=PLAIN, verified=False, reason=reason, tested_on="")

@@ -4,7 +4,7 @@ Each time is the median of a few repeats, because real runs are not faster than 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -18,6 +18,8 @@ from utils.errors import UserError
 PREFIX = 192  # tokens before the first timed forward pass
 WIDTHS = (1, 2, 3, 5, 9, 17)
 REPEATS = 5
+STALE = 4 / 3  # a time that has changed by more than this ratio
+CHECKED_WIDTH, CHECK_REPEATS = 5, 3
 
 
 class ForwardProbe:
@@ -41,6 +43,14 @@ class ForwardProbe:
         self.make_room(width)
         self._context += sample_ids(width, self._vocabulary)
         float(self._session.feed(self._context, keep=width)[0, 0])  # waits for a GPU to finish
+
+    def prefill(self, count: int) -> int:
+        """Read a prompt of at most `count` tokens. Returns their number, less in a short context."""
+        limit = context_length(self._model)
+        count = count if limit is None else min(count, limit - 1)
+        session = self._new_session()
+        float(session.feed(session.begin(sample_ids(count, self._vocabulary)), keep=1)[0, 0])
+        return count
 
     def _restart(self) -> None:
         self._session = self._new_session()
@@ -67,15 +77,7 @@ def verify_costs(
     Costs between the measured widths are interpolated linearly.
     """
     widths = [width for width in WIDTHS if width <= probe.max_width]
-    times: dict[int, list[float]] = {width: [] for width in widths}
-    for repeat in range(repeats):
-        report(f"measuring verify passes: round {repeat + 1} of {repeats}")
-        # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
-        for width in widths:
-            probe.make_room(width)  # outside the timed section
-            start = clock()
-            probe.forward(width)
-            times[width].append(clock() - start)
+    times = width_seconds(probe, widths, clock, repeats=repeats, report=report)
     seconds = {width: median(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
@@ -86,6 +88,42 @@ def verify_costs(
         slope = (extra[high] - extra[low]) / (high - low)
         costs += [extra[low] + slope * drafts for drafts in range(1, high - low + 1)]
     return step, tuple(costs)
+
+
+def width_seconds(
+    probe: ForwardProbe,
+    widths: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    repeats: int = REPEATS,
+    report: Report = unreported,
+) -> dict[int, list[float]]:
+    """Return the seconds of `repeats` forward passes by width."""
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for repeat in range(repeats):
+        report(f"measuring verify passes: round {repeat + 1} of {repeats}")
+        # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
+        for width in widths:
+            probe.make_room(width)  # outside the timed section
+            start = clock()
+            probe.forward(width)
+            times[width].append(clock() - start)
+    return times
+
+
+def times_have_changed(
+    probe: ForwardProbe,
+    step_seconds: float,
+    costs: Sequence[float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Return whether a decode step or a verify pass takes a clearly different time from these measured ones."""
+    widths = [width for width in (1, CHECKED_WIDTH) if width <= min(probe.max_width, len(costs) + 1)]
+    known = {width: step_seconds * (1 + (costs[width - 2] if width > 1 else 0.0)) for width in widths}
+    now = width_seconds(probe, widths, clock, repeats=CHECK_REPEATS)
+    # The shortest of a few, because a single interruption is no reason to measure again.
+    changes = [min(now[width]) / known[width] for width in widths if known[width]]
+    return any(not 1 / STALE <= change <= STALE for change in changes)
 
 
 def sample_ids(count: int, vocabulary: int) -> list[int]:

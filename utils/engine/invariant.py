@@ -16,12 +16,13 @@ from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
-from utils.engine.layer_engine import Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
+from utils.engine.module_swap import restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.torch_segments import TorchSegments, products_of
 from utils.engine.weight_format import EngineWeights
+from utils.engine.weight_memory import tensor_bytes, weight_format
 
 DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
@@ -35,6 +36,8 @@ class InvariantEngine:
     than the loaded one cannot be undone.
     """
 
+    promise = BIT_IDENTICAL
+
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._int8 = list(models), list(helpers), not weights.as_loaded
         self._plain_attention = [model.config._attn_implementation for model in self._models]
@@ -46,10 +49,6 @@ class InvariantEngine:
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
         return next(filter(None, map(_unsupported, self._models)), "")
-
-    def not_faster(self) -> str:
-        """Return why the plain layers are likely to be faster."""
-        return next(filter(None, map(_not_faster, self._models)), "")
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace linear layers and attention, then run the self-test. Returns why it failed."""
@@ -79,6 +78,14 @@ class InvariantEngine:
             selftest.width_dependence(model, [thread_count], every_width=False, report=report) for model in self._models
         )
         return next(filter(None, tests), "")
+
+    def set_threads(self, count: int) -> None:
+        """Compute with this number of threads."""
+        torch.set_num_threads(count)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the weights, of packed ones as well."""
+        return tensor_bytes([*self._models, *self._helpers])
 
     def remove(self) -> None:
         """Put nn.Linear layers and the original attention back."""
@@ -178,12 +185,6 @@ def _reason(attempt: Callable[[], str]) -> str:
         return str(error).partition("\n")[0] or type(error).__name__
 
 
-def weight_format(model: PreTrainedModel) -> str:
-    """Return the number format of a model's weights as loaded: "float32", "bfloat16", ... or "quantized"."""
-    dtype = next(model.parameters()).dtype
-    return "quantized" if getattr(model, "is_quantized", False) else str(dtype).removeprefix("torch.")
-
-
 def _unsupported(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -198,14 +199,6 @@ def _unsupported(model: PreTrainedModel) -> str:
     # Only a model that used SDPA before is known to compute what row-invariant attention computes.
     if model.config._attn_implementation not in ("sdpa", attention.NAME):
         return f"it uses {model.config._attn_implementation} attention"
+    if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
+        return "quantized layers keep their own kernels"
     return ""
-
-
-def _not_faster(model: PreTrainedModel) -> str:
-    if model.device.type != "cpu":
-        return "the invariant engine is faster on CPUs only"
-    if model.dtype != torch.float32:
-        return "the invariant engine is faster in float32 only"
-    has_linears = any(type(part) in (nn.Linear, EngineLinear) for part in model.modules())
-    quantized = getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None)
-    return "quantized layers keep their own kernels" if quantized or not has_linears else ""

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import THREADS, WholeRange
+from utils.engine.engine_figures import EngineFigures
 from utils.files import replacing
 
-FORMAT, VERSION = "results of the engine's self-test", 1
+FORMAT, VERSION = "results of the engine's self-test", 2
 MAX_ENTRIES, MAX_BYTES = 32, 1_000_000
-LAYOUTS = WholeRange(0, 1024)
+LAYOUTS, WIDTHS = WholeRange(0, 1024), WholeRange(1, 1024)
+MAX_RATE = 1e9  # tokens per second
 MAX_SECONDS, MAX_STEPS, MAX_TEXT = 10_000.0, 1_000.0, 1_000
 
 
@@ -27,8 +29,8 @@ class StoredResult:
     """What the preparation of an engine found out.
 
     kind, reason: as in EngineState. tested_on: the day of the self-test. tested_counts: the numbers of threads with
-    which it passed. threads: the chosen number. layouts: see LayerEngine. step_seconds, costs, draft_seconds: see
-    Engine.
+    which it passed. threads: the chosen number. layouts: see LayerEngine. step_seconds, costs, draft_seconds, table:
+    see Engine.
     """
 
     kind: str
@@ -40,6 +42,11 @@ class StoredResult:
     step_seconds: float
     costs: tuple[float, ...]
     draft_seconds: Mapping[str, float]
+    table: Mapping[str, EngineFigures]
+
+    def has_expired(self, today: date) -> bool:
+        """Whether an engine failed on an earlier day. The reason may have passed since, such as a lack of memory."""
+        return any(row.failed for row in self.table.values()) and self.tested_on != today.isoformat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +120,44 @@ def _result(entry: Any) -> StoredResult:
         step_seconds=_number(entry["step_seconds"], MAX_SECONDS),
         costs=tuple(_number(cost, MAX_STEPS) for cost in _list(entry["costs"])),
         draft_seconds={name: _number(cost, MAX_SECONDS) for name, cost in _table(entry["draft_seconds"]).items()},
+        table={name: _figures(row) for name, row in _table(entry["table"]).items()},
     )
     # A decode step of no time would make every draft cost nothing.
     if not result.step_seconds:
         raise ValueError("no step was measured")
     return result
+
+
+def _figures(row: object) -> EngineFigures:
+    """The figures of one engine."""
+    known = _table(row)
+    measured_on = _text(known["measured_on"])
+    return EngineFigures(
+        problem=_text(known["problem"]),
+        failed=_flag(known["failed"]),
+        promise=_text(known["promise"]),
+        verified=_flag(known["verified"]),
+        threads=_count(known["threads"], WholeRange(0, THREADS.high)),
+        steps=tuple((_count(count), _number(seconds, MAX_SECONDS)) for count, seconds in _pairs(known["steps"])),
+        step_seconds=_number(known["step_seconds"], MAX_SECONDS),
+        costs=tuple((_count(width, WIDTHS), _number(cost, MAX_STEPS)) for width, cost in _pairs(known["costs"])),
+        prefill=_number(known["prefill"], MAX_RATE),
+        nbytes=_count(known["nbytes"], WholeRange(0)),
+        measured_on=date.fromisoformat(measured_on).isoformat() if measured_on else "",
+    )
+
+
+def _pairs(value: object) -> list[list[object]]:
+    pairs = [_list(pair) for pair in _list(value)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(value)
+    return pairs
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
 
 
 def _text(value: object) -> str:

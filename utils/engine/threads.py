@@ -6,13 +6,13 @@ fastest depends on the model, the machine and its other load, so it is measured.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
 import torch
 
-REPEATS = 3
+REPEATS = 3  # of each number
 WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 
 _AVAILABLE = torch.get_num_threads()  # at import: the number of cores, or OMP_NUM_THREADS
@@ -33,26 +33,42 @@ def candidate_counts(available: int = _AVAILABLE) -> list[int]:
     return sorted({*(2**power for power in range(available.bit_length())), available})
 
 
-def fastest_count(step: Callable[[], object], counts: list[int], clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return the smallest number of threads that no larger number clearly beats, and set PyTorch to it.
-
-    `step` runs a few times with each number, in turns.
-    """
+def step_seconds(
+    step: Callable[[], object],
+    counts: Sequence[int],
+    use: Callable[[int], object] = torch.set_num_threads,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """Return the median seconds of a step by number of threads. use: sets the number."""
     seconds: dict[int, list[float]] = {count: [] for count in counts}
-    # Numbers take turns, so that other load on the machine affects all of them alike.
+    # Numbers take turns, so that other load on the machine affects all of them alike. Every other round is reversed,
+    # because a change of the number can be slow.
     for repeat in range(REPEATS + 1):
-        for count in counts:
-            torch.set_num_threads(count)
+        for count in counts if repeat % 2 else reversed(counts):
+            use(count)
             step()  # wakes the threads after a change
             start = clock()
             step()
             if repeat:  # the first round is a warm-up
                 seconds[count].append(clock() - start)
-    best = counts[0]
-    for count in counts[1:]:
-        if median(seconds[count]) < WORTHWHILE * median(seconds[best]):
+    return {count: median(values) for count, values in seconds.items()}
+
+
+def fewest(seconds: Mapping[int, float]) -> int:
+    """Return the smallest number of threads that no larger number clearly beats."""
+    best = min(seconds)
+    for count in sorted(seconds)[1:]:
+        if seconds[count] < WORTHWHILE * seconds[best]:
             best = count
-    torch.set_num_threads(best)
+    return best
+
+
+def fastest_count(
+    step: Callable[[], object], counts: Sequence[int], use: Callable[[int], object] = torch.set_num_threads
+) -> int:
+    """Return the smallest number of threads that no larger number clearly beats, and use it."""
+    best = fewest(step_seconds(step, counts, use))
+    use(best)
     return best
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from utils.comparison.records import report_record
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
+from utils.comparison.second_baseline import with_second_baseline
 from utils.comparison.session_state import ShownResult
 from utils.pairs.pair import Pair
 from utils.repl.runner import ResultLog, Verdict
@@ -53,7 +54,9 @@ class ReportRunner:
             self.renderer.progress(event.text)
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        report = report.concluded(findings)
+        # After `concluded`, so that the sentence is added to those of every report alike.
+        other = self.pair.engine.faster_baseline()
+        report, findings = with_second_baseline(report.concluded(findings), findings, other)
         record = report_record(report, findings, self.pair, finished=finished)
         self.log.add(ShownResult([record], report, findings))
         show_report(self.renderer, report, findings)

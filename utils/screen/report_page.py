@@ -62,7 +62,9 @@ def _answer(kept: Sequence[ShownResult]) -> Iterator[Block]:
 
 def _setup(record: Record) -> dict[str, Any]:
     # A record of an older version may lack parts.
-    return {part: record.get(part, {}) for part in ("models", "engine", "machine", "versions")}
+    setup = {part: record.get(part, {}) for part in ("models", "engine", "machine", "versions")}
+    # Measuring the engines again changes their figures a little, but not the setup.
+    return setup | {"engine": {name: value for name, value in setup["engine"].items() if name != "table"}}
 
 
 def _setups(kept: Sequence[ShownResult]) -> list[dict[str, Any]]:
@@ -88,8 +90,14 @@ def setup_rows(setup: Record) -> list[tuple[str, str]]:
         ("memory", byte_size(machine["memory"]) if machine.get("memory") else "unknown"),
         ("system", str(machine.get("system", "unknown"))),
         ("engine", f"{engine['kind']}, {engine['weights']} weights, {count_of(engine['threads'], 'thread')}; {tested}"),
+        *_faster_baseline(engine.get("faster_baseline")),
         ("versions", ", ".join(f"{name} {number}" for name, number in setup["versions"].items())),
     ]
+
+
+def _faster_baseline(other: Record | None) -> list[tuple[str, str]]:
+    """The engine in which the target alone would be faster, if there is one."""
+    return [("target-only elsewhere", f"{other['factor']:.2f}x as fast in {other['name']} (estimate)")] if other else []
 
 
 def _model(name: str, facts: Record) -> str:

@@ -181,7 +181,9 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
         renderer.result(divergence_sentence(strategy.name, divergence, tokenizer))
         known[strategy.name] = divergence.cause
     blank = [entry.strategy.name for entry in last.compared if not decode(tokenizer, entry.run.tokens).strip()]
-    if sentence := summary(PromptRuns(last.compared, list(last.jobs), blank=blank, causes=known)):
+    other = last.job.pair.engine.faster_baseline()
+    runs = PromptRuns(last.compared, list(last.jobs), blank=blank, causes=known, faster_engine=other)
+    if sentence := summary(runs):
         renderer.result(sentence)
 
 

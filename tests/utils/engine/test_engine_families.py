@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_session import ModelSession
 from utils.decode.sliding_window import keeps_all
-from utils.engine.engine import AS_LOADED, LAYER_ENGINES
+from utils.engine.engine import AS_LOADED
+from utils.engine.engine_table import LAYER_ENGINES
 
 PREFILL, LENGTH, VOCABULARY = 70, 84, 160  # a prefill of more tokens than any verify pass has
 # Eager attention, which models with capped scores have, may be computed in no other way than by transformers.
 UNSUPPORTED = {("invariant", "gemma2"): "eager"}
 # Two projections that are computed as one are not contiguous for more than one row, which changes the bits of GELU.
 MAY_FAIL_ITS_SELF_TEST = {("invariant", "llama with exact GELU")}
-SUPPORTED = [(engine, name) for engine in LAYER_ENGINES for name in FAMILIES if (engine, name) not in UNSUPPORTED]
+ENGINES = [name for name in LAYER_ENGINES if name != "plain"]
+SUPPORTED = [(engine, name) for engine in ENGINES for name in FAMILIES if (engine, name) not in UNSUPPORTED]
 
 
 def tokens(random: Random, count: int) -> list[int]:
@@ -31,7 +33,7 @@ def computed_by(engine: str, name: str) -> PreTrainedModel:
     """A model after a short self-test of the engine."""
     model = tiny_model(name)
     if engine != "plain":
-        row = LAYER_ENGINES[engine]([model], (), AS_LOADED)
+        row = LAYER_ENGINES[engine].build([model], (), AS_LOADED)
         if (reason := row.unsupported()) and engine != "invariant":
             pytest.skip(reason)  # what another engine needs may be missing here
         assert reason == ""
@@ -112,4 +114,4 @@ def test_bits_of_a_batch_are_those_of_its_texts(engine: str, name: str) -> None:
 
 @pytest.mark.parametrize(("engine", "name"), UNSUPPORTED)
 def test_families_that_an_engine_does_not_support_are_refused(engine: str, name: str) -> None:
-    assert UNSUPPORTED[engine, name] in LAYER_ENGINES[engine]([tiny_model(name)], (), AS_LOADED).unsupported()
+    assert UNSUPPORTED[engine, name] in LAYER_ENGINES[engine].build([tiny_model(name)], (), AS_LOADED).unsupported()

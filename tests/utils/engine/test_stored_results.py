@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fixed_speeds import prefer
 from tiny import tiny_llama, tiny_mamba
 
 from utils.engine import Engine, engine, fingerprint, selftest
@@ -15,6 +16,11 @@ from utils.engine.kernels import PackedKernel
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import MAX_BYTES, MAX_ENTRIES, ResultFile, entry_digest
 from utils.engine.weight_format import EngineWeights
+
+
+@pytest.fixture(autouse=True)
+def _invariant_is_fastest() -> None:
+    prefer("invariant")
 
 
 @pytest.fixture

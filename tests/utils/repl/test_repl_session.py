@@ -39,6 +39,7 @@ FIELDS = {
     "draft_seconds",
     "verify_seconds",
     "speedup_vs_target",
+    "speedup_vs_fastest_engine",
     "same_as_target",
     "first_difference",
     "divergence",

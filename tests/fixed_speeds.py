@@ -1,0 +1,79 @@
+"""A clock and forward passes that take given times, for tests of the choice among engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from utils.engine import Engine, engine_trials
+from utils.engine.engine_trials import Meter
+
+RUN = engine_trials.Trials.run
+Speed = Callable[[str, int, int], float]  # (engine, threads, width) -> seconds of a forward pass
+
+
+@dataclass
+class FixedSpeeds:
+    """Times by engine, number of threads and width, on a clock that only forward passes advance.
+
+    prefill: tokens per second by engine.
+    """
+
+    speed: Speed
+    installed: Callable[[], str]
+    prefill: dict[str, float] = field(default_factory=dict)
+    now: float = 0.0
+    calls: list[tuple[str, int, int]] = field(default_factory=list)  # what was measured
+
+    def meter(self) -> Meter:
+        return Meter(lambda: self.now, lambda model: self.probe())  # type: ignore[arg-type,return-value]
+
+    def probe(self) -> Any:
+        return FixedProbe(self)
+
+
+@dataclass
+class FixedProbe:
+    """Stands in for a ForwardProbe."""
+
+    speeds: FixedSpeeds
+    max_width: int = 17
+
+    def make_room(self, width: int) -> None:
+        """Nothing is full."""
+
+    def forward(self, width: int) -> None:
+        call = (self.speeds.installed(), torch.get_num_threads(), width)
+        self.speeds.calls.append(call)
+        self.speeds.now += self.speeds.speed(*call)
+
+    def prefill(self, count: int) -> int:
+        self.speeds.now += count / self.speeds.prefill.get(self.speeds.installed(), 1e6)
+        return count
+
+
+def steady(times: dict[str, float]) -> Speed:
+    """Seconds of a decode step by engine. A verify pass takes a tenth more for each draft."""
+    return lambda name, threads, width: times[name] * (1 + 0.1 * (width - 1))
+
+
+def fix_speeds(engine: Engine, speed: Speed, **options: Any) -> FixedSpeeds:
+    """Replace the clock and the forward passes of an engine's trials."""
+    speeds = FixedSpeeds(speed, lambda: engine._seat.name, **options)
+    engine.selection.meter = speeds.meter()
+    return speeds
+
+
+def prefer(name: str) -> None:
+    """Let every engine's trials find this engine twice as fast as any other, until the end of the test."""
+
+    def run(self: Any, names: Any) -> Any:
+        speeds = FixedSpeeds(lambda kind, threads, width: (1 if kind == name else 2) * 1e-3, lambda: self.seat.name)
+        self.meter = speeds.meter()
+        return RUN(self, names)
+
+    mock.patch.object(engine_trials.Trials, "run", run).start()

@@ -1,0 +1,61 @@
+"""Speed-ups against target-only in a faster engine, so that no strategy profits from a slowed baseline.
+
+They are estimates: measured speed-ups divided by the ratio of decode steps that the engines' comparison has measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from utils.comparison.reports import Finding, Report
+from utils.comparison.strategies import STRATEGIES
+from utils.engine.engine_choice import FasterEngine
+from utils.metrics.results import Comparison
+
+FIGURE = "speedup_vs_fastest_engine"  # in records
+TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
+SENTENCE = "Estimate: target-only would be {:.2f}x as fast in the {} engine; against that: {}."
+
+
+def estimated(speedup: float | None, other: FasterEngine | None) -> float | None:
+    """A speed-up over target-only in the faster engine. None where there is no speed-up or no such engine."""
+    return None if speedup is None or other is None else speedup / other.factor
+
+
+def second_sentence(speedups: Mapping[str, Sequence[float]], other: FasterEngine | None) -> str:
+    """The sentence about speed-ups by strategy, or "" if nothing drafted or no engine is faster."""
+    drafted = {name: values for name, values in speedups.items() if values and name != TARGET}
+    if other is None or not drafted:
+        return ""
+    shown = ", ".join(f"{name} {_range(values, other)}" for name, values in drafted.items())
+    return SENTENCE.format(other.factor, other.name, shown)
+
+
+def comparison_figures(comparison: Comparison, other: FasterEngine | None) -> dict[str, Any]:
+    """The field of a generation record."""
+    return {FIGURE: estimated(comparison.speedup, other)}
+
+
+def with_second_baseline(
+    report: Report, findings: Sequence[Finding], other: FasterEngine | None
+) -> tuple[Report, list[Finding]]:
+    """A finished report and its findings with the second figures, and with one sentence more."""
+    speedups: dict[str, list[float]] = {}
+    for row in (finding.figures for finding in findings):
+        if row.get("speedup") is not None:
+            speedups.setdefault(str(row.get("strategy")), []).append(row["speedup"])
+    sentence = second_sentence(speedups, other)
+    if not sentence:
+        return report, list(findings)
+    added = [replace(finding, figures=_with_figure(finding.figures, other)) for finding in findings]
+    return replace(report, conclude=lambda found: [*report.conclude(found), sentence]), added
+
+
+def _with_figure(figures: dict[str, Any], other: FasterEngine | None) -> dict[str, Any]:
+    return figures | {FIGURE: estimated(figures["speedup"], other)} if "speedup" in figures else figures
+
+
+def _range(values: Sequence[float], other: FasterEngine) -> str:
+    """One value, or the smallest and the largest."""
+    low, high = (f"{bound / other.factor:.2f}x" for bound in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,89 @@
+"""EngineSelection: which engines can compute the loaded models, and the installation of the chosen one."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from utils.engine import threads
+from utils.engine.engine_choice import NO_PROMISE, Choice, choose
+from utils.engine.engine_figures import EngineFigures
+from utils.engine.engine_trials import FAILED, Meter, Trials
+from utils.engine.forward_timing import ForwardProbe
+from utils.engine.layer_engine import Report, unreported
+from utils.engine.seat import Seat
+from utils.errors import UserError
+
+
+class EngineSelection:
+    """The engines in a seat as candidates for a target. weights: the loaded number format, the only one compared.
+
+    table: the figures of the engines that were compared, and why the others were not; empty before `install_best`.
+    """
+
+    def __init__(self, seat: Seat, target: PreTrainedModel, weights: str) -> None:
+        self.meter = Meter()
+        self.table: dict[str, EngineFigures] = {}
+        self._seat, self._target, self._format = seat, target, weights
+
+    def candidates(self) -> list[str]:
+        """Return the names of the engines that support the models and compute the loaded number format."""
+        return [name for name in self._seat.engines if not self.problem(name)]
+
+    def problem(self, name: str) -> str:
+        """Return why an engine cannot compute these models in the loaded number format."""
+        engine = self._seat.engines[name]
+        if reason := engine.unsupported():
+            return reason
+        return "" if engine.weights == self._format else f"it computes {engine.weights}, not {self._format}"
+
+    def install(self, name: str, report: Report = unreported) -> Choice:
+        """Install an engine that was asked for. Raises UserError if its self-test fails."""
+        if failure := self._seat.install(name, tested_counts(), report):
+            raise UserError(f"The {name} engine failed its self-test: {failure}.")
+        return Choice(name, "" if self._seat.engine.promise else NO_PROMISE)
+
+    def install_best(self, thread_count: int, report: Report = unreported) -> Choice:
+        """Install the engine that the measurements favour, which are made now if there are none.
+
+        Raises UserError if no engine is left.
+        """
+        if not self.table:
+            self.table = self._measured(thread_count, report)
+        while (choice := choose(self.table)).name:
+            failure = self._seat.install(choice.name, tested_counts(), report)
+            if not failure:
+                return choice
+            self.table[choice.name] = replace(self.table[choice.name], problem=FAILED.format(failure), failed=True)
+        raise UserError(f"No engine computes {self._format} weights here: {choice.reason}.")
+
+    def fastest_count(self, report: Report) -> int:
+        """Return the fastest number of threads for the installed engine."""
+        if (row := self.table.get(self._seat.name)) and row.threads:
+            return row.threads
+        report("choosing the number of threads")
+        probe = ForwardProbe(self._target)
+        counts, use = self._thread_counts(), self._seat.engine.set_threads
+        return threads.fastest_count(lambda: probe.forward(1), counts, use)
+
+    def _measured(self, thread_count: int, report: Report) -> dict[str, EngineFigures]:
+        """The figures of all candidates, and why the other engines are none. A single candidate is not measured."""
+        names, engines = self.candidates(), self._seat.engines
+        table = {
+            name: EngineFigures(problem=self.problem(name), promise=engine.promise) for name, engine in engines.items()
+        }
+        if len(names) < 2:
+            return table
+        chosen = thread_count or threads.requested_threads()
+        counts = [chosen] if chosen else self._thread_counts()
+        trials = Trials(self._seat, self._target, counts, tested_counts(), report, self.meter)
+        return table | trials.run(names)
+
+    def _thread_counts(self) -> list[int]:
+        """The numbers of threads to choose from: on other devices than a CPU they hardly matter."""
+        return threads.candidate_counts() if self._target.device.type == "cpu" else [torch.get_num_threads()]
+
+
+def tested_counts() -> list[int]:
+    """Return the numbers of threads with which an installation is tested. Others are tested when they are chosen."""
+    return sorted({1, threads.available_threads()})
