@@ -1,11 +1,12 @@
 # make run | make test | make test-full | make check | make bench: each sets up .venv first, once.
+# make gpu-check uses .venv if it is there, and otherwise whatever $(PYTHON) has; it installs nothing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLAMA := xllamacpp==2026.10.11549
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: run test test-full check bench clean
+.PHONY: run test test-full check bench gpu-check clean
 
 run: $(VENV)/.ready
 	@$(BIN)/python infer.py $(ARGS)
@@ -28,6 +29,9 @@ bench: $(VENV)/.ready
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: $(LLAMA) 2>/dev/null || \
 	  echo "$(LLAMA) cannot be installed here: the llama.cpp arms are left out"
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
+gpu-check:
+	@if [ -e $(VENV)/.ready ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python tests/benchmarks/gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

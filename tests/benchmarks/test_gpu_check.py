@@ -1,0 +1,104 @@
+"""`make gpu-check` on the CPU with tiny models: every section runs, and nothing that is missing or fails ends it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import BENCHMARKS
+
+sys.path.append(str(BENCHMARKS))
+
+import gpu
+import gpu_sections
+import torch
+from gpu_guard import NotRun, Row, attempted, run_section
+
+
+def check(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    code = gpu.main([*flags, "--out", str(tmp_path / "gpu.json")])
+    return code, json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+
+
+def test_every_section_runs_on_the_cpu_with_tiny_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "LIMITS", dict.fromkeys(gpu.LIMITS, 300))
+    monkeypatch.setattr(gpu_sections, "TIMED", {"Llama 135M": "float32"})
+    monkeypatch.setattr(gpu_sections, "DTYPES", {"float32": torch.float32, "bfloat16": torch.bfloat16})
+    monkeypatch.setattr(gpu_sections, "RULES", ("coupled",))
+    code, record = check(tmp_path, "--device", "cpu", "--tiny")
+    sections = {section["name"]: section for section in record["sections"]}
+    assert code == 0 and all(section["status"] == "ran" for section in sections.values()), record
+    rows = [row for name, section in sections.items() if name != "modules" for row in section["rows"]]
+    assert not any("failed" in row for row in rows), rows
+    tested = {(row["dtype"], row["engine"]): row for row in sections["self-test"]["rows"]}
+    assert set(tested) == {(dtype, engine) for dtype in ("float32", "bfloat16") for engine in gpu_sections.ENGINES}
+    assert tested["float32", "invariant"]["other bits at widths"] == "none"
+    assert all(row["from plain"] < 1e-3 for (dtype, _), row in tested.items() if dtype == "float32")
+    speeds = {row["by"]: row for row in sections["steps"]["rows"]}
+    assert list(speeds) == ["transformers", "plain", "cuda_graph", "generate"]
+    assert all(row["ms"] > 0 and row["of the limit"] > 0 for row in speeds.values())
+    assert all(speeds[way]["v(17)"] > 0 for way in ("transformers", "plain", "cuda_graph"))
+    exact = [row for row in sections["texts"]["rows"] if row["dtype"] == "float32"]
+    assert len(exact) == 4
+    assert all(row[name] == "24 of 24" for row in exact for name in ("target again", "layers:2", "n-gram"))
+    assert {row["kind"] for row in sections["quantizations"]["rows"]} == {"bnb-int8", "nf4", "int8", "int4"}
+    assert all(row["rounds"] > 0 for row in sections["placement"]["rows"])
+    assert "6 sections were measured on cpu." in capsys.readouterr().out
+
+
+def test_a_machine_without_cuda_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "MODULES", ("json", "a_module_that_is_not_there"))
+    code, record = check(tmp_path)
+    modules, *others = record["sections"]
+    assert code == 0 and [row["module"] for row in modules["rows"]] == ["a_module_that_is_not_there"]
+    assert {(section["status"], section["reason"]) for section in others} == {("not run", "torch finds no CUDA device")}
+    assert "Nothing was measured on cuda" in capsys.readouterr().out
+
+
+def test_it_runs_without_torch(tmp_path: Path) -> None:
+    """`-S` hides all installed packages."""
+    command = [sys.executable, "-S", str(BENCHMARKS / "gpu.py"), "--out", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "No module named 'torch'" in done.stdout and not done.stderr
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["machine"]["torch"].startswith("missing")
+
+
+def failing_after_one_row(error: BaseException) -> Iterator[Row]:
+    yield {"first": 1}
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(NotRun("no"), "not run"), (ImportError("no"), "not run"), (TypeError("no"), "failed")]
+)
+def test_rows_before_an_error_are_kept(error: Exception, status: str) -> None:
+    result = run_section("name", lambda: failing_after_one_row(error), 10)
+    assert (result.status, result.rows, result.has_failed) == (status, [{"first": 1}], status == "failed")
+    assert "no" in result.reason
+
+    def raises() -> Row:
+        raise error
+
+    assert attempted({"key": 2}, raises)["key"] == 2 and status in attempted({}, raises)
+
+
+def test_a_section_ends_when_its_time_is_over() -> None:
+    def endless() -> Iterator[Row]:
+        yield {"first": 1}
+        while True:
+            try:
+                time.sleep(5)
+            except Exception:  # a handler inside the section must not keep it alive
+                continue
+
+    result = run_section("name", endless, 0.2)
+    assert (result.status, result.rows) == ("out of time", [{"first": 1}]) and result.seconds < 4
