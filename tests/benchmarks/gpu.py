@@ -17,14 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
-
 from gpu_guard import Result, Row, run_section
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 # Seconds of each section; together they stay below eight minutes.
 LIMITS = {
     "modules": 40,
@@ -57,17 +54,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check. Returns 1 if something failed, and 0 if everything ran or could not be run for a stated reason."""
     flags = _flags(arguments)
     machine = _machine()
-    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    _write(", ".join(f"{name} {value}" for name, value in machine.items()))
     results: list[Result] = []
     for name, section in _sections(flags, results):
         results.append(run_section(name, section, LIMITS[name]))
-        print(shown(results[-1]), flush=True)
+        _write(shown(results[-1]))
     conclusion = _conclusion(results, flags.device)
-    print(conclusion)
+    _write(conclusion)
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"machine": machine, "conclusion": conclusion, "sections": [result.record() for result in results]}
     flags.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {flags.out}")
+    _write(f"written to {flags.out}")
     return int(any(result.has_failed for result in results))
 
 
@@ -146,9 +143,10 @@ def shown(result: Result) -> str:
     columns = list(dict.fromkeys(key for row in result.rows for key in row if key not in notes))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in result.rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    for line, row in zip(cells, [{}, *result.rows]):  # noqa: B905: older versions of Python have no `strict`
+    for index, line in enumerate(cells):
+        row = result.rows[index - 1] if index else {}
         note = "".join(f"  {name}: {row[name]}" for name in notes if name in row)
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() + note)  # noqa: B905
+        lines.append("  ".join(cell.ljust(widths[column]) for column, cell in enumerate(line)).rstrip() + note)
     return "\n".join(lines if result.rows else lines[:1])
 
 
@@ -156,6 +154,11 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return "" if value is None else str(value)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

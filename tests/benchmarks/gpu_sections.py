@@ -171,7 +171,7 @@ def _text_row(setup: Setup, dtype: torch.dtype, how: tuple[str, str]) -> Row:
 
     (engine, decoding), model = how, setup.model(TEXT_MODEL, dtype)
     setup.installed(engine, model)
-    length = 24 if setup.tiny else 96
+    length = 16 if setup.tiny else 96
     common: dict[str, Any] = {
         "logits_processor": GreedyProcessor() if decoding == "greedy" else MultinomialProcessor(0.7),
         "max_gen_len": length,
@@ -248,7 +248,7 @@ def _round_row(setup: Setup, engine: str, decoding: str) -> Row:
     drafter_model, rounds = first_layers(model, 2), []
 
     def run() -> None:
-        decoding_rules = Decoding.of(processor, 32, end_ids=frozenset(), seed=3)
+        decoding_rules = Decoding.of(processor, 8 if setup.tiny else 32, end_ids=frozenset(), seed=3)
         drafter = ModelDrafter(
             ModelSession(drafter_model), decoding_rules, model.config.vocab_size, shares_noise=rule.shares_noise
         )

@@ -40,8 +40,6 @@ class GraphForward:
     """
 
     def __init__(self, model: PreTrainedModel, record: Record, whole: "GraphForward | None" = None) -> None:
-        # Sessions check once how the model uses its sliding window, with another window, which must not be recorded.
-        ModelSession(model)
         self.original, self._whole, self.is_removed = model.forward, whole, False
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
         self._record, self._limit = record, context_length(model)
