@@ -64,11 +64,12 @@ class Arm:
     every: int = 1
 
 
-def our_arms(pair: Pair, suffix: str = "", *, every: int = 1) -> list[Arm]:
+def our_arms(pair: Pair, threads: int, suffix: str = "", *, every: int = 1) -> list[Arm]:
     """Target-only, n-gram assisted and speculative decoding, as the program runs them with /gamma auto.
 
-    suffix: the end of their names.
+    threads: of PyTorch, which other pairs may have changed since. suffix: the end of their names.
     """
+    torch.set_num_threads(threads)
     settings = Settings()
     costs = with_costs(Harness.of(pair, settings), settings).costs
     # top_k_filler=1 stores the text only, which is what prompt lookup drafts from.
@@ -79,15 +80,14 @@ def our_arms(pair: Pair, suffix: str = "", *, every: int = 1) -> list[Arm]:
     }
     strategies = {strategy.name: strategy for strategy in STRATEGIES}
     return [
-        replace(_our_arm(name + suffix, pair, strategies[strategy], settings), every=every)
+        Arm(name + suffix, pair.engine.state.threads, _run(pair, strategies[strategy], settings, threads), every)
         for name, (strategy, settings) in chosen.items()
     ]
 
 
-def _our_arm(name: str, pair: Pair, strategy: Strategy, settings: Settings) -> Arm:
+def _run(pair: Pair, strategy: Strategy, settings: Settings, threads: int) -> Callable[[list[int], int], Run]:
     variant = strategy.variants((LOADED,), pair)[0]
     harness = Harness.of(pair, settings)
-    threads = pair.engine.state.threads
 
     def run(ids: list[int], length: int) -> Run:
         torch.set_num_threads(threads)
@@ -95,4 +95,4 @@ def _our_arm(name: str, pair: Pair, strategy: Strategy, settings: Settings) -> A
         first = len(result.steps[0].tokens)
         return Run(len(result.tokens), result.seconds, first, result.first_seconds or 0.0, tokens=result.tokens)
 
-    return Arm(name, threads, run)
+    return run

@@ -12,6 +12,7 @@ from typing import Any
 import peers
 import probes
 import report
+import torch
 from arms import MIN_RATE_TOKENS, NGRAM_DRAFTS, PLAIN, STORAGE, TARGET, Arm, Run, our_arms
 
 from utils.comparison.records import versions
@@ -30,10 +31,14 @@ INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16",
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the arms run on. ours, plain: the pair in the engine to measure, and in the plain engine."""
+    """What the arms run on.
+
+    ours, plain: the pair in the engine to measure, and in the plain engine. threads: of PyTorch with these two.
+    """
 
     ours: Pair
     plain: Pair
+    threads: tuple[int, int]
     generate: peers.Peer
     llama: peers.Peer | None
 
@@ -51,6 +56,7 @@ def load(flags: argparse.Namespace, screen: Renderer, found: dict[str, str]) -> 
     )
     screen.note(f"starting the engine {flags.engine} ...")
     ours.engine.use(flags.engine, 0)
+    threads = torch.get_num_threads()  # an engine may have others of its own
     plain = load_pair(PairRequest("embedded", flags.drafter, device="cpu"), screen.note)
     plain.engine.use("plain", 0)
     screen.note("starting generate and llama.cpp, and trying how their threads are fastest ...")
@@ -58,10 +64,11 @@ def load(flags: argparse.Namespace, screen: Renderer, found: dict[str, str]) -> 
     assistant = flags.drafter if hasattr(ours.drafter, "generate") else CUT
     generate = peers.start_generate(("embedded", assistant, generate_format(flags.engine_weights)), found, ids)
     try:
-        return Loaded(ours, plain, generate, peers.start_llama(found, ids, screen.note))
+        llama = peers.start_llama(found, ids, screen.note)
     except BaseException:
         generate.close()
         raise
+    return Loaded(ours, plain, (threads, plain.engine.state.threads), generate, llama)
 
 
 def generate_format(engine_weights: str) -> str:
@@ -101,9 +108,9 @@ class Bench:
 
     def _make_arms(self) -> list[Arm]:
         ours, llama = self._ours, self._loaded.llama
-        arms = our_arms(ours)
+        arms = our_arms(ours, self._loaded.threads[0])
         if ours.engine.state.kind != "plain" and self._flags.engine_weights == "float32":
-            arms += our_arms(self._plain, PLAIN, every=OCCASIONALLY)
+            arms += our_arms(self._plain, self._loaded.threads[1], PLAIN, every=OCCASIONALLY)
         arms += peers.generate_arms(self._loaded.generate)
         arms += peers.llama_arms(llama) if llama else []
         return [arm for arm in arms if arm.name not in self._flags.skip or arm.name == TARGET]
@@ -115,7 +122,8 @@ class Bench:
         return {
             "engine": state.sentence(),
             "formats": {"ours": weights, "generate": generate_format(weights)},
-            "weight_bytes": self._ours.memory + (self._ours.drafter_memory or 0),
+            "weight_bytes": self._ours.engine.nbytes(),
+            "engines": self._ours.engine.figures(),
             "threads": {arm.name: arm.threads for arm in self._arms},
             "peers": {name: str(peer) for name, peer in started.items() if peer is not None},
             "cpu": facts["cpu"],
@@ -164,10 +172,10 @@ class Bench:
 
     def _verify(self) -> dict[str, Any]:
         """Verify costs, and how near a decode step is to the limit of the memory."""
-        pairs = {"ours": self._ours, "plain engine": self._plain}
-        models = {name: (pair.target, pair.engine.state.threads) for name, pair in pairs.items()}
+        ours, plain = self._loaded.threads
+        models = {"ours": (self._ours.target, ours), "plain engine": (self._plain.target, plain)}
         seconds = probes.verify_seconds(models, probes.VERIFY_ROUNDS * self._flags.repeats)
-        size, step = probes.bytes_per_step(self._ours), median(seconds["ours"][1])
+        size, step = probes.bytes_per_step(self._ours, self._plain.target), median(seconds["ours"][1])
         read = probes.read_seconds(size, self._ours.engine.state.threads)
         peak = {"bytes": size, "read_seconds": read, "step_seconds": step, "share": read / step}
         return {"verify_seconds": seconds, "roofline": peak}
@@ -175,6 +183,7 @@ class Bench:
     def _perplexity(self) -> dict[str, Any]:
         """Of every number format that the arms compute."""
         ids, formats = self._passage(), self._setting["formats"]
+        torch.set_num_threads(self._loaded.threads[0])
         found = {"float32": probes.perplexity(self._plain.target, ids)}
         if formats["ours"] != "float32":
             found[f"ours ({formats['ours']})"] = probes.perplexity(self._ours.target, ids)

@@ -16,11 +16,11 @@ from typing import Any
 
 from arms import Arm, Run
 
+from utils.artifact_cache import build_folder, is_intact
 from utils.engine import threads
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Reporter, embedded
-from utils.models.artifact_cache import build_folder, is_intact
 
 WORKER = Path(__file__).parent / "worker.py"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # the variables that say how threads wait

@@ -21,6 +21,7 @@ WIDTHS = (1, 2, 5, 9, 17)
 CACHED = 200  # tokens before a verify pass
 VERIFY_ROUNDS = 9
 READS = 7
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 LONG_PROMPTS = {500: 3, 2000: 2, 6000: 1}  # number of tokens: rounds
 LONG_TOKENS = 16  # new tokens after a long prompt
 PASSAGE = """The lighthouse at Skerry Point was built in 1868, after two ships were lost on the reef in a single winter.
@@ -97,14 +98,17 @@ def perplexity(model: Any, ids: list[int]) -> float:
     return math.exp(float(loss))
 
 
-def bytes_per_step(pair: Pair) -> int:
-    """Bytes of weights that one forward pass of the target reads: all but the rows of an input embedding that is not
-    the output head too.
+def bytes_per_step(pair: Pair, plain: Any) -> int:
+    """Bytes of weights that one forward pass of the target reads. plain: the same target in its plain engine.
+
+    Every linear weight is read once, the output head included. Formats with scales are counted as they are held.
     """
-    model = pair.target
-    table, head = model.get_input_embeddings().weight, getattr(model.get_output_embeddings(), "weight", None)
-    shared = head is not None and head.data_ptr() == table.data_ptr()
-    return pair.memory - (0 if shared else table.nbytes)
+    linears = (module.weight for module in plain.modules() if isinstance(module, torch.nn.Linear))
+    count = sum({weight.data_ptr(): weight.numel() for weight in linears}.values())
+    if size := ITEM_BYTES.get(pair.engine.state.weights):
+        return count * size
+    table = plain.get_input_embeddings().weight  # its rows are looked up
+    return min(4 * count, pair.engine.nbytes() - table.nbytes - (pair.drafter_memory or 0))
 
 
 def program(*arguments: str) -> dict[str, float]:

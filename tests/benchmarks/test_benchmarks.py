@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ class FakeLlama:
     """A server with llama.cpp's replies, whose model is a tiny one."""
 
     def __init__(self, pair: Any) -> None:
-        self.pair, self.plain = pair, our_arms(pair)[0]
+        self.pair, self.plain = pair, our_arms(pair, 1)[0]
 
     def handle_completions(self, request: dict[str, Any]) -> str:
         ids, count = request["prompt"], request["n_predict"]
@@ -83,7 +84,7 @@ def test_every_arm_generates_the_greedy_text() -> None:
     ours.engine.use("auto", 1)
     peer = Local(worker.generate_handlers(theirs))
     texts = {}
-    for arm in [*our_arms(ours), *generate_arms(peer)]:
+    for arm in [*our_arms(ours, 1), *generate_arms(peer)]:
         run = arm.run(IDS, 40)
         assert 1 <= run.first <= run.count <= 40
         assert 0 < run.first_seconds <= run.seconds
@@ -230,13 +231,18 @@ def test_bars_compare_turns_and_know_what_was_not_measured() -> None:
     assert over([1.0, None], [2.0, 3.0]) == Interval(0.5)
 
 
-def test_a_step_reads_every_weight_but_the_input_embedding_of_its_own() -> None:
+def test_a_step_reads_every_linear_weight_once() -> None:
     for tied in (True, False):
         pair = tiny_pair(drafter=False, tie_word_embeddings=tied)
-        head = pair.target.get_output_embeddings().weight.nbytes
-        total = sum({tensor.data_ptr(): tensor.nbytes for tensor in pair.target.parameters()}.values())
-        buffers = sum(tensor.nbytes for tensor in pair.target.buffers())
-        assert probes.bytes_per_step(pair) == total + buffers - (0 if tied else head)
+        model = pair.target
+        layers = sum(weight.nbytes for weight in model.model.layers.parameters() if weight.dim() == 2)
+        expected = layers + model.get_output_embeddings().weight.nbytes
+        pair.engine.state = replace(pair.engine.state, weights="float32")
+        assert probes.bytes_per_step(pair, model) == expected
+        pair.engine.state = replace(pair.engine.state, weights="bfloat16")
+        assert probes.bytes_per_step(pair, model) == expected // 2
+        pair.engine.state = replace(pair.engine.state, weights="int8")
+        assert 0 < probes.bytes_per_step(pair, model) <= expected
 
 
 def test_long_prompts_have_the_length_that_they_should_have() -> None:
@@ -263,7 +269,7 @@ def test_a_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ours, plain = (tiny_pair(max_position_embeddings=1024) for _ in range(2))
     ours.engine.use("auto", 1), plain.engine.use("plain", 1)
     llama, _ = llama_peer(plain)
-    loaded = measurement.Loaded(ours, plain, Local(worker.generate_handlers(plain)), llama)
+    loaded = measurement.Loaded(ours, plain, (1, 1), Local(worker.generate_handlers(plain)), llama)
     program = {"seconds": 1.0, "resident": 1e6}
     monkeypatch.setattr(probes, "LONG_PROMPTS", {20: 2, 30: 1})
     monkeypatch.setattr(probes, "LONG_TOKENS", 6)
@@ -296,7 +302,7 @@ def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypat
     result: dict[str, Any] = {"setting": {}}
     flags = bench.flags_of(["--parts", "memory", "--out", str(tmp_path)])
     plain = tiny_pair(drafter=False)
-    loaded = SimpleNamespace(ours=plain, plain=plain, llama=None, generate=Local({}))
+    loaded = SimpleNamespace(ours=plain, plain=plain, threads=(1, 1), llama=None, generate=Local({}))
     monkeypatch.setattr(measurement, "our_arms", lambda *arguments, **options: [])
     monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
     result = measurement.Bench(flags, screen().renderer, loaded).measure()

@@ -126,6 +126,10 @@ class Engine:
         changed = times_have_changed(ForwardProbe(self._target), self.step_seconds, self.costs)
         return bool(broadcast(changed))  # ranks that decided differently would wait for each other
 
+    def nbytes(self) -> int:
+        """Return the bytes of the weights of all models as they are held now."""
+        return self._seat.engine.nbytes()
+
     def faster_baseline(self) -> FasterEngine | None:
         """Return another engine in which the target alone would be noticeably faster, if one was measured."""
         return faster_baseline(self.selection.table, self.state.kind)
