@@ -27,6 +27,14 @@ class ShowRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowTable:
+    """Show rows under headings."""
+
+    headings: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class ShowTexts:
     """Show texts side by side."""
 
@@ -104,6 +112,7 @@ class Quit:
 Effect = (
     Reply
     | ShowRows
+    | ShowTable
     | ShowTexts
     | ChangeSettings
     | RetestEngine

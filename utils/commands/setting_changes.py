@@ -1,7 +1,8 @@
 """Changes or shows one setting, for every command that does so."""
 
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RetestEngine
+from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RetestEngine, ShowTable
 from utils.commands.registry import CommandContext
+from utils.comparison.engine_page import HEADINGS, engine_notes, engine_rows
 from utils.config.sampling_parts import Sampling
 from utils.config.setting_parts import SAMPLING_PARTS, SettingPart
 from utils.config.settings import Setting, Settings
@@ -21,7 +22,8 @@ def set_or_show(name: str, entry: Setting | SettingPart, argument: str, context:
         # What is in effect can differ from the setting: /engine auto says which engine was chosen.
         fact = dict(context.facts).get(entry.fact)
         state = "" if fact is None else f"; now {fact}"
-        return [Reply(f"{name}: {entry.describe(before)}{state}{_processor(name, before)}   ({entry.help})")]
+        reply = Reply(f"{name}: {entry.describe(before)}{state}{_processor(name, before)}   ({entry.help})")
+        return [reply, *_engine_table(context)] if name == "engine" else [reply]
     settings = entry.change(before, argument, context.limits)
     # A switch that was not named is easily taken for one that was only shown.
     was = "" if argument else f" (was {entry.show(before)})"
@@ -30,6 +32,12 @@ def set_or_show(name: str, entry: Setting | SettingPart, argument: str, context:
         hint = f"   ({NO_TEMPLATE})"
     processor = _processor(name, settings) + _implied(name, before, settings)
     return [ChangeSettings(settings, f"{name}: {entry.describe(settings)}{was}{processor}{hint}")]
+
+
+def _engine_table(context: CommandContext) -> Outcome:
+    """The measurements of all engines."""
+    engine = context.harness.pair.engine
+    return [ShowTable(HEADINGS, engine_rows(engine)), *map(Reply, engine_notes(engine))]
 
 
 def _processor(name: str, settings: Settings) -> str:

@@ -34,7 +34,7 @@ SETTING_WORDS: Mapping[str, Mapping[str, str]] = {
     "top_k": {"off": "sample from all tokens"},
     "top_p": {"off": "sample from all tokens"},
     "engine": {
-        "auto": "the faster of both",
+        "auto": "the fastest one, by measurement",
         "plain": "PyTorch unchanged",
         "invariant": "the logits do not depend on the verify width",
     },

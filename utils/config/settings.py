@@ -72,7 +72,7 @@ class Settings:
     engine: str = _setting(
         "auto",
         Choice(ENGINES, "engine"),
-        "invariant: logits do not depend on the verify width; plain: PyTorch unchanged; auto: the faster of both",
+        "invariant: logits do not depend on the verify width; plain: PyTorch unchanged; auto: the fastest",
         fact="engine now",
     )
     threads: int = _setting(0, ThreadCount(), "number of CPU threads; auto: the fastest number", fact="engine now")

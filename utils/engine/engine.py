@@ -59,6 +59,7 @@ class Engine:
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.draft_seconds: dict[str, float] = {}  # of one draft, by whatever the caller distinguishes
+        self.has_stored_costs = False  # whether the costs were measured at an earlier start
         self._stored = StoredEngine([*models, *helpers], form)
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), "not tested")
         # Reported now, because a request for another format has no plain engine to fall back to.
@@ -116,7 +117,7 @@ class Engine:
         # Adaptive gamma reads these times. Ranks that chose different verify widths would wait for each other forever.
         probe = probe or ForwardProbe(self._target)
         self.step_seconds, self.costs = broadcast(verify_costs(probe, repeats=repeats, report=self.report))
-        self.draft_seconds = {}
+        self.draft_seconds, self.has_stored_costs = {}, False
 
     def costs_are_stale(self) -> bool:
         """Return whether a decode step and a verify pass now take clearly different times from the measured ones.
@@ -175,7 +176,7 @@ class Engine:
                 raise
         if failure:
             return False
-        self.step_seconds, self.costs = stored.step_seconds, stored.costs
+        self.step_seconds, self.costs, self.has_stored_costs = stored.step_seconds, stored.costs, True
         self.draft_seconds, self.selection.table = dict(stored.draft_seconds), dict(stored.table)
         self.state = EngineState(
             kind=stored.kind,

@@ -26,6 +26,11 @@ class EngineSelection:
         self.table: dict[str, EngineFigures] = {}
         self._seat, self._target, self._format = seat, target, weights
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all engines."""
+        return [*self._seat.engines]
+
     def candidates(self) -> list[str]:
         """Return the names of the engines that support the models and compute the loaded number format."""
         return [name for name in self._seat.engines if not self.problem(name)]

@@ -61,7 +61,13 @@ class LoadedPair:
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
         fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
-        warming = BackgroundTask(lambda stopped: warm_up(harness, fitted.current, stopped))
+
+        def warmed(stopped: Callable[[], bool]) -> None:
+            warm_up(harness, fitted.current, stopped)
+            if not stopped():
+                fitted.refresh_costs(stopped)
+
+        warming = BackgroundTask(warmed)
         return cls(pair, limits, harness, fitted, warming)
 
     def introduce(self, note: Callable[[str], None]) -> None:

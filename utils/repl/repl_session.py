@@ -19,6 +19,7 @@ from utils.commands.outcomes import (
     RunPrompt,
     RunReport,
     ShowRows,
+    ShowTable,
     ShowTexts,
     UndoSettings,
     UsePair,
@@ -184,6 +185,8 @@ class ReplSession:
                 renderer.reply(text)
             case ShowRows(rows):
                 renderer.rows(rows)
+            case ShowTable(headings, rows):
+                renderer.table(headings, rows)
             case ShowTexts(columns):
                 renderer.columns(columns)
             case ClearScreen():

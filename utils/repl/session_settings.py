@@ -6,6 +6,7 @@ How a value is parsed and bounded is left to `utils.config`.
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from utils.comparison.harness import Harness
 from utils.comparison.warm_up import with_costs
@@ -22,6 +23,15 @@ CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "There is no change of settings to revert."
 
 
+class _Stopped(Exception):
+    """The program is about to end."""
+
+
+def _raise_if_stopped(stopped: Callable[[], bool], text: str) -> None:
+    if stopped():
+        raise _Stopped
+
+
 class SessionSettings:
     """The settings in use with one loaded pair, and their earlier values for /undo."""
 
@@ -35,6 +45,7 @@ class SessionSettings:
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
         harness.start_engine(settings)
         self.current = self._with_costs(settings)
+        self._first_costs = None if requested.costs else self.current.costs
         if requested.uses_chat != settings.uses_chat:
             note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
         harness.state.storage = harness.new_storage(self.current)
@@ -63,6 +74,26 @@ class SessionSettings:
         self._harness.start_engine(self.current, anew=True)
         self.current = self._with_costs(replace(self.current, costs=None))
         return f"engine: {self._harness.pair.engine.state.sentence()}"
+
+    def refresh_costs(self, stopped: Callable[[], bool]) -> None:
+        """Measure the costs again if those of an earlier start do not fit: the machine may have been busy then.
+
+        Typed costs are left alone. stopped: whether to end early.
+        """
+        engine = self._harness.pair.engine
+        if not engine.has_stored_costs or self._first_costs is None or self.current.costs != self._first_costs:
+            return
+        if not engine.costs_are_stale():
+            return
+        report = engine.report
+        try:
+            with suppress(_Stopped):
+                engine.report = partial(_raise_if_stopped, stopped)  # nothing is shown while somebody types
+                engine.measure()
+                self.current = self._with_costs(replace(self.current, costs=None))
+                engine.store()
+        finally:
+            engine.report = report
 
     def _apply(self, settings: Settings) -> None:
         harness, before = self._harness, self.current

@@ -1,0 +1,94 @@
+"""Costs of an earlier start: measured again behind the prompt if they do not fit any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from fakes import Screen, open_session
+
+from utils.engine import engine
+from utils.metrics.costs import Costs
+from utils.repl.repl_session import ReplSession
+
+
+@pytest.fixture
+def session(view: Screen) -> ReplSession:
+    opened = open_session(view)
+    opened.pair.engine.has_stored_costs = True
+    return opened
+
+
+def now(busy: float, wide: float = 1.0) -> Callable[..., bool]:
+    """The check with forward passes that take `busy` times as long, wide ones `wide` times more."""
+
+    def changed(probe: object, step_seconds: float, costs: tuple[float, ...]) -> bool:
+        probe = mock.Mock(max_width=17)
+        clock = iter(
+            time
+            for index in range(3)
+            for width in (1, 5)
+            for time in (0.0, busy * step_seconds * (1 + 0.1 * (width - 1)) * (wide if width > 1 else 1))
+        )
+        return original(probe, step_seconds, costs, lambda: next(clock))
+
+    from utils.engine.forward_timing import times_have_changed as original
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("busy", "wide", "again"),
+    [(1.0, 1.0, False), (1.3, 1.0, False), (1.4, 1.0, True), (0.7, 1.0, True), (1.0, 1.4, True)],
+)
+def test_costs_that_are_off_by_a_third_are_measured_again(
+    busy: float, wide: float, again: bool, session: ReplSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "times_have_changed", now(busy, wide))
+    monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
+    before = session.settings
+    session._loaded.settings.refresh_costs(lambda: False)
+    assert session.pair.engine.step_seconds == (2e-3 if again else 1e-3)
+    assert session.settings.costs is not None and (session.settings.costs.verify == (0.5, 0.6)) is again
+    assert replace(session.settings, costs=before.costs) == before
+    assert session.pair.engine.has_stored_costs is not again
+
+
+def test_typed_costs_and_those_of_this_start_are_left_alone(
+    session: ReplSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = mock.Mock(return_value=True)
+    monkeypatch.setattr(engine, "times_have_changed", check)
+    settings = session._loaded.settings
+    settings.current = replace(settings.current, costs=Costs.of((0.9,), {}))
+    settings.refresh_costs(lambda: False)
+    session.pair.engine.has_stored_costs = False
+    settings.refresh_costs(lambda: False)
+    assert not check.called and session.settings.costs == Costs.of((0.9,), {})
+
+
+def test_the_end_of_the_program_does_not_wait_for_a_measurement(
+    session: ReplSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: True)
+
+    def measure(probe: object, *, repeats: int, report: Callable[[str], None]) -> object:
+        report("measuring")
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(engine, "verify_costs", measure)
+    report, before = session.pair.engine.report, session.settings
+    session._loaded.settings.refresh_costs(lambda: True)
+    assert session.pair.engine.report == report and session.settings == before
+
+
+def test_the_warm_up_does_it(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(view)
+    session.pair.engine.has_stored_costs = True
+    monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: True)
+    monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
+    session._loaded.warming.start()
+    session._loaded.warming.wait()
+    assert session.pair.engine.step_seconds == 2e-3

@@ -1,0 +1,79 @@
+"""What /engine shows: a row of measurements for each engine, and why the one in use was chosen."""
+
+from collections.abc import Iterator
+
+from utils.engine import Engine
+from utils.engine.engine_choice import expected_speed
+from utils.engine.engine_figures import COMPARED_WIDTHS, EngineFigures
+from utils.text import byte_size
+
+HEADINGS = ("engine", "step", *(f"v({width})" for width in COMPARED_WIDTHS), "prefill", "memory", "threads", "bits")
+LEGEND = (
+    "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
+    "bits: whether a verify pass has those of decode steps. *: in use."
+)
+NOT_COMPARED = "The engines were not compared. /engine auto or /engine test does that."
+ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
+
+
+def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
+    """The cells of each engine under HEADINGS."""
+    table = engine.selection.table
+    rows = {name: table.get(name, EngineFigures()) for name in engine.selection.names}
+    used = engine.state.kind
+    if not rows[used].step_seconds:
+        rows[used] = _present_figures(engine)
+    return [_cells(f"{name} *" if name == used else name, row) for name, row in rows.items()]
+
+
+def engine_notes(engine: Engine) -> Iterator[str]:
+    """Sentences below the table: what was expected, why engines were not chosen, and when that was measured."""
+    table = engine.selection.table
+    yield LEGEND
+    measured = {name: row for name, row in table.items() if row.is_candidate and row.step_seconds}
+    if measured:
+        speeds = {name: expected_speed(row) for name, row in measured.items()}
+        shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
+        day = max(row.measured_on for row in measured.values())
+        yield f"Measured on {day}. Expected tokens/s of typical requests: {shown}."
+    elif len(engine.selection.candidates()) > 1:
+        yield NOT_COMPARED
+    yield from (f"{name}: {row.problem}." for name, row in _with_problems(engine).items())
+    if other := engine.faster_baseline():
+        yield ELSEWHERE.format(other.factor, other.name)
+
+
+def _with_problems(engine: Engine) -> dict[str, EngineFigures]:
+    """The engines that cannot be used, or were given up."""
+    selection = engine.selection
+    rows = {name: selection.table.get(name) or EngineFigures(selection.problem(name)) for name in selection.names}
+    return {name: row for name, row in rows.items() if row.problem}
+
+
+def _present_figures(engine: Engine) -> EngineFigures:
+    """Those of the engine in use, if it was not compared with others."""
+    costs = tuple((width, 1 + engine.costs[width - 2]) for width in COMPARED_WIDTHS if width <= len(engine.costs) + 1)
+    state = engine.state
+    return EngineFigures(verified=state.verified, threads=state.threads, step_seconds=engine.step_seconds, costs=costs)
+
+
+def _cells(name: str, row: EngineFigures) -> tuple[str, ...]:
+    costs = (row.cost(width) for width in COMPARED_WIDTHS)
+    return (
+        name,
+        f"{1000 * row.step_seconds:.1f}" if row.step_seconds else "-",
+        *("-" if cost is None else f"{cost:.2f}" for cost in costs),
+        f"{row.prefill:.0f}" if row.prefill else "-",
+        byte_size(row.nbytes) if row.nbytes else "-",
+        str(row.threads) if row.threads else "-",
+        _bits(row),
+    )
+
+
+def _bits(row: EngineFigures) -> str:
+    """What is known about the bits of verify passes."""
+    if row.verified:
+        return "equal"
+    if not row.step_seconds:
+        return "-"
+    return "not verified" if row.promise else "can differ"
