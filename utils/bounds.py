@@ -85,7 +85,7 @@ FILLER_TOP_K = WholeRange(1, 64)
 THREADS = WholeRange(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 ENGINES = ("auto", "plain", "invariant")
-ENGINE_WEIGHTS = ("float32", "int8")
+ENGINE_WEIGHTS = ("float32", "bfloat16", "int8", "int4", "gguf")
 
 RULES = ("rejection", "coupled", "block")  # of verification
 

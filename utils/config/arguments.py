@@ -142,7 +142,12 @@ def _add_computation(parser: argparse.ArgumentParser) -> None:
     """Flags about how the models are computed."""
     add = parser.add_argument
     add("--engine", choices=ENGINES, help="how the layers are computed (default: auto)")
-    add("--engine-weights", choices=ENGINE_WEIGHTS, default="float32", help="int8: one byte per weight, CPU only")
+    add(
+        "--engine-weights",
+        choices=ENGINE_WEIGHTS,
+        default="float32",
+        help="format of the linear weights on a CPU; gguf: the blocks of the target's GGUF file (default: float32)",
+    )
     add("--threads", type=flag_type(_threads), metavar="N|auto", help="CPU threads (default: auto, the fastest number)")
     add("--seed", type=seed_flag, metavar="N", help="random seed of every run (default: 42)")
 

@@ -14,11 +14,12 @@ from utils.decode.engine_forward import engine_forward
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
+from utils.engine.block_kernels import KnownLayers, format_builder
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.kernels import BlockedKernel, Int8Kernel, Kernel, KernelBuilder, packed_kernel_builder
+from utils.engine.kernels import BlockedKernel, packed_kernel_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import restore_linears, swap_linears
+from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.torch_segments import TorchSegments, products_of
 from utils.engine.weight_format import EngineWeights
@@ -39,7 +40,7 @@ class InvariantEngine:
     promise = BIT_IDENTICAL
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._models, self._helpers, self._int8 = list(models), list(helpers), not weights.as_loaded
+        self._models, self._helpers, self._format = list(models), list(helpers), weights
         self._plain_attention = [model.config._attn_implementation for model in self._models]
         self._specs: list[DecoderSpec | str] = []  # while installed; a clause says why a model cannot be read
         self._installed = False
@@ -52,8 +53,9 @@ class InvariantEngine:
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace linear layers and attention, then run the self-test. Returns why it failed."""
-        # Rounded weights give different logits, so int8 has no reference to compare with.
-        reference = [] if self._int8 else [selftest.prefill_logits(model) for model in self._models]
+        # Rounded weights give different logits, so there is no reference to compare with.
+        known = self._models if self._format.as_loaded else []
+        reference = [selftest.prefill_logits(model) for model in known]
         self.layouts = {}
 
         def attempt() -> str:
@@ -145,22 +147,14 @@ class InvariantEngine:
         # A layer cut shares its modules with the target; a drafter that was loaded does not.
         return model.get_input_embeddings().weight is self._models[0].get_input_embeddings().weight
 
-    def _kernel_builder(self, thread_counts: Sequence[int]) -> KernelBuilder:
+    def _kernel_builder(self, thread_counts: Sequence[int]) -> GroupBuilder:
         target = self._models[0]
         # PackedKernel is for float32 on a CPU. Padding to full blocks works everywhere.
         if target.device.type != "cpu" or target.dtype != torch.float32:
-            return BlockedKernel
-        pack = packed_kernel_builder(thread_counts, self.layouts)
-        if not self._int8:
-            return pack
-        # By identity, because the builder receives a weight without the name of its layer.
-        heads = {id(model.get_output_embeddings().weight) for model in self._models}
-
-        def build(weight: Tensor, bias: Tensor | None) -> Kernel | None:
-            # The output head decides the tokens, so it keeps its precision.
-            return pack(weight, bias) if id(weight) in heads else Int8Kernel(weight, bias)
-
-        return build
+            return by_weight(BlockedKernel)
+        if self._format.as_loaded:
+            return by_weight(packed_kernel_builder(thread_counts, self.layouts))
+        return format_builder(self._format, thread_counts, self.layouts, layers=KnownLayers.of(self._models))
 
 
 def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:

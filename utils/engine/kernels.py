@@ -22,7 +22,7 @@ BLOCK_SIZES = (*range(1, UNPADDED_ROWS + 1), 12, 16, 18, 24, 32)
 MAX_ROWS = BLOCK_SIZES[-1]
 PREFILL_SIZES = (64, 128, 256)  # in a prefill, where rows need not have the bits of single decode steps
 _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1, rows depend on their number
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
 
@@ -82,33 +82,6 @@ class PackedKernel:
         yield from (*self._parts, *_given(self._bias))
 
 
-class Int8Kernel:
-    """Weights of one byte with one scale per output, on a CPU.
-
-    Sums are float32; inputs and outputs are rounded to bfloat16.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        # (N,). Without the lower bound a row of zeros would be divided by zero.
-        scale = weight.detach().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self._scale = scale.bfloat16()  # the format of the product: weights are divided by the rounded scale
-        # A scale that was rounded down gives quotients above 127, so they are clamped.
-        self._weight = (weight.detach() / self._scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).bfloat16()
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._weight, self._scale)
-        y = product.float().view(*x.shape[:-1], -1)
-        return y if self._bias is None else y.add_(self._bias)
-
-    def weight(self) -> Tensor:
-        return self._weight.float() * self._scale.float()[:, None]
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self._weight, self._scale, *_given(self._bias))
-
-
 class BlockedKernel:
     """Any device and number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
 
@@ -137,7 +110,7 @@ def packed_kernel_builder(thread_counts: Iterable[int], known: dict[str, int]) -
     def build(weight: Tensor, bias: Tensor | None) -> Kernel | None:
         inputs, shape = weight.shape[1], "x".join(map(str, weight.shape))
         if shape not in known:
-            fitting = (parts for parts in _SPLITS if inputs % parts == 0)
+            fitting = (parts for parts in SPLITS if inputs % parts == 0)
             tried = (parts for parts in fitting if is_row_invariant(PackedKernel(weight, None, parts), inputs, counts))
             known[shape] = next(tried, 0)
         parts = known[shape]

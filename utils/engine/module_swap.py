@@ -4,7 +4,7 @@ Layers that read the same input (q, k, v; gate, up) become one kernel, because e
 product. Models that share weights still share them afterwards. Quantized layers are not nn.Linear and are left alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from utils.engine.kernels import Kernel, KernelBuilder
 from utils.engine.layer_engine import Report, unreported
 
+GroupBuilder = Callable[[Sequence[nn.Linear]], Kernel | None]  # of layers with the same input
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -71,7 +72,7 @@ class _Group:
     positions: list[tuple[tuple[nn.Module, str], ...]]
 
 
-def swap_linears(models: Iterable[nn.Module], build: KernelBuilder, report: Report = unreported) -> int:
+def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Report = unreported) -> int:
     """Replace every nn.Linear that `build` makes a kernel for.
 
     Returns the number of layers that were left as they were.
@@ -84,7 +85,7 @@ def swap_linears(models: Iterable[nn.Module], build: KernelBuilder, report: Repo
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
-        kernel = _build(group.layers, build)
+        kernel = build(group.layers)
         if kernel is None:
             unchanged += len(group.layers)
             continue
@@ -127,11 +128,20 @@ def release_mapped_files(models: Iterable[nn.Module]) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _build(layers: list[nn.Linear], build: KernelBuilder) -> Kernel | None:
-    if len(layers) == 1:
-        return build(layers[0].weight, layers[0].bias)
+def by_weight(build: KernelBuilder) -> GroupBuilder:
+    """Return a builder for layers with the same input, which joins their weights."""
+
+    def build_group(layers: Sequence[nn.Linear]) -> Kernel | None:
+        weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
+        return build(weight, joined_bias(layers))
+
+    return build_group
+
+
+def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the biases of layers as one, or None if they have none."""
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return build(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+    return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
 
 
 def _groups(models: list[nn.Module]) -> dict[tuple[int, ...], _Group]:

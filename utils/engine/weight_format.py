@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
@@ -12,8 +13,8 @@ from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, roun
 class EngineWeights:
     """What --engine-weights asks for.
 
-    format: "float32" (weights as they were loaded), "bfloat16", "int8", "int4" or "gguf". blocks: weights of the
-    target by parameter names, such as "model.layers.0.mlp.up_proj.weight", for "gguf".
+    format: "float32" (weights as they were loaded), "bfloat16", "int8", "int4" or "gguf". blocks: for "gguf", weights
+    of the target by the names of its layers, such as "model.layers.0.mlp.up_proj".
     """
 
     format: str = "float32"
@@ -25,24 +26,25 @@ class EngineWeights:
         return self.format == "float32"
 
     def block(self, name: str, weight: Tensor, *, is_head: bool) -> BlockWeight | None:
-        """Return a weight (N, K) in this format, or None if it is not computed as integers.
+        """Return a weight (N, K) in this format, or None if it is not computed as integers in it.
 
-        name: of the layer, without ".weight"; a part of a fused parameter has its row range appended, as in
+        name: of the layer; a part of a fused parameter has its row range appended, as in
         "qkv_proj[0:64]".
         """
         if self.format == "gguf":
-            return self._shipped(name)
-        if self.format == "int8":
-            # The output head decides the tokens, so it keeps its precision.
-            return None if is_head else round_int8(weight)
-        if self.format == "int4":
-            return round_int8(weight) if is_head or weight.shape[1] % INT4_GROUP else round_int4(weight)
+            return self._shipped(name, weight)
+        # The output head decides the tokens, so it keeps 8 bits.
+        if self.format == "int4" and not is_head and weight.shape[1] % INT4_GROUP == 0:
+            return round_int4(weight)
+        if self.format in ("int4", "int8"):
+            return round_int8(weight)
         return None
 
-    def _shipped(self, name: str) -> BlockWeight | None:
-        parameter, _, part = name.partition("[")
-        block = (self.blocks or {}).get(f"{parameter}.weight")
-        if block is None or not part:
-            return block
-        start, end = map(int, part.rstrip("]").split(":"))
-        return block.rows(start, end)
+    def _shipped(self, name: str, weight: Tensor) -> BlockWeight | None:
+        layer, _, part = name.partition("[")
+        block = (self.blocks or {}).get(layer)
+        if block is not None and part:
+            start, end = map(int, part.rstrip("]").split(":"))
+            block = block.rows(start, end)
+        # A drafter may have the target's parameter names but not its weights, and columns may have been reordered.
+        return block if block is not None and torch.equal(block.dense(), weight) else None

@@ -1,14 +1,12 @@
 """The weights of a GGUF file in their own blocks, so that engines can multiply with them instead of float32 copies.
 
-A block's integers, scales and minimums become a BlockWeight whose `dense` gives the bits that transformers loads. Only
-types whose weights have that form are read; layers of other types stay as they were loaded.
+A block's integers, scales and minimums become a BlockWeight whose `dense` gives the bits that transformers loads. Types
+whose weights have another form are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import redirect_stderr
-from io import StringIO
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +27,16 @@ from utils.engine.weight_blocks import BlockWeight
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
+class _Stored(NamedTuple):
+    """A matrix of the file: where its blocks begin, and how many bytes they take."""
+
+    name: str
+    kind: str
+    rows: int
+    offset: int
+    size: int
+
+
 class _Blocks(NamedTuple):
     """Blocks of one type: values (B, weights of a block), scales and minimums (B, groups of a block)."""
 
@@ -38,37 +46,52 @@ class _Blocks(NamedTuple):
     bits: int
 
 
-def read_blocks(path: Path, model: PreTrainedModel) -> dict[str, BlockWeight]:
-    """Return the weights of a GGUF file by the parameter names of the model that transformers loads from it.
+class GgufBlocks(Mapping[str, BlockWeight]):
+    """The weights of a GGUF file, by the names of the layers of the model that transformers loads from it.
 
-    A weight is left out if its type has another form, or if the model holds other values, for example because its
-    columns were reordered. The model must be in float32, and its layers must not have been replaced.
+    Only matrices of the types in UNPACKERS are here. They are read from the file at each access, so that nothing is
+    kept in memory. The layers of the model must not have been replaced yet.
     """
-    reader = GGUFReader(path)
-    architecture = read_field(reader, "general.architecture")[0]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
-    with redirect_stderr(StringIO()):
-        names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in UNPACKERS}
-    if HEAD not in {tensor.name for tensor in reader.tensors} and EMBEDDING in stored:
-        stored[HEAD] = stored[EMBEDDING]  # a tied head
-    found = {}
-    for name, tensor in stored.items():
-        weight = parameters.get(names.get(name, ""))
-        if weight is None or weight.dim() != 2:
-            continue
-        block = unpacked(tensor.tensor_type.name, np.asarray(tensor.data))
-        block = _in_model_order(block, name, processor)
-        if torch.equal(block.dense(), weight):
-            found[names[name]] = block
-    return found
+
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        reader = GGUFReader(path)
+        architecture = read_field(reader, "general.architecture")[0]
+        self._path = path
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
+        names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        if EMBEDDING in stored:
+            stored.setdefault(HEAD, stored[EMBEDDING])  # a tied head
+        matrices = ((name, tensor) for name, tensor in stored.items() if len(tensor.shape) == 2 and name in names)
+        self._tensors = {
+            names[name].removesuffix(".weight"): _Stored(
+                tensor.name,
+                tensor.tensor_type.name,
+                rows=int(tensor.shape[1]),
+                offset=int(tensor.data_offset),
+                size=int(tensor.n_bytes),
+            )
+            for name, tensor in matrices
+            if tensor.tensor_type.name in UNPACKERS
+        }
+
+    def __getitem__(self, name: str) -> BlockWeight:
+        stored = self._tensors[name]
+        data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
+        block = unpacked(stored.kind, data.reshape(stored.rows, -1))
+        return _in_model_order(block, stored.name, self._processor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. kind: a name in UNPACKERS. data: (N, bytes of a row), uint8."""
     rows, (unpack, size) = data.shape[0], UNPACKERS[kind]
-    blocks = unpack(torch.from_numpy(data.copy()).view(-1, size))
+    blocks = unpack(torch.from_numpy(data).view(-1, size))
     values = blocks.values.view(rows, -1)
     minimums = None if blocks.minimums is None else blocks.minimums.reshape(rows, -1)
     scales = blocks.scales.reshape(rows, -1)

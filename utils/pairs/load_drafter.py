@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.decode.layer_cut import default_depth, first_layers
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement
@@ -28,12 +29,13 @@ from utils.text import first_of
 
 @dataclass(frozen=True, slots=True)
 class LoadedTarget:
-    """A target, its tokenizer, and its name and quantization as they are shown."""
+    """A target, its tokenizer, its name and quantization as they are shown, and how engines compute its weights."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     quantize: str
+    weights: EngineWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ up are left to the caller.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -21,7 +22,9 @@ from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.draft_head import TargetHead
+from utils.models.embedded import embedded_gguf
 from utils.models.gguf import convert_if_gguf
+from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate
@@ -52,7 +55,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     source = locate(request.target, report)
     GUARD.start()  # it starts while the weights are read
     plan = plan_drafter(resolved, drafter_placement)  # before the target is loaded, so that mistakes are reported early
-    target = _load_target(source, str(resolved.quantize), placement)
+    target = _load_target(source, resolved, placement)
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
@@ -65,8 +68,8 @@ def _placement(name: str, device: str, dtype: str, report: Reporter) -> Placemen
     return Placement(device, choose_dtype(dtype, device), report, may_spread=name == "auto" and world_size() == 1)
 
 
-def _load_target(source: Source, quantize: str, placement: Placement) -> LoadedTarget:
-    source = convert_if_gguf(source, placement)
+def _load_target(located: Source, request: PairRequest, placement: Placement) -> LoadedTarget:
+    source, quantize = convert_if_gguf(located, placement), str(request.quantize)
     model = load_model(source, quantize, replace(placement, tensor_parallel=is_tensor_parallel()))
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
@@ -75,7 +78,23 @@ def _load_target(source: Source, quantize: str, placement: Placement) -> LoadedT
         )
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
-    return LoadedTarget(source.name, model, tokenizer, quantize)
+        weights = _engine_weights(request.engine_weights, located, model, placement.report)
+    return LoadedTarget(source.name, model, tokenizer, quantize, weights)
+
+
+def _engine_weights(kind: str, source: Source, model: PreTrainedModel, report: Reporter) -> EngineWeights:
+    """kind: one of ENGINE_WEIGHTS. source: as it was named, before the conversion of a GGUF file."""
+    if kind != "gguf":
+        return EngineWeights(kind)
+    # The request has been checked: what is not a GGUF file is the embedded target.
+    path = Path(source.location, source.gguf) if source.gguf else embedded_gguf(report)
+    blocks = GgufBlocks(path, model)
+    if not blocks:
+        raise UserError(
+            f"'{source.name}' has no weights in {', '.join(UNPACKERS)}, which --engine-weights gguf needs: use "
+            "--engine-weights int4 or int8."
+        )
+    return EngineWeights(kind, blocks)
 
 
 def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter) -> Pair:
@@ -96,7 +115,7 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        engine=_engine(model, drafter.model, EngineWeights(request.engine_weights)),
+        engine=_engine(model, drafter.model, target.weights),
         notes=own_notes + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,

@@ -18,6 +18,7 @@ from utils.pairs.known_pairs import PairSpec
 LOADED = "loaded"  # whatever drafter the pair was loaded with
 MODEL = "model"
 LAYERS = "layers:"
+EMBEDDED = "embedded"  # the target that needs no download from a hub
 HEAD = "head"  # the drafter head of the embedded target
 CHOICES = {
     "dtype": ("auto", *DTYPES),

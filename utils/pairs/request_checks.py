@@ -8,7 +8,7 @@ import torch
 
 from utils.distributed import is_tensor_parallel
 from utils.errors import UserError
-from utils.pairs.request import HEAD, LAYERS, PairRequest
+from utils.pairs.request import EMBEDDED, HEAD, LAYERS, PairRequest
 
 
 def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
@@ -38,6 +38,8 @@ def check_request(request: PairRequest) -> None:
         if request.drafter_device != request.device:
             raise UserError(f"{shares}: leave --drafter-device out.")
     layer_count(request.drafter)
+    if request.engine_weights != "float32":
+        _check_engine_weights(request)
     if is_tensor_parallel():
         _check_tensor_parallel(request)
 
@@ -51,6 +53,24 @@ def layer_count(drafter: str | None) -> int | None:
     if not (count.isascii() and count.isdigit()):
         raise UserError(f"'{drafter}' is not a drafter: write layers:K with a whole number, for example layers:4.")
     return int(count)
+
+
+def _check_engine_weights(request: PairRequest) -> None:
+    """Raise UserError for a format of --engine-weights in which no engine computes the requested target."""
+    kind = f"--engine-weights {request.engine_weights}"
+    if request.device != "cpu":
+        raise UserError(f"{kind} is computed on CPUs only: use --device cpu, or --quantize on {request.device}.")
+    if request.dtype not in ("auto", "float32"):
+        raise UserError(f"{kind} needs a model that is loaded in float32: leave --dtype out.")
+    if request.quantize != "none":
+        raise UserError(f"{kind} needs a target that is not quantized: leave --quantize out.")
+    if request.engine_weights == "gguf" and not (
+        request.target == EMBEDDED or request.target.lower().endswith(".gguf")
+    ):
+        raise UserError(
+            f"{kind} needs a target from a GGUF file, and '{request.target}' is not one: use --engine-weights int4 "
+            "or int8, or name a .gguf file."
+        )
 
 
 def _check_tensor_parallel(request: PairRequest) -> None:

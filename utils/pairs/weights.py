@@ -56,10 +56,10 @@ def depends_on_width(pair: Pair) -> bool:
 def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> str:
     size = byte_size(memory) if memory else "shared with the target"
     kernels = ""
-    if pair.request.engine_weights == "int8":
-        kernels = "int8 kernels"
-        if pair.engine.state.weights != "int8":  # loading is finished, and the engine has not begun
-            kernels, size = "int8 kernels when the engine starts", ""
+    if (weights := pair.request.engine_weights) != "float32":
+        kernels = f"{weights} kernels"
+        if pair.engine.state.weights != weights:  # loading is finished, and the engine has not begun
+            kernels, size = f"{weights} kernels when the engine starts", ""
     return ", ".join(filter(None, (dtype, "" if quantize == "none" else quantize, kernels, size)))
 
 

@@ -19,8 +19,9 @@ from utils.bounds import ENGINES
 from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine, attention, invariant, selftest
+from utils.engine.block_kernels import Int8Kernel
 from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.kernels import Int8Kernel, PackedKernel
+from utils.engine.kernels import PackedKernel
 from utils.engine.module_swap import EngineLinear, restore_linears
 from utils.engine.row_attention import RowAttention
 from utils.engine.torch_segments import TorchSegments

@@ -57,17 +57,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def other_entries(cache: Path) -> list[str]:
-    return [path.name for path in cache.iterdir() if path.name != embedded.FOLDER]
+    return [path.name for path in cache.iterdir() if path.name not in (embedded.FOLDER, embedded.GGUF_FOLDER)]
 
 
 def test_it_is_set_up_once(cache: Path, conversions: list[Path]) -> None:
     lines: list[str] = []
     folder = embedded_folder(lines.append)
     assert folder == cache / embedded.FOLDER and len(lines) == 3
-    assert "93 MB" in lines[0] and "540 MB" in lines[0], "sizes are stated before the download"
+    assert "93 MB" in lines[0] and "640 MB" in lines[0], "sizes are stated before the download"
     assert embedded_folder(lines.append) == folder
     assert len(conversions) == 1 and len(lines) == 3
     assert set(contents(folder)) == {"config.json", "model.safetensors", MANIFEST} and not other_entries(cache)
+
+
+def test_the_gguf_file_is_kept_and_downloaded_again_only_if_it_is_missing(cache: Path, conversions: list[Path]) -> None:
+    lines: list[str] = []
+    embedded_folder(lines.append)
+    file = embedded.embedded_gguf(lines.append)
+    assert file.read_bytes() == b"GGUF" and len(lines) == 3
+    for damage in (lambda: file.write_bytes(b"GGUX"), lambda: shutil.rmtree(file.parent)):
+        damage()
+        assert embedded.embedded_gguf(lines.append).read_bytes() == b"GGUF"
+    assert len(lines) == 5 and len(conversions) == 1 and not other_entries(cache)
 
 
 def test_slow_steps_say_how_far_they_have_got(

@@ -1,0 +1,69 @@
+"""--engine-weights: every format loads, computes and is named; impossible ones are refused in one sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from shelf import load, refusal
+from tiny import tiny_llama, tiny_tokenizer
+from tiny_gguf import write_gguf
+
+from utils.bounds import ENGINE_WEIGHTS
+from utils.engine.block_kernels import Int4Kernel
+from utils.engine.selftest import prefill_logits
+from utils.models import embedded
+from utils.pairs import load_pair as loading
+from utils.pairs.weights import describe_target
+
+
+@pytest.fixture
+def file(tmp_path: Path, own_cache: Path) -> Path:
+    """A GGUF file in Q4_1, except the embedding and the head."""
+    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256)
+    return write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=("_proj",))
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINE_WEIGHTS if name != "float32"])
+def test_every_format_is_computed_and_named(name: str, file: Path) -> None:
+    pair = load(file, "layers:1", engine_weights=name)
+    exact = prefill_logits(pair.target)
+    assert f"{name} kernels when the engine starts" in describe_target(pair)
+    state = pair.engine.use("auto", 1)
+    assert (state.weights, state.verified) == (name, True) and name in state.sentence()
+    assert f"{name} kernels" in describe_target(pair) and "when the engine starts" not in describe_target(pair)
+    ours = prefill_logits(pair.target)
+    assert not torch.equal(ours, exact)
+    assert torch.nn.functional.cosine_similarity(ours, exact, dim=-1).min() > 0.97
+
+
+def test_the_blocks_of_the_file_are_used_in_the_target_but_not_in_another_drafter(file: Path, tmp_path: Path) -> None:
+    model = tiny_llama(1, vocab_size=300, hidden_size=64, intermediate_size=256)
+    drafter = write_gguf(tmp_path / "other.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=("_proj",))
+    pair = load(file, drafter, engine_weights="gguf")
+    exact = prefill_logits(pair.drafter)
+    before = {name: tensor.clone() for name, tensor in pair.target.state_dict().items()}
+    pair.engine.use("invariant", 1)
+    projections = [(name, part) for name, part in pair.target.named_modules() if name.endswith("_proj")]
+    assert projections and all(isinstance(part.fused.kernel, Int4Kernel) for _, part in projections)
+    assert all(torch.equal(part.weight, before[f"{name}.weight"]) for name, part in projections)
+    assert torch.allclose(prefill_logits(pair.drafter), exact, atol=1e-3)
+
+
+def test_the_embedded_target_is_computed_in_the_blocks_of_its_wheel(
+    file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "embedded_gguf", lambda report: file)
+    monkeypatch.setattr(embedded, "check_embedded_early", lambda: None)
+    folder = load(file).target.config._name_or_path  # its conversion
+    monkeypatch.setattr("utils.models.sources.embedded_folder", lambda report: Path(folder))
+    pair = load("embedded", "layers:1", engine_weights="gguf")
+    assert pair.engine.use("auto", 1).weights == "gguf"
+
+
+def test_formats_that_no_engine_computes_are_refused(shelf: Path, file: Path, tmp_path: Path) -> None:
+    assert ".gguf" in refusal(shelf / "target", engine_weights="gguf")
+    assert "--quantize" in refusal(file, engine_weights="gguf", quantize="int8")
+    for name in ("bfloat16", "int8", "int4"):
+        assert "--dtype" in refusal(shelf / "target", engine_weights=name, dtype="bfloat16")
+    plain = write_gguf(tmp_path / "plain.gguf", tiny_llama(vocab_size=300), tiny_tokenizer(), parts=())
+    assert "Q4_1" in refusal(plain, engine_weights="gguf")
