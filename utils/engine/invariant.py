@@ -49,7 +49,16 @@ class InvariantEngine:
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
-        return next(filter(None, map(_unsupported, self._models)), "")
+        reasons = (_unsupported(model) or self._format_problem(model) for model in self._models)
+        return next(filter(None, reasons), "")
+
+    def _format_problem(self, model: PreTrainedModel) -> str:
+        if self._format.as_loaded:
+            return ""
+        if model.device.type != "cpu" or weight_format(model) != "float32":
+            return f"{self._format.format} weights are computed for models in float32 on a CPU only"
+        lacks = self._format.format == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return "this processor has no bfloat16 instructions for PyTorch" if lacks else ""
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace linear layers and attention, then run the self-test. Returns why it failed."""

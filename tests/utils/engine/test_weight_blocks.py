@@ -29,7 +29,7 @@ def test_rounding_is_off_by_about_half_a_step(rounding: Rounding, steps: int) ->
     groups = weight.unflatten(1, (-1, block.group))
     span = 2 * groups.abs().amax(-1) if block.minimums is None else groups.amax(-1) - groups.amin(-1)
     error = (block.dense() - weight).abs().unflatten(1, (-1, block.group)).amax(-1)
-    assert (error <= 0.75 * span / steps).all()
+    assert (error <= 1.1 * span / steps).all()
 
 
 @pytest.mark.parametrize("rounding", [round_int8, round_int4])
@@ -45,3 +45,21 @@ def test_layers_with_the_same_input_are_joined_unless_their_forms_differ() -> No
     assert both is not None
     assert torch.equal(both.dense(), torch.cat([round_int4(first).dense(), round_int4(second).dense()]))
     assert joined([round_int4(first), round_int8(second)]) is None
+
+
+@pytest.mark.parametrize("rounding", [round_int8, round_int4])
+def test_weights_that_are_rounded_again_stay_the_same(rounding: Rounding) -> None:
+    """An engine that is removed leaves rounded weights, and the next engine must compute the same ones."""
+    torch.manual_seed(2)
+    once = rounding(torch.randn(200, 256) * torch.rand(200, 1)).dense()
+    assert torch.equal(rounding(once).dense(), once)
+
+
+def test_int4_has_clearly_smaller_errors_than_rounding_between_the_extremes() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(200, 256)
+    groups = weight.unflatten(1, (-1, 32))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    extremes = ((groups - low) / step).round() * step + low
+    assert (round_int4(weight).dense() - weight).square().mean() < 0.9 * (extremes - groups).square().mean()
