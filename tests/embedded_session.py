@@ -29,4 +29,6 @@ def session_of(pair: Pair, view: Screen, file: Path, *, measured: bool = False) 
     if not measured:  # these patches are stopped by a fixture in conftest.py
         mock.patch.object(engine, "verify_costs", constant_costs).start()
         mock.patch.object(warm_up, "draft_seconds", lambda job: 1e-4).start()
-    return ReplSession(pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings())
+    return ReplSession(
+        pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings(engine="invariant")
+    )

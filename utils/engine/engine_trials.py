@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from math import inf
 from statistics import median
 
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from utils.engine.seat import PLAIN, Seat, reason_of
 
 REPEATS = 3  # of each width, in each turn
 FINAL_TURNS = 2  # of each finalist
+LATEST_TURN = 15.0  # seconds after the start; a further turn of the finalists does not begin later
 CLOSE = 1.2  # engines within this ratio of expected speeds are measured again in turns
 MAX_SLOWNESS = 1.5  # a candidate with a decode step longer than this many of the best one is given up
 PREFILL_SECONDS = 1.0  # a prefill that takes less is repeated
@@ -55,14 +57,18 @@ class Trials:
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
     table: dict[str, EngineFigures] = field(default_factory=dict)
-    _samples: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    _samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def run(self, names: Sequence[str]) -> dict[str, EngineFigures]:
         """Measure these engines. Returns their figures; one of them stays installed."""
+        start = self.meter.clock()
         for name in names:
             self.table[name] = self._attempted(name)
         finalists = self._finalists()
-        for _ in range(FINAL_TURNS if len(finalists) > 1 else 0):
+        for turn in range(FINAL_TURNS if len(finalists) > 1 else 0):
+            # The first one in any case: two engines that were measured minutes apart must not be compared.
+            if turn and self.meter.clock() - start > LATEST_TURN:
+                break
             for name in finalists:
                 self._further_turn(name)
         return self.table
@@ -133,15 +139,15 @@ class Trials:
         self.table[name] = self._measured(name, figures, self.meter.probe(self.model))
 
     def _measured(self, name: str, figures: EngineFigures, probe: ForwardProbe) -> EngineFigures:
-        """The figures with the medians of all turns so far."""
+        """The figures with the shortest times of all turns so far: other load on the machine only makes them longer."""
         widths = [width for width in (1, *COMPARED_WIDTHS) if width <= probe.max_width]
         self._say(name, "measuring verify passes")
         samples = self._samples[name]
         for width, seconds in width_seconds(probe, widths, self.meter.clock, repeats=REPEATS).items():
-            samples[width] = [*samples.get(width, []), *seconds]
-        step = median(samples[1])
+            samples[width] = min(samples.get(width, inf), median(seconds))
+        step = samples[1]
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
-        costs = tuple((width, max(1.0, median(samples[width]) / step)) for width in widths if width > 1 and step)
+        costs = tuple((width, max(1.0, samples[width] / step)) for width in widths if width > 1 and step)
         return replace(figures, step_seconds=step, costs=costs)
 
     def _say(self, name: str, what: str) -> None:

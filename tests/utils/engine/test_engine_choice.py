@@ -194,6 +194,15 @@ def test_close_engines_are_measured_in_turns(rows: Callable[..., None]) -> None:
     assert engine.state.kind == "first"
 
 
+def test_slow_models_get_one_further_turn_only(rows: Callable[..., None]) -> None:
+    rows(second=row())
+    engine, speeds = started({"plain": 1.0, "second": 1.05})
+    assert engine.use("auto", 1).kind == "second"
+    order = [name for name, _, width in speeds.calls if width == 9]
+    turns = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    assert turns == ["plain", "second", "plain"]
+
+
 def test_a_machine_that_was_busy_for_one_turn_does_not_decide(rows: Callable[..., None]) -> None:
     rows(first=row(), second=row())
     engine = Engine([tiny_llama(vocab_size=96)])
