@@ -28,9 +28,9 @@ def tokens(random: Random, count: int) -> list[int]:
 
 
 @cache
-def computed_by(engine: str, name: str) -> PreTrainedModel:
+def computed_by(engine: str, name: str, **overrides: int) -> PreTrainedModel:
     """A model after a short self-test of the engine, which computes the forward pass itself."""
-    model = tiny_model(name)
+    model = tiny_model(name, **overrides)
     row = LAYER_ENGINES[engine].build([model], (), AS_LOADED)
     if (reason := row.unsupported()) and engine != "invariant":
         pytest.skip(reason)  # what another engine needs may be missing here
@@ -42,9 +42,9 @@ def computed_by(engine: str, name: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def exact_logits(name: str, context: list[int]) -> Tensor:
+def exact_logits(name: str, context: list[int], **overrides: int) -> Tensor:
     """Logits (T, V) in float64 by transformers' forward without a cache."""
-    return tiny_model(name).double()(torch.tensor([context])).logits[0]
+    return tiny_model(name, **overrides).double()(torch.tensor([context])).logits[0]
 
 
 def next_logits(session: ModelSession, context: list[int], start: int) -> Tensor:
@@ -64,6 +64,17 @@ def test_the_logits_are_those_of_transformers(engine: str, name: str) -> None:
     assert not keeps_all(session.model)
     computed = torch.cat([prefill, steps[:-3], verify_pass])
     assert float((computed - exact[PREFILL - 2 :]).abs().max() / exact.std()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prompts_much_longer_than_the_sliding_window(engine: str, name: str) -> None:
+    """Prefills in several parts, whose last tokens see the first ones of their part."""
+    context, fields = tokens(Random(name), 588), {"max_position_embeddings": 1024, "sliding_window": 40}
+    exact = exact_logits(name, context, **fields)
+    session = ModelSession(computed_by(engine, name, **fields))
+    logits = torch.cat([session.feed(context[:516], keep=2), session.feed(context, keep=4)])
+    assert float((logits - exact[[514, 515, 584, 585, 586, 587]]).abs().max() / exact.std()) < 1e-4
 
 
 @pytest.mark.parametrize(("engine", "name"), SUPPORTED)
