@@ -103,7 +103,10 @@ class Bench:
         for name in self._flags.parts:
             if name != "texts":
                 self._screen.note(f"measuring {name} ...")
-            result |= parts[name]()
+            try:
+                result |= parts[name]()
+            except peers.PeerFailed as error:
+                self._screen.note(f"{name}: not measured, because a peer failed ({error})")
         return result
 
     def _make_arms(self) -> list[Arm]:

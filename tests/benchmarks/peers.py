@@ -33,7 +33,7 @@ GGUF_FOLDER = "smollm2-135m-instruct-gguf"
 
 
 class PeerFailed(Exception):
-    """The process of a peer has ended."""
+    """A peer could not answer, or its process has ended."""
 
 
 class Peer:
@@ -46,7 +46,7 @@ class Peer:
         )
 
     def ask(self, arm: str, **request: Any) -> Any:
-        """The reply to a request. Raises PeerFailed if the process has ended."""
+        """The reply to a request. Raises PeerFailed if there is none."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"arm": arm, "threads": self.threads} | request) + "\n")
@@ -57,7 +57,10 @@ class Peer:
             line = self._process.stdout.readline()
         if not line:
             raise PeerFailed(f"its process ended with status {self._process.wait()}")
-        return json.loads(line)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise PeerFailed(reply["error"])
+        return reply
 
     def run(self, arm: str, ids: list[int], length: int) -> Run:
         """Generate a text."""

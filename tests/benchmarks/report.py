@@ -1,5 +1,6 @@
 """What the benchmark shows: ratios between arms, single figures and bars, and the row for the table of machines."""
 
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -109,7 +110,10 @@ def _show_long(screen: Renderer, found: dict[int, dict[str, list[dict[str, float
     )
 
 
-def _single_figures(result: dict[str, Any]) -> Any:
+def _single_figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if other := result["setting"]["engines"]["faster_baseline"]:
+        factor = other["factor"]
+        yield "baseline", f"the target alone is {factor:.2f} times as fast in the engine {other['name']}"
     if peak := result.get("roofline"):
         rate = peak["bytes"] / peak["read_seconds"] / 1e9
         yield (

@@ -40,10 +40,17 @@ class Local(Peer):
     def __init__(self, handlers: dict[str, worker.Handler]) -> None:
         self.handlers, self.environment, self.threads, self.closed = handlers, "here", 1, False
 
-    def ask(self, arm: str, **request: Any) -> Any:
-        replies = StringIO()
-        worker.serve(self.handlers, [json.dumps({"arm": arm, "threads": self.threads} | request)], replies)
-        return json.loads(replies.getvalue())
+        self._process = SimpleNamespace(stdin=self, stdout=self)
+
+    def write(self, line: str) -> None:
+        self.replies = StringIO()
+        worker.serve(self.handlers, [line], self.replies)
+
+    def flush(self) -> None:
+        self.replies.seek(0)
+
+    def readline(self) -> str:
+        return self.replies.readline()
 
     def close(self) -> None:
         self.closed = True
@@ -129,7 +136,7 @@ def test_a_token_that_llama_did_not_sample_is_an_error() -> None:
             return json.dumps({"choices": [{"logprobs": {"content": [shown]}}]})
 
     peer = Local(worker.llama_handlers(lambda threads, lookup: Stubborn(tiny_pair())))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PeerFailed, match="instead of 9"):
         peer.ask("perplexity", ids=[5, 9])
 
 
@@ -296,6 +303,18 @@ def test_a_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     header = next(line for line in (BENCHMARKS / "README.md").read_text().splitlines() if line.startswith("| date"))
     assert row.count("|") == header.count("|")
     assert llama.closed
+
+
+def test_a_part_whose_peer_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = bench.flags_of(["--parts", "perplexity", "memory", "--out", str(tmp_path)])
+    plain = tiny_pair(drafter=False)
+    loaded = measurement.Loaded(plain, plain, (1, 1), Local({}), Local({}))
+    monkeypatch.setattr(measurement, "our_arms", lambda *arguments, **options: [])
+    monkeypatch.setattr(probes, "PASSAGE", "a few words")
+    monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
+    view = screen()
+    result = measurement.Bench(flags, view.renderer, loaded).measure()
+    assert set(result) == {"setting", "program"} and "KeyError" in view.take()[1]
 
 
 def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,11 @@ def serve(handlers: dict[str, Handler], requests: Iterable[str], replies: TextIO
     """Answer requests, each of which names its handler as "arm", until there are no more."""
     for line in requests:
         request = json.loads(line)
-        replies.write(json.dumps(handlers[request["arm"]](request)) + "\n")
+        try:
+            reply = handlers[request["arm"]](request)
+        except Exception as error:  # whatever a peer raises is reported by the benchmark
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
