@@ -89,6 +89,11 @@ def change_torch(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
     return {}
 
 
+def install_openvino(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
+    patch.setattr(fingerprint, "version", lambda package: "9.9.9")
+    return {}
+
+
 def change_the_processor(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, Any]:
     facts = fingerprint.machine_facts() | {"cpu": "another"}
     patch.setattr(fingerprint, "machine_facts", lambda: facts)
@@ -143,6 +148,7 @@ def round_the_weights(patch: pytest.MonkeyPatch, file: ResultFile) -> dict[str, 
     [
         change_the_source,
         change_torch,
+        install_openvino,
         change_the_processor,
         lose_an_instruction_set,
         change_a_drafter,
