@@ -5,6 +5,7 @@ in chunks.
 """
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,16 @@ class OpenVinoSegments:
         self._bound: dict[int, BoundRequests] = {}  # by the number of rows
         self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
         self._graphs: list[Any] = []  # releases the former ones before others are compiled
-        for path in self._files(".xml"):
-            self._graphs.append(compile_graph(core().read_model(path), self._threads, bfloat16=self._bfloat16))
+        with ThreadPoolExecutor(self._threads) as pool:
+            self._graphs += pool.map(self._compiled, self._files(".xml"))
         # Some weights are copied into OpenVINO's layout at the first use, which would be the user's first token.
         self._run_once()
         drop_mapped_pages(self._folder)
         self._blocks = ChunkRequests(self._graphs, self._sizes, BOUND_ROWS)
         self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
+
+    def _compiled(self, path: Path) -> Any:
+        return compile_graph(core().read_model(path), self._threads, bfloat16=self._bfloat16)
 
     def _run_once(self) -> None:
         sizes = self._sizes
