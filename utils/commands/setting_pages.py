@@ -201,7 +201,7 @@ SETTING_HELP = {
             "more than 10 % of speed only. invariant: logits do not depend on how many tokens a forward pass verifies, "
             "so greedy texts are equal bit for bit. Results are kept from one start to the next; test repeats all.",
             ("> /engine plain", "engine: plain"),
-            ("/engine auto|plain|invariant", "/engine test    tests and measures again"),
+            ("/engine auto|plain|invariant|cuda_graph", "/engine test    tests and measures again"),
             ("threads", "audit"),
         ),
         usage="NAME",

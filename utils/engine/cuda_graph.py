@@ -23,7 +23,7 @@ from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, 
 from utils.engine.invariant import DIFFERENT_LOGITS
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import weight_format
+from utils.engine.weight_memory import tensor_bytes, weight_format
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
@@ -129,12 +129,13 @@ class CudaGraphEngine:
     promise: set by the self-test if the logits have the same bits at every tested width and buffer length.
     """
 
+    promise = ""
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._models, self._formats = list(models), weights
+        self._models, self._helpers, self._formats = list(models), list(helpers), weights
+        self._attention = [model.config._attn_implementation for model in self._models]  # another engine may change it
         self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that were set on them
-        self.promise = ""
         self.layouts: dict[str, int] = {}
         self.weights = weight_format(self._models[0])
 
@@ -142,15 +143,17 @@ class CudaGraphEngine:
         """Return why the models cannot be computed this way."""
         if not self._formats.as_loaded:
             return f"{self._formats.format} engine weights are computed on CPUs only"
+        if other := next((name for name in self._attention if name not in ("sdpa", "eager")), None):
+            return f"it uses {other} attention"
         return next(filter(None, (_unsupported(model, self.recorder.device_type) for model in self._models)), "")
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace the forward passes, record them and run the self-test. Returns why it failed."""
         self.promise = ""
         reference = [selftest.prefill_logits(model) for model in self._models]
-        record, equal = self.recorder(self._models[0].device), True
+        equal = True
         for model in self._models:
-            forward = GraphForward(model, record)
+            forward = GraphForward(model, self.recorder(model.device))
             self._replaced.append((model, vars(model).get("forward")))
             model.forward = cast(Any, forward)
         for model, logits in zip(self._models, reference, strict=True):
@@ -169,6 +172,14 @@ class CudaGraphEngine:
     def self_test(self, thread_count: int, report: Report = unreported) -> str:
         """Test nothing, since a replay does not depend on the number of CPU threads."""
         return ""
+
+    def set_threads(self, count: int) -> None:
+        """Let what still runs on the CPU use this number of threads."""
+        torch.set_num_threads(count)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the weights."""
+        return tensor_bytes([*self._models, *self._helpers])
 
     def remove(self) -> None:
         """Put the original forward passes back."""
@@ -191,8 +202,6 @@ def _unsupported(model: PreTrainedModel, device_type: str) -> str:
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     if not layers or layers - {DynamicLayer, DynamicSlidingWindowLayer} or getattr(model, "_is_stateful", False):
         return "some of its layers are neither full nor sliding attention"
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        return f"it uses {model.config._attn_implementation} attention"
     return ""
 
 

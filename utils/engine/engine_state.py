@@ -25,7 +25,11 @@ class EngineState:
         plural = "s" if self.threads > 1 else ""
         when = f" on {self.tested_on}, one verify width rechecked now" if self.tested_on else ""
         guarantee = f"verified{when}" if self.verified else f"not guaranteed ({self.reason})"
-        return f"{self.kind}, {self.weights} weights, {self.threads} thread{plural}; bit-identical: {guarantee}"
+        # `make gpu-check` is how to change that.
+        untried = "; this engine has never been run on a GPU" if self.kind == "cuda_graph" else ""
+        return (
+            f"{self.kind}, {self.weights} weights, {self.threads} thread{plural}; bit-identical: {guarantee}{untried}"
+        )
 
     def figures(self) -> dict[str, Any]:
         """Return the fields for a record."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import LayerEngine
 from utils.engine.plain import PlainEngine
@@ -24,4 +25,7 @@ class EngineRow:
 LAYER_ENGINES: dict[str, EngineRow] = {
     "plain": EngineRow(PlainEngine, "any model on any device", "PyTorch and transformers as they are"),
     "invariant": EngineRow(InvariantEngine, "full or sliding attention", "row-invariant PyTorch kernels"),
+    "cuda_graph": EngineRow(
+        CudaGraphEngine, "a CUDA device; full or sliding attention", "forward passes recorded once per verify width"
+    ),
 }

@@ -1,6 +1,7 @@
 """The CUDA graph engine on the CPU, with a graph that repeats recorded operations: logits, rewinds, forks, buffers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from decoder_families import FAMILIES, tiny_model
 from fake_graph import FakeGraph, FakeRecorder
+from fixed_speeds import prefer
 from tiny import build, tiny_head, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
@@ -19,10 +22,12 @@ from utils.decode.decoding import Decoding
 from utils.decode.layer_cut import first_layers
 from utils.decode.logit_drift import LogitDrift, max_rounding
 from utils.decode.model_session import ModelSession
-from utils.engine import cuda_graph, graph_cache
+from utils.engine import Engine, cuda_graph, graph_cache
 from utils.engine.cuda_graph import CudaGraphEngine, GraphForward
+from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.layer_engine import BIT_IDENTICAL
 from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor
 
 VOCABULARY = 96
@@ -270,6 +275,47 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
     monkeypatch.setattr(FakeRecorder, "__call__", record)
     engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
     assert f"passes of {12 if width == 17 else width} tokens" in engine.install([1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_decoders_give_the_plain_logits(name: str) -> None:
+    plain, model, random = tiny_model(name), attached(tiny_model(name)), Random(name)
+    context = [random.randrange(160) for _ in range(40)]
+    rows = []
+    for each in (plain, model):
+        session = ModelSession(each)
+        logits = [session.feed(context[:20], keep=1)]
+        for end in (22, 23, 31):
+            logits.append(session.feed([*context[:end], 7, 8], keep=3))
+            session.rewind(end)
+        rows.append(torch.cat(logits))
+    assert equal(rows[1], rows[0]) and replays(model) == 3
+
+
+def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Engine([MODELS["llama"]()]).selection.problem("cuda_graph")  # on a CPU
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+    prefer("cuda_graph")
+    model = MODELS["llama"]()
+    engine = Engine([model])
+    state = engine.use("auto", 1)
+    assert (state.kind, state.verified) == ("cuda_graph", False) and "never been run on a GPU" in state.sentence()
+    assert engine.use("invariant", 1).verified and engine.use("cuda_graph", 1).kind == "cuda_graph"
+    assert engine.use("plain", 1).kind == "plain" and "forward" not in vars(model)
+
+
+def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+
+    def refuse(self: FakeRecorder, run: Any) -> FakeGraph:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(FakeRecorder, "__call__", refuse)
+    model = MODELS["llama"]()
+    engine = Engine([model])
+    with pytest.raises(UserError, match="not permitted when stream is capturing"):
+        engine.use("cuda_graph", 1)
+    assert engine.state.kind == "plain" and "forward" not in vars(model)
 
 
 UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "it is on cpu")]
