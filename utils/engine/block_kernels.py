@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
+from utils.decode.engine_forward import in_prefill
 from utils.engine.kernels import (
     SPLITS,
     BlockedKernel,
@@ -26,6 +27,7 @@ from utils.engine.weight_format import EngineWeights
 
 _INT4_GROUPS = (32, 64, 128, 256)  # that the operator takes
 _INT4_ROWS = 16  # it takes multiples of this number of outputs
+_UNPACKED_ROWS = 100  # of a prefill, from which unpacking a weight takes less time than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Int8Kernel:
         self._scale = block.scales[:, 0].bfloat16()  # (N,), exact for weights that `round_int8` has rounded
 
     def __call__(self, x: Tensor) -> Tensor:
+        if _unpacks(x):
+            return linear(x, self.weight(), self._bias)
         rows = x.reshape(-1, x.shape[-1]).bfloat16()
         product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._block.values, self._scale)
         return _with_bias(product, self._bias, x)
@@ -79,6 +83,8 @@ class Int4Kernel:
             self._packed = [high, _packed(values & 15, scales, minimums + 8 * scales)]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if _unpacks(x):
+            return linear(x, self.weight(), self._bias)
         rows, outputs = x.reshape(-1, x.shape[-1]).bfloat16(), self._block.shape[0]
         products = [
             torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, self._block.group, pairs)[:, :outputs]
@@ -161,6 +167,11 @@ def _packed(values: Tensor, scales: Tensor, middles: Tensor) -> tuple[Tensor, Te
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(pad(values, (0, 0, 0, missing)), 1)
     pairs = pad(torch.stack([scales, middles], dim=-1), (0, 0, 0, 0, 0, missing))
     return packed, pairs.transpose(0, 1).bfloat16().contiguous()  # (K / group, N, 2)
+
+
+def _unpacks(x: Tensor) -> bool:
+    """Whether a product unpacks its weight first: operators for integers take as long for every further row."""
+    return in_prefill() and x.numel() > _UNPACKED_ROWS * x.shape[-1]
 
 
 def _with_bias(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

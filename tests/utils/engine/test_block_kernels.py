@@ -7,6 +7,7 @@ import torch
 from tiny import tiny_llama
 from torch import nn
 
+from utils.decode.engine_forward import prefill_pass
 from utils.engine import block_kernels
 from utils.engine.block_kernels import (
     Bfloat16Kernel,
@@ -54,6 +55,19 @@ def test_products_are_close_to_those_of_the_weights_and_row_invariant(form: Form
     assert float((kernel(x) - exact).abs().max()) < 0.01 * float(exact.abs().max())
     assert torch.equal(kernel(x), torch.cat([kernel(row) for row in x.split(1)]))
     assert torch.equal(kernel(x[None]), kernel(x)[None])
+
+
+@pytest.mark.parametrize("form", [round_int8, round_int4, eight_bits])
+def test_only_a_long_prefill_unpacks_the_weights(form: Form) -> None:
+    torch.manual_seed(5)
+    block, bias, x = form(torch.randn(32, 64)), torch.randn(32), torch.randn(200, 64)
+    kernel = block_kernel(block, bias)
+    assert kernel is not None
+    exact, steps = nn.functional.linear(x, block.dense(), bias), kernel(x)
+    assert not torch.allclose(steps, exact, atol=1e-4)
+    with prefill_pass():
+        assert torch.allclose(kernel(x), exact, atol=1e-4)
+        assert torch.equal(kernel(x[:70]), steps[:70])
 
 
 @pytest.mark.parametrize("form", [round_int8, round_int4])
