@@ -4,7 +4,8 @@ It keeps the KV cache, attention, rotary tables and the final norm; `Segments` c
 and the next. transformers' forward spends as much time in Python as small models spend in their products.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -90,8 +91,9 @@ class LeanDecoder:
                 **others,
             )
         cache = self.new_cache() if past_key_values is None else past_key_values
-        states = self._layers(input_ids, cache, every=bool(output_hidden_states))
-        logits = self._logits(states[-1].view(*input_ids.shape, -1), logits_to_keep)
+        with _torch_threads(None if in_prefill() else self._segments.row_threads):
+            states = self._layers(input_ids, cache, every=bool(output_hidden_states))
+            logits = self._logits(states[-1].view(*input_ids.shape, -1), logits_to_keep)
         return CausalLMOutputWithPast(
             logits=logits,
             past_key_values=cache if use_cache in (None, True) else None,
@@ -163,3 +165,17 @@ class LeanDecoder:
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits.view(*kept.shape[:2], -1)
+
+
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    """Let PyTorch compute with this number of threads in the block. None: as before."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

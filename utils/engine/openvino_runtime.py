@@ -3,14 +3,14 @@
 Only modules that are imported when the engine is used may import this one.
 """
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from utils.engine.mapped_weights import drop_pages, mapped_ranges
 
 
 @contextmanager
@@ -65,12 +65,6 @@ def drop_mapped_pages(folder: Path) -> None:
 
     Compiled graphs keep the mapping of their file, although they have copied the weights into a layout of their own.
     """
-    if sys.platform != "linux":
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        span, mode, *_, path = [*line.split(maxsplit=5), "", "", ""][:6]  # the last one only of files
-        if path.startswith(f"{folder}/") and "w" not in mode:  # changes would be lost
-            start, end = (int(bound, 16) for bound in span.split("-"))
-            madvise(start, end - start, mmap.MADV_DONTNEED)
+    for part in mapped_ranges():
+        if part.path.startswith(f"{folder}/") and not part.changed:
+            drop_pages(part.start, part.end - part.start)

@@ -24,6 +24,8 @@ LOADED = EngineWeights()
 class OpenVinoSegments:
     """`Segments` of a decoder on the CPU. The weights of the spec are read by the constructor only."""
 
+    row_threads: int | None = 1  # two pools of threads that take turns would wait for each other
+
     def __init__(
         self,
         spec: DecoderSpec,

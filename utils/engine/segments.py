@@ -15,6 +15,8 @@ class Segments(Protocol):
     the number of rows or on their values.
     """
 
+    row_threads: int | None  # PyTorch's threads between the parts, except in a prefill. None: as many as are set
+
     def begin(self, x: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool) -> Tensor:
         """Return qkv of layer 0 for x (rows, hidden). cos, sin: (rows, rotary_dim) of layer 0, empty without rotary
         positions. qkv: (rows, heads + 2 * kv_heads, head_dim): the heads of the queries, keys and values, with norms

@@ -28,6 +28,8 @@ class LayerProducts:
 class TorchSegments:
     """`Segments` over products. Of the spec only norms, sizes and scales are read, not the weights."""
 
+    row_threads: int | None = None
+
     def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], head: Product) -> None:
         self._spec, self._products, self._head = spec, list(products), head
         self._sin, self._signed = torch.empty(0), torch.empty(0)
