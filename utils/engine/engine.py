@@ -20,6 +20,7 @@ from utils.engine.engine_state import EngineState
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.forward_timing import REPEATS, ForwardProbe, times_have_changed, verify_costs
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.openvino_engine import OpenVinoEngine
 from utils.engine.seat import PLAIN, Seat
 from utils.engine.stored_engine import StoredEngine
 from utils.engine.stored_results import ResultFile, StoredResult
@@ -74,6 +75,9 @@ class Engine:
     @results.setter
     def results(self, file: ResultFile | None) -> None:
         self._stored.file = file
+        converting = self._seat.engines["openvino"]
+        assert isinstance(converting, OpenVinoEngine)
+        converting.folder = None if file is None else file.path.parent / "openvino"
 
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.

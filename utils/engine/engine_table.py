@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import LayerEngine
+from utils.engine.openvino_engine import OpenVinoEngine
 from utils.engine.plain import PlainEngine
 
 
@@ -28,4 +29,5 @@ LAYER_ENGINES: dict[str, EngineRow] = {
     "cuda_graph": EngineRow(
         CudaGraphEngine, "a CUDA device; full or sliding attention", "forward passes recorded once per verify width"
     ),
+    "openvino": EngineRow(OpenVinoEngine, "a decoder that can be read, a CPU, openvino", "OpenVINO between attentions"),
 }

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from utils.engine import openvino_support, selftest
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.invariant import DIFFERENT_LOGITS, weight_format
+from utils.engine.invariant import DIFFERENT_LOGITS
 from utils.engine.kernels import Kernel
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
@@ -23,6 +23,7 @@ from utils.engine.module_swap import restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.weight_blocks import round_int8
 from utils.engine.weight_format import EngineWeights
+from utils.engine.weight_memory import tensor_bytes, weight_format
 
 NOT_HERE = "the openvino engine computes float32 and bfloat16 models on CPUs only"
 
@@ -94,7 +95,9 @@ class OpenVinoEngine:
 
     def nbytes(self) -> int:
         """Return the bytes of the weights while the engine is installed."""
-        return sum(segments.nbytes() for segments in self._segments)
+        embeddings = {id(table): table for table in (model.get_input_embeddings() for model in self._models)}
+        converted = sum(int(segments.nbytes()) for segments in self._segments)
+        return converted + tensor_bytes(embeddings.values())
 
     def remove(self) -> None:
         """Let the models compute again by themselves."""
@@ -114,7 +117,9 @@ class OpenVinoEngine:
         for index, (model, spec) in enumerate(zip(self._models, specs, strict=True)):
             report("converting the weights for OpenVINO")
             segments = self._segments[0] if index and _is_cut(spec, specs[0]) else self._converted(model, spec)
-            forward = LeanDecoder(spec.without_weights(), segments, model.config, original=model.forward)
+            # transformers' forward has only the weights as they were loaded.
+            original = model.forward if self._weights.as_loaded else None
+            forward = LeanDecoder(spec.without_weights(), segments, model.config, original=original)
             model.forward = cast(Any, forward)
         self._swap_helpers()
         release_weights(self._models, self.folder)
