@@ -19,7 +19,7 @@ from utils.engine.kernels import Kernel
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.mapped_weights import release_weights
-from utils.engine.module_swap import restore_linears, swap_linears
+from utils.engine.module_swap import by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.weight_blocks import round_int8
 from utils.engine.weight_format import EngineWeights
@@ -144,7 +144,7 @@ class OpenVinoEngine:
             return OpenVinoKernel(weight if exact else round_int8(weight.float()), bias, threads=self._threads)
 
         restore_linears(self._helpers)
-        swap_linears(self._helpers, build)
+        swap_linears(self._helpers, by_weight(build))
 
 
 def _is_cut(spec: DecoderSpec, target: DecoderSpec) -> bool:
