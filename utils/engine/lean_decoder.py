@@ -72,6 +72,8 @@ class LeanDecoder:
         self,
         input_ids: Tensor | None = None,
         *,
+        attention_mask: Any = None,  # transformers' generate passes only arguments that are named here
+        position_ids: Any = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -80,7 +82,9 @@ class LeanDecoder:
         **others: Any,
     ) -> Any:
         """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward."""
-        if input_ids is None or any(value is not None for value in others.values()) or torch.is_grad_enabled():
+        others |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        unsupported = any(value is not None for value in others.values()) or torch.is_grad_enabled()
+        if input_ids is None or unsupported or not _is_growing(past_key_values):
             return self._transformers_forward(
                 input_ids=input_ids,
                 past_key_values=past_key_values,
@@ -179,3 +183,8 @@ def _torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _is_growing(cache: Any) -> bool:
+    """Whether a cache is of `new_cache`, or None. transformers' generate brings one of its own."""
+    return cache is None or (bool(cache.layers) and all(isinstance(layer, GrowingLayer) for layer in cache.layers))

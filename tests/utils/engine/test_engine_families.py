@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import engine_forward
+from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.sliding_window import keeps_all
 from utils.engine.engine import AS_LOADED
@@ -123,3 +124,20 @@ def test_bits_of_a_batch_are_those_of_its_texts(engine: str, name: str) -> None:
 @pytest.mark.parametrize(("engine", "name"), UNSUPPORTED)
 def test_families_that_an_engine_does_not_support_are_refused(engine: str, name: str) -> None:
     assert UNSUPPORTED[engine, name] in LAYER_ENGINES[engine].build([tiny_model(name)], (), AS_LOADED).unsupported()
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama", "phi3"])
+@torch.no_grad()
+def test_what_the_forward_pass_does_not_compute_is_left_to_transformers(name: str) -> None:
+    """Padded batches, and caches that transformers' generate makes."""
+    random = Random(name)
+    model, plain = computed_by("invariant", name), tiny_model(name)
+    ids = torch.tensor([tokens(random, 20), [0] * 7 + tokens(random, 13)])
+    mask = torch.cat([torch.ones(1, 20), (torch.arange(20) >= 7)[None]]).long()
+    for ours, theirs in ((model, plain), (first_layers(model, 1), first_layers(plain, 1))):
+        logits, exact = (either(ids, attention_mask=mask).logits for either in (ours, theirs))
+        assert float((logits[mask > 0] - exact[mask > 0]).abs().max() / exact.std()) < 1e-4
+        texts = [
+            either.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for either in (ours, theirs)
+        ]
+        assert torch.equal(*texts)
