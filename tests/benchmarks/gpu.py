@@ -103,13 +103,22 @@ def _sections(flags: argparse.Namespace, results: list[Result]) -> Iterator[tupl
 def _modules() -> Iterator[Row]:
     """Which modules can be imported, one row for each that cannot."""
     for name in MODULES:
+        _name_as_now()
         try:
             importlib.import_module(name)
         except Exception as error:  # code that is imported may raise anything
             yield {"module": name, "not run": str(error).partition("\n")[0][:160] or type(error).__name__}
 
 
+def _name_as_now() -> None:
+    """Give a class of transformers its present name where it has the one from before version 5."""
+    module: Any = sys.modules.get("transformers")
+    if module is not None and not hasattr(module, "PreTrainedConfig") and hasattr(module, "PretrainedConfig"):
+        module.PreTrainedConfig = module.PretrainedConfig
+
+
 def _measured(name: str, flags: argparse.Namespace, results: list[Result]) -> Iterator[Row]:
+    _name_as_now()
     # Here, since neither torch nor transformers need exist.
     import gpu_sections
     from gpu_setup import Setup
@@ -123,12 +132,12 @@ def _measured(name: str, flags: argparse.Namespace, results: list[Result]) -> It
 
 
 def _conclusion(results: list[Result], device: str) -> str:
-    measured = [result for result in results[1:] if result.rows]
+    measured = [result for result in results[1:] if any("not run" not in row for row in result.rows)]
     if not measured:
-        reasons = dict.fromkeys(result.reason for result in results[1:])
+        reasons = dict.fromkeys(result.reason for result in results[1:] if result.reason)
         return f"Nothing was measured on {device}: {'; '.join(reasons)}. This is not a failure."
     failed = [result.name for result in results if result.has_failed]
-    missing = [result.name for result in results[1:] if result.status == "not run"]
+    missing = [result.name for result in results[1:] if result not in measured]
     parts = [f"{len(measured)} sections were measured on {device}"]
     parts += [f"something failed in {', '.join(failed)}"] * bool(failed)
     parts += [f"not run: {', '.join(missing)}"] * bool(missing)

@@ -141,6 +141,21 @@ def test_a_one_hot_distribution_needs_no_noise(token: int) -> None:
     assert Noise(0).sample(probs, 0) == Noise(0).pick(probs, Domain.DRAFT, 0, 0) == token
 
 
+def test_one_hot_rows_leave_the_device_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers, plain = [], torch.Tensor.tolist
+    rows = torch.nn.functional.one_hot(torch.tensor([151_935, 7, 0]), 151_936).float()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: transfers.append(1) or plain(self))
+    for refused in ("item", "__float__", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, refused, None)
+    assert list(Noise(1).samples(rows, 0)) == [
+        151_935,
+        7,
+        0,
+    ]
+    assert Noise(1).pick(torch.eye(9)[4], Domain.DRAFT, 0, 0) == 4
+    assert len(transfers) == 2
+
+
 def test_fix_seeds_resets_every_random_generator() -> None:
     import random
 
