@@ -6,7 +6,6 @@ from random import Random
 import pytest
 import torch
 from decoder_families import FAMILIES, tiny_model
-from logit_paths import assert_bits_of_single_steps
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -97,12 +96,6 @@ def test_bits_after_a_prefill_depend_neither_on_widths_nor_on_forks(engine: str,
             session = other
         known += width
         session.rewind(known)
-
-
-@pytest.mark.parametrize(("engine", "name"), SUPPORTED)
-def test_bits_of_short_contexts_do_not_depend_on_widths(engine: str, name: str) -> None:
-    random = Random(name)
-    assert_bits_of_single_steps(computed_by(engine, name), tokens(random, 24), random)
 
 
 @pytest.mark.parametrize(("engine", "name"), SUPPORTED)

