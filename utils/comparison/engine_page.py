@@ -12,7 +12,8 @@ LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
     "bits: whether a verify pass has those of decode steps. *: in use."
 )
-NOT_COMPARED = "The engines were not compared. /engine auto or /engine test does that."
+NOT_COMPARED = "The engines were not compared: /engine auto does that, or /engine test where auto is set already."
+KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
 
@@ -36,6 +37,9 @@ def engine_notes(engine: Engine) -> Iterator[str]:
         shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
         day = max(row.measured_on for row in measured.values())
         yield f"Measured on {day}. Expected tokens/s of typical requests: {shown}."
+        fastest, used = max(speeds, key=lambda name: speeds[name]), engine.state.kind
+        if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
+            yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
     elif len(engine.selection.candidates()) > 1:
         yield NOT_COMPARED
     yield from (f"{name}: {row.problem}." for name, row in _with_problems(engine).items())

@@ -149,9 +149,11 @@ class Harness:
         possible. anew: test and measure everything again, even if nothing has changed.
         """
         engine = self.pair.engine
-        (engine.test if anew else engine.use)(settings.engine, settings.threads)
-        self.state.caches.cut_models.clear()  # they hold layers of the previous engine
-        self.state.rounding = 0.0  # it was measured with the previous engine
+        try:
+            (engine.test if anew else engine.use)(settings.engine, settings.threads)
+        finally:  # an interrupted preparation has replaced layers, too
+            self.state.caches.cut_models.clear()  # they hold layers of the previous engine
+            self.state.rounding = 0.0  # it was measured with the previous engine
 
     def new_storage(self, settings: Settings) -> NGramStorage:
         """An empty n-gram storage."""

@@ -85,7 +85,8 @@ class Engine:
         0 threads: see set_threads.
 
         Raises UserError if the engine cannot compute these models, or if `plain` is requested after weights were
-        converted to another format. The models are then computed as before.
+        converted to another format; the models are then computed as before. Raises UserError if the engine fails its
+        self-test; the models then stay plain, as after Ctrl-C.
         """
         self._check(name)
         if self.state.kind == PLAIN and self._restore(name, thread_count):
@@ -249,4 +250,5 @@ class Engine:
 
     def _use_plain(self, reason: str) -> None:
         self._seat.remove()
+        self.step_seconds, self.costs = 0.0, ()  # they were those of another engine
         self.state = replace(self.state, kind=PLAIN, verified=False, reason=reason, tested_on="")

@@ -69,7 +69,7 @@ def choose(table: Table) -> Choice:
     gain = speeds[fastest] / speeds[exact]
     if gain <= MAX_LOSS:
         return Choice(exact)
-    return Choice(fastest, f"it is {gain - 1:.0%} faster than {exact}, which gives equal bits")
+    return Choice(fastest, f"{fastest} is {gain - 1:.0%} faster than {exact}, which gives equal bits")
 
 
 def _problems(table: Table) -> str:

@@ -69,6 +69,11 @@ def test_notes_give_the_expected_speeds_and_every_problem(view: Screen) -> None:
     table_of(pair, plain=PLAIN, invariant=replace(ROW, step_seconds=0.08))
     notes = " ".join(engine_notes(pair.engine))
     assert "2026-11-22" in notes and notes.index("invariant 1") < notes.index("plain ") and "1.25x as fast" in notes
+    assert "although" not in notes
+    pair.engine.state = replace(pair.engine.state, kind="invariant", verified=True)
+    table_of(pair, plain=replace(PLAIN, step_seconds=0.05), invariant=replace(ROW, step_seconds=0.055))
+    assert any("invariant is used although plain is " in note for note in engine_notes(pair.engine))
+    pair.engine.state = replace(pair.engine.state, kind="plain", verified=False)
     table_of(pair, plain=PLAIN, invariant=EngineFigures("the self-test failed, no memory", failed=True))
     assert "invariant: the self-test failed, no memory." in [*engine_notes(pair.engine)]
 

@@ -18,6 +18,7 @@ from utils.engine.engine_choice import choose, expected_speed, faster_baseline
 from utils.engine.engine_figures import EngineFigures
 from utils.engine.engine_table import LAYER_ENGINES, EngineRow
 from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.seat import Seat
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 
@@ -164,10 +165,11 @@ def test_the_number_of_threads_is_that_of_the_chosen_engine(
     monkeypatch.setattr("utils.engine.threads.candidate_counts", lambda: [1, 2])
     engine = Engine([tiny_llama(vocab_size=96)])
     times = {"plain": {1: 0.02, 2: 0.03}, "quick": {1: 0.016, 2: 0.01}}
-    fix_speeds(engine, lambda name, threads, width: times[name][threads])
+    speeds = fix_speeds(engine, lambda name, threads, width: times[name][threads])
     state = engine.use("auto", 0)
     assert (state.kind, state.threads, torch.get_num_threads()) == ("quick", 2, 2)
     assert engine.selection.table["plain"].threads == 1
+    assert {threads for name, threads, width in speeds.calls if (name, width) == ("plain", 5)} == {1}
     assert "test 2" in engine._seat.engine.events or 2 in engine._seat.tested_counts()
 
 
@@ -232,6 +234,25 @@ def test_an_engine_that_fails_is_skipped_with_its_reason(failure: Any, failing: 
     assert figures.failed and reason in figures.problem and "second line" not in figures.problem
 
 
+@pytest.mark.parametrize("failure", FAILURES, ids=repr)
+def test_an_engine_that_was_asked_for_and_fails_is_an_error_of_one_sentence(
+    failure: Any, rows: Callable[..., None]
+) -> None:
+    rows(first=row(fails=(failure,)))
+    engine, _ = started({"plain": 0.02, "first": 0.01})
+    with pytest.raises(UserError, match="first engine failed its self-test"):
+        engine.use("first", 1)
+    assert (engine.state.kind, engine._seat.name) == ("plain", "plain")
+
+
+def test_an_interrupted_installation_leaves_nothing_in_the_seat() -> None:
+    half = type("Half", (FakeEngine,), {"fails": (KeyboardInterrupt(),)})()
+    seat = Seat({"plain": FakeEngine(), "half": half})
+    with pytest.raises(KeyboardInterrupt):
+        seat.install("half", [1])
+    assert seat.name == "plain" and half.events[-1] == "remove"
+
+
 def test_an_engine_that_fails_when_it_computes_is_skipped(rows: Callable[..., None]) -> None:
     rows(broken=row())
     engine = Engine([tiny_llama(vocab_size=96)])
@@ -261,6 +282,7 @@ def test_an_interruption_leaves_the_plain_engine(fails: Any, rows: Callable[...,
     with pytest.raises(KeyboardInterrupt):
         engine.use("auto", 0)
     assert (engine.state.kind, engine._seat.name) == ("plain", "plain") and "interrupted" in engine.state.reason
+    assert engine.step_seconds == 0 and engine.costs == (), "no costs of another engine"
     assert torch.get_num_threads() == before and not (tmp_path / "engine.json").exists()
     assert engine._seat.engines["quick"].events[-1] == "remove"
     assert engine.use("auto", 1).kind == "quick", "it can be tried again"
