@@ -75,9 +75,9 @@ class Engine:
     @results.setter
     def results(self, file: ResultFile | None) -> None:
         self._stored.file = file
-        converting = self._seat.engines["openvino"]
-        assert isinstance(converting, OpenVinoEngine)
-        converting.folder = None if file is None else file.path.parent / "openvino"
+        for engine in self._seat.engines.values():
+            if isinstance(engine, OpenVinoEngine):  # the only one that stores converted weights
+                engine.folder = None if file is None else file.path.parent / "openvino"
 
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.

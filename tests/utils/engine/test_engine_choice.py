@@ -308,6 +308,18 @@ def test_the_table_is_stored_and_nothing_is_measured_again(rows: Callable[..., N
     assert third.selection.table == engine.selection.table
 
 
+def test_a_result_keeps_its_day(rows: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows(quick=row())
+    times, file = {"plain": 0.02, "quick": 0.01}, tmp_path / "engine.json"
+    started(times, file)[0].use("auto", 1)
+    today, later = date.today(), date.today() + timedelta(days=40)
+    monkeypatch.setattr("utils.engine.stored_engine.date", type("Later", (date,), {"today": lambda: later}))
+    for _ in range(2):
+        engine, speeds = started(times, file)
+        assert engine.use("auto", 1).tested_on == today.isoformat() and not speeds.calls
+        engine.store()
+
+
 def test_a_failure_is_tried_again_on_another_day(
     rows: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
