@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from utils.engine import Engine, engine_trials
+from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.engine_trials import Meter
 
 RUN = engine_trials.Trials.run
@@ -66,6 +68,12 @@ def fix_speeds(engine: Engine, speed: Speed, **options: Any) -> FixedSpeeds:
     speeds = FixedSpeeds(speed, lambda: engine._seat.name, **options)
     engine.selection.meter = speeds.meter()
     return speeds
+
+
+def only_engines(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Leave only these rows in the table of engines."""
+    for name in {*LAYER_ENGINES} - {*names}:
+        monkeypatch.delitem(LAYER_ENGINES, name)
 
 
 def prefer(name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import records_of
-from fixed_speeds import prefer
+from fixed_speeds import only_engines, prefer
 from paths import ROOT
 from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
 
@@ -117,6 +117,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: 
 def test_the_second_start_uses_what_the_first_one_tested_and_measured(
     folder: Path, own_cache: Path, tmp_path: Path, main: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    only_engines(monkeypatch, "plain", "invariant")
     prefer("invariant")
     monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: False)
     flags = ("--target", folder, "--threads", "1", "--json", tmp_path / "runs.jsonl", "-c", "/length 4", "-c", "Hello")
