@@ -195,8 +195,9 @@ class Bench:
         return {"perplexity": found}
 
     def _memory(self) -> dict[str, Any]:
-        flags = self._flags
-        return {"program": probes.program("--engine", flags.engine, "--engine-weights", flags.engine_weights)}
+        """Of the program, started twice: the first start on a machine measures the engines, the next one knows them."""
+        options = ("--engine", self._flags.engine, "--engine-weights", self._flags.engine_weights)
+        return {"first_start": probes.program(*options), "program": probes.program(*options)}
 
     def _passage(self) -> list[int]:
         return list(self._ours.tokenizer(probes.PASSAGE.replace("\n", " "))["input_ids"])

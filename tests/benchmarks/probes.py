@@ -101,14 +101,15 @@ def perplexity(model: Any, ids: list[int]) -> float:
 def bytes_per_step(pair: Pair, plain: Any) -> int:
     """Bytes of weights that one forward pass of the target reads. plain: the same target in its plain engine.
 
-    Every linear weight is read once, the output head included. Formats with scales are counted as they are held.
+    Every linear weight is read once, the output head included. Formats with scales are counted as they are held, with
+    those of a draft head.
     """
     linears = (module.weight for module in plain.modules() if isinstance(module, torch.nn.Linear))
     count = sum({weight.data_ptr(): weight.numel() for weight in linears}.values())
     if size := ITEM_BYTES.get(pair.engine.state.weights):
         return count * size
     table = plain.get_input_embeddings().weight  # its rows are looked up
-    return min(4 * count, pair.engine.nbytes() - table.nbytes - (pair.drafter_memory or 0))
+    return min(4 * count, pair.engine.nbytes() - table.nbytes)
 
 
 def program(*arguments: str) -> dict[str, float]:

@@ -123,10 +123,11 @@ def _single_figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if found := result.get("perplexity"):
         yield "perplexity", ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-    if program := result.get("program"):
-        held = result["setting"]["weight_bytes"]
-        memory = f", {program['resident'] / 1e6:.0f} MB resident" if "resident" in program else ""
-        yield "program", f"{program['seconds']:.1f} s to its first answer{memory}, weights as held {held / 1e6:.0f} MB"
+    for name in ("first_start", "program"):
+        if program := result.get(name):
+            memory = f", {program['resident'] / 1e6:.0f} MB resident" if "resident" in program else ""
+            yield name.replace("_", " "), f"{program['seconds']:.1f} s to its first answer{memory}"
+    yield "weights", f"{result['setting']['weight_bytes'] / 1e6:.0f} MB as held"
 
 
 def append(result: dict[str, Any], rows: list[Bar]) -> None:

@@ -314,7 +314,7 @@ def test_a_part_whose_peer_fails_is_left_out(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
     view = screen()
     result = measurement.Bench(flags, view.renderer, loaded).measure()
-    assert set(result) == {"setting", "program"} and "KeyError" in view.take()[1]
+    assert set(result) == {"setting", "first_start", "program"} and "KeyError" in view.take()[1]
 
 
 def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,5 +325,5 @@ def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(measurement, "our_arms", lambda *arguments, **options: [])
     monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
     result = measurement.Bench(flags, screen().renderer, loaded).measure()
-    assert set(result) == {"setting", "program"}
+    assert set(result) == {"setting", "first_start", "program"}
     assert {bar.verdict for bar in bars(result)} == {"not measured"}
