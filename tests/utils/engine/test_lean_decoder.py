@@ -1,0 +1,76 @@
+"""The lean forward: hidden states, arguments that are left to transformers, and prefills whatever rows follow."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import tiny_model
+from torch import Tensor
+
+from utils.decode.engine_forward import MAX_WIDTH, engine_forward
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
+from utils.engine import Engine
+
+IDS = [(7 * index + 3) % 150 for index in range(120)]
+
+
+def lean_model(name: str = "qwen3") -> Any:
+    model = tiny_model(name)
+    assert Engine([model]).use("invariant", 1).verified and engine_forward(model)
+    return model
+
+
+@torch.no_grad()
+def test_the_hidden_states_are_those_of_transformers() -> None:
+    plain, lean, ids = tiny_model("qwen3"), lean_model(), torch.tensor([IDS[:20], IDS[30:50]])
+    expected, found = (model(input_ids=ids, output_hidden_states=True).hidden_states for model in (plain, lean))
+    assert len(found) == len(expected)
+    assert all(torch.allclose(own, other, atol=1e-4) for own, other in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_padded_batch_is_left_to_transformers() -> None:
+    ids, mask = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    arguments = {"input_ids": ids, "attention_mask": mask}
+    expected, found = (model(**arguments).logits for model in (tiny_model("qwen3"), lean_model()))
+    assert torch.allclose(found[0, 2:], expected[0, 2:], atol=1e-4) and torch.allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_rounded_weights_never_fall_back_to_the_original_ones() -> None:
+    model = lean_model()
+    vars(engine_forward(model))["_original"] = None
+    with pytest.raises(NotImplementedError), torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[0, 1]]))
+
+
+def rows_after(model: Any, keep: int) -> Tensor:
+    """Logits of the last row of a context whose last `keep` rows are fed with it in one call."""
+    context = IDS[: 100 + keep]
+    return ModelSession(model).feed(context, keep)[:1]
+
+
+@pytest.mark.parametrize("keep", [2, 5, 20])
+def test_the_prefill_of_a_long_prompt_does_not_depend_on_the_rows_that_follow(keep: int) -> None:
+    model = lean_model()
+    alone = ModelSession(model)
+    alone.read(IDS[:101])
+    assert torch.equal(rows_after(model, keep), alone.feed(IDS[:101], keep=1))
+
+
+def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, widths = ModelSession(tiny_model("qwen3")), []
+    one_pass = ModelSession._pass
+    monkeypatch.setattr(
+        ModelSession, "_pass", lambda self, rows, keep: widths.append(len(rows[0])) or one_pass(self, rows, keep)
+    )
+    session.feed(IDS[:MAX_WIDTH], keep=3)
+    assert widths == [MAX_WIDTH]
+
+
+def test_a_cut_has_a_forward_pass_of_its_own() -> None:
+    model = lean_model()
+    cut, plain = first_layers(model, 1), first_layers(tiny_model("qwen3"), 1)
+    assert engine_forward(cut) is not engine_forward(model)
+    own, other = (ModelSession(part, rewinds=False).feed(IDS[:20], keep=4) for part in (cut, plain))
+    assert torch.allclose(own, other, atol=1e-4)
