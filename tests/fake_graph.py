@@ -42,7 +42,10 @@ class FakeGraph:
     def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:
         run()
         # transformers leaves out comparisons of values while a stream is capturing.
-        with mock.patch.object(import_utils, "is_cuda_stream_capturing", lambda: True), _Operations() as recorded:
+        with (
+            mock.patch.object(import_utils, "is_cuda_stream_capturing", lambda: True, create=True),
+            _Operations() as recorded,
+        ):
             self.outputs = run()
         self._calls, self.replays = recorded.calls, 0
         for output in self.outputs:

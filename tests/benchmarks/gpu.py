@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_adapter import adapt_transformers
 from gpu_guard import Result, Row, run_section
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -103,22 +104,15 @@ def _sections(flags: argparse.Namespace, results: list[Result]) -> Iterator[tupl
 def _modules() -> Iterator[Row]:
     """Which modules can be imported, one row for each that cannot."""
     for name in MODULES:
-        _name_as_now()
+        adapt_transformers()
         try:
             importlib.import_module(name)
         except Exception as error:  # code that is imported may raise anything
             yield {"module": name, "not run": str(error).partition("\n")[0][:160] or type(error).__name__}
 
 
-def _name_as_now() -> None:
-    """Give a class of transformers its present name where it has the one from before version 5."""
-    module: Any = sys.modules.get("transformers")
-    if module is not None and not hasattr(module, "PreTrainedConfig") and hasattr(module, "PretrainedConfig"):
-        module.PreTrainedConfig = module.PretrainedConfig
-
-
 def _measured(name: str, flags: argparse.Namespace, results: list[Result]) -> Iterator[Row]:
-    _name_as_now()
+    adapt_transformers()
     # Here, since neither torch nor transformers need exist.
     import gpu_sections
     from gpu_setup import Setup

@@ -44,7 +44,7 @@ class GraphForward:
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
         self._record, self._limit = record, context_length(model)
         self._layers, self.pool = len(DynamicCache(config=model.config).layers), SlotPool(model.device)
-        self._takes_positions = "position_ids" in self.__signature__.parameters
+        self._parameters = self.__signature__.parameters
 
     def new_cache(self) -> GraphCache | None:
         """Return an empty cache for a session, or None if any other one will do."""
@@ -103,9 +103,12 @@ class GraphForward:
             arguments["output_hidden_states"] = True
 
         def run() -> Outputs:
-            if self._takes_positions:
-                arguments["position_ids"] = (slot.position + torch.arange(ids.shape[1], device=ids.device))[None]
-            output = self.original(**arguments)
+            positions = slot.position + torch.arange(ids.shape[1], device=ids.device)
+            # Only older versions of transformers take `cache_position`, and would compute it on the host.
+            given = {"position_ids": positions[None], "cache_position": positions}
+            output = self.original(
+                **arguments, **{name: value for name, value in given.items() if name in self._parameters}
+            )
             return (output.logits, *(output.hidden_states if hidden else ()))
 
         return run
