@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ sys.path.append(str(BENCHMARKS))
 import gpu
 import gpu_sections
 import torch
+from gpu_adapter import adapt_transformers
 from gpu_guard import NotRun, Row, attempted, run_section
 
 from utils.engine import cuda_graph
@@ -108,3 +110,29 @@ def test_a_section_ends_when_its_time_is_over() -> None:
 
     result = run_section("name", endless, 0.2)
     assert (result.status, result.rows) == ("out of time", [{"first": 1}]) and result.seconds < 4
+
+
+def test_caches_of_older_versions_are_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer:
+        keys: object = None
+
+        def lazy_initialization(self, keys: object) -> None:
+            self.keys = keys
+
+        def crop(self, length: int) -> None:
+            self.keys = None
+
+    cache = type("Cache", (), {})
+    older, caches = ModuleType("transformers"), ModuleType("transformers.cache_utils")
+    vars(older)["PretrainedConfig"] = dict
+    vars(caches).update(Cache=cache, DynamicLayer=Layer)
+    monkeypatch.setitem(sys.modules, "transformers", older)
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", caches)
+    adapt_transformers()
+    adapt_transformers()  # does nothing more
+    layer: Any = Layer()
+    layer.lazy_initialization(5, 6)
+    layer.crop(0)
+    assert layer.keys == 5
+    layer.crop(-1)
+    assert layer.keys is None and cache().is_croppable and vars(older)["PreTrainedConfig"] is dict
