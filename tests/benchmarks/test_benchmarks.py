@@ -297,6 +297,7 @@ def test_a_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "missed",
         *(f"{word}, uncertain" for word in ("met", "missed")),
     }
+    assert result["first_start"] == result["program"] == program
     assert result["perplexity"]["float32"] == pytest.approx(result["perplexity"]["llama.cpp (Q4_1)"], rel=1e-3)
     assert (tmp_path / "bench.png").stat().st_size > 1000
     row = machines.read_text().splitlines()[1]
@@ -314,7 +315,7 @@ def test_a_part_whose_peer_fails_is_left_out(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
     view = screen()
     result = measurement.Bench(flags, view.renderer, loaded).measure()
-    assert set(result) == {"setting", "first_start", "program"} and "KeyError" in view.take()[1]
+    assert set(result) == {"setting", "program"} and "KeyError" in view.take()[1]
 
 
 def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,5 +326,5 @@ def test_parts_that_are_not_asked_for_are_not_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(measurement, "our_arms", lambda *arguments, **options: [])
     monkeypatch.setattr(probes, "program", lambda *arguments: {"seconds": 1.0})
     result = measurement.Bench(flags, screen().renderer, loaded).measure()
-    assert set(result) == {"setting", "first_start", "program"}
+    assert set(result) == {"setting", "program"}
     assert {bar.verdict for bar in bars(result)} == {"not measured"}
