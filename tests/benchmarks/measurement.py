@@ -195,7 +195,7 @@ class Bench:
         return {"perplexity": found}
 
     def _memory(self) -> dict[str, Any]:
-        """Of the program. With repeats it starts twice: a first start on a machine takes long to measure the engines."""
+        """Of the program. With repeats it starts twice, because a first start on a machine measures the engines."""
         options = ("--engine", self._flags.engine, "--engine-weights", self._flags.engine_weights)
         first = {"first_start": probes.program(*options)} if self._flags.repeats > 1 else {}
         return first | {"program": probes.program(*options)}
