@@ -79,8 +79,8 @@ def round_int8(weight: Tensor) -> BlockWeight:
     weight = weight.detach().float()
     # Without the lower bound a row of zeros would be divided by zero.
     largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=256 * torch.finfo(torch.float32).tiny)
-    # Scales are rounded down, so the largest value is always 127, and weights that are rounded again stay the same.
-    scales = (largest / 127).view(torch.int32).bitwise_and(-65536).view(torch.float32)
+    # Off by at most 0.2 %, so the largest value is always 127, and weights that are rounded again stay the same.
+    scales = (largest / 127).bfloat16().float()
     # A scale that was rounded down gives quotients above 127, so they are clamped.
     values = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
     return BlockWeight(values, scales, None, group=weight.shape[1], bits=8)
@@ -99,9 +99,7 @@ def round_int4(weight: Tensor) -> BlockWeight:
     for width in _RANGES:
         middle, half = (low + high) / 2, width * (high - low) / 2
         fitted = _on_grid(groups, *_least_squares(groups, _integers(groups, 2 * half / 15, middle - half)))
-        # Only groups that use all of their integers, so that weights that are rounded again stay the same.
-        spans = (fitted.values.amin(-1, keepdim=True) == 0) & (fitted.values.amax(-1, keepdim=True) == 15)
-        better = spans & (fitted.error < best.error)
+        better = fitted.error < best.error
         best = _Grid(*(torch.where(better, new, old) for new, old in zip(fitted, best, strict=True)))
     values = best.values.to(torch.uint8).flatten(1)
     return BlockWeight(values, best.scales[..., 0], best.minimums[..., 0], group=INT4_GROUP, bits=4)

@@ -28,7 +28,7 @@ def test_every_format_is_computed_and_named(name: str, file: Path) -> None:
     pair = load(file, "layers:1", engine_weights=name)
     exact = prefill_logits(pair.target)
     assert f"{name} kernels when the engine starts" in describe_target(pair)
-    state = pair.engine.use("auto", 1)
+    state = pair.engine.use("invariant", 1)
     assert (state.weights, state.verified) == (name, True) and name in state.sentence()
     assert f"{name} kernels" in describe_target(pair) and "when the engine starts" not in describe_target(pair)
     ours = prefill_logits(pair.target)
@@ -57,7 +57,7 @@ def test_the_embedded_target_is_computed_in_the_blocks_of_its_wheel(
     folder = load(file).target.config._name_or_path  # its conversion
     monkeypatch.setattr("utils.models.sources.embedded_folder", lambda report: Path(folder))
     pair = load("embedded", "layers:1", engine_weights="gguf")
-    assert pair.engine.use("auto", 1).weights == "gguf"
+    assert pair.engine.use("invariant", 1).weights == "gguf"
 
 
 def test_formats_that_no_engine_computes_are_refused(shelf: Path, file: Path, tmp_path: Path) -> None:
