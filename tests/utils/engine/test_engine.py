@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import Screen, checked, open_session, tiny_pair
-from fixed_speeds import prefer
+from fixed_speeds import only_engines, prefer
 from logit_paths import assert_bits_of_single_steps, stepwise_logits
 from tiny import tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
 from torch import nn
@@ -184,6 +184,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("part", "reason", "lean"), ERRORS)
 def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_engines(monkeypatch, "plain", "invariant")
     break_rows(part, monkeypatch)
     if not lean:  # transformers' forward over the same kernels
         monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
@@ -312,6 +313,7 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
 
 
 def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_engines(monkeypatch, "plain", "invariant")
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
     session = open_session(view, pair, records=file)
     checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
