@@ -28,9 +28,9 @@ LIMITS = {
     "modules": 40,
     "bandwidth": 20,
     "self-test": 90,
-    "steps": 110,
-    "texts": 80,
-    "quantizations": 70,
+    "steps": 100,
+    "texts": 70,
+    "quantizations": 60,
     "placement": 50,
 }
 MODULES = (
