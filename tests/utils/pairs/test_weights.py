@@ -76,7 +76,7 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
     pair = load(wide, drafter, engine_weights="int8")
     full = pair.memory
     assert byte_size(full) not in weights.loaded_message(pair), "the size before rounding is not that of the run"
-    pair.engine.use("auto", 1)
+    pair.engine.use("invariant", 1)
     linear = sum(part.weight.numel() for part in pair.target.modules() if isinstance(part, EngineLinear))
     packed_head = pair.target.lm_head.weight.numel() if isinstance(pair.target.lm_head, EngineLinear) else 0
     assert pair.memory < full - 2 * (linear - packed_head)
