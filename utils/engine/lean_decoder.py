@@ -27,7 +27,7 @@ from utils.engine.row_attention import (
 )
 from utils.engine.segments import Segments
 
-TABLE_STEP = 1024  # positions by which rotary tables grow
+TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 
 
 class RotaryTables:
@@ -38,10 +38,14 @@ class RotaryTables:
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._length = 0
 
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(part.nbytes for table in self._tables for part in table)
+
     def rows(self, positions: slice, batch: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (batch * T, rotary_dim) of each table, and an empty pair for layers without positions."""
         if positions.stop > self._length:
-            self._length = -(-positions.stop // TABLE_STEP) * TABLE_STEP
+            self._length = max(2 * self._length, -(-positions.stop // TABLE_STEP) * TABLE_STEP)
             every = torch.arange(self._length)
             self._tables = [rope(every) for rope in self._spec.ropes]
         parts = [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]
@@ -60,7 +64,7 @@ class LeanDecoder:
         self, spec: DecoderSpec, segments: Segments, config: Any, *, original: Callable[..., Any] | None = None
     ) -> None:
         self._spec, self._segments, self._config, self._original = spec, segments, config, original
-        self._rotary = RotaryTables(spec)
+        self.rotary = RotaryTables(spec)
         # Layers rarely differ in their scaling.
         scalings = {layer.scaling for layer in spec.layers}
         self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
@@ -125,7 +129,7 @@ class LeanDecoder:
         spec, segments, prefill = self._spec, self._segments, in_prefill()
         batch, count = ids.shape
         past = cache.get_seq_length()
-        tables = self._rotary.rows(slice(past, past + count), batch)
+        tables = self.rotary.rows(slice(past, past + count), batch)
         ropes = [tables[-1 if layer.rope is None else layer.rope] for layer in spec.layers]
         groups = self._groups(past, count, prefill=prefill)
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
