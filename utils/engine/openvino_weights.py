@@ -15,7 +15,7 @@ from torch import Tensor
 
 from utils.engine.decoder_spec import Linear
 from utils.engine.openvino_runtime import DYNAMIC_GROUP, GROUP_SETTING, ops, ov
-from utils.engine.weight_blocks import BlockWeight, joined, round_int8
+from utils.engine.weight_blocks import BlockWeight, joined
 from utils.engine.weight_format import EngineWeights
 
 Weight = Tensor | BlockWeight
@@ -29,14 +29,10 @@ def storage(weights: EngineWeights, head: Linear) -> Storage:
     def stored(linear: Linear) -> Weight:
         weight = linear.weight.detach()
         block = weights.block(linear.name, weight, is_head=linear is head)
-        if block is None and weights.format == "int8":
-            block = round_int8(weight)  # the head: it changes logits less than the layers do, and saves more than they
         if block is None:
             return weight.to(torch.bfloat16 if weights.format == "bfloat16" else torch.float32)
-        if _fits(block):
-            return block
-        # The values of a file are computed exactly. What is rounded here need not be.
-        return block.dense() if weights.format == "gguf" else weight.float()
+        # Every engine computes the same values.
+        return block if _fits(block) else block.dense()
 
     return stored
 
