@@ -97,7 +97,7 @@ class OpenVinoEngine:
         """Return the bytes of the weights while the engine is installed."""
         embeddings = {id(table): table for table in (model.get_input_embeddings() for model in self._models)}
         converted = sum(int(segments.nbytes()) for segments in self._segments)
-        return converted + tensor_bytes(embeddings.values())
+        return converted + tensor_bytes([*embeddings.values(), *self._helpers])
 
     def remove(self) -> None:
         """Let the models compute again by themselves."""
