@@ -37,6 +37,7 @@ SETTING_WORDS: Mapping[str, Mapping[str, str]] = {
         "auto": "the fastest one, by measurement",
         "plain": "PyTorch unchanged",
         "invariant": "the logits do not depend on the verify width",
+        "openvino": "everything but attention in OpenVINO, on CPUs",
         "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
     },
     "threads": {"auto": "the fastest number"},

@@ -72,7 +72,7 @@ class Settings:
     engine: str = _setting(
         "auto",
         Choice(ENGINES, "engine"),
-        "invariant: equal logits at every width; plain: PyTorch unchanged; cuda_graph: for GPUs; auto: the fastest",
+        "plain: PyTorch unchanged; invariant, openvino: equal bits; cuda_graph: for GPUs; auto: the fastest",
         fact="engine now",
     )
     threads: int = _setting(0, ThreadCount(), "number of CPU threads; auto: the fastest number", fact="engine now")
