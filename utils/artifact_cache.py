@@ -13,12 +13,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
 MANIFEST = "manifest.json"
 PIECE = 1 << 25  # bytes; large, because a thread waits for the interpreter after each piece
+HASHED_AT_ONCE = 4  # files
 _early: dict[tuple[Path, str], tuple[Thread, list[bool]]] = {}
 
 
@@ -67,7 +69,10 @@ def _is_intact(folder: Path, made_from: str) -> bool:
             return False
         # A device that a damaged manifest names would be read without an end.
         regular = all((folder / name).is_file() for name in files)
-        return regular and all(digest(folder / name) == sha for name, sha in files.items())
+        if not regular:
+            return False
+        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:  # hashing releases the interpreter lock
+            return all(pool.map(lambda item: digest(folder / item[0]) == item[1], files.items()))
     # The manifest itself may be damaged: not JSON, or JSON of a different shape.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
