@@ -24,7 +24,7 @@ from utils.prompts.chat_template import prompt_ids
 from utils.screen.renderer import Renderer
 
 TRIAL_PROMPT = "Tell me about the sea."
-CUT = "layers:10"  # the assistant of `generate` if the drafter is no model
+CUT = "layers:10"  # the assistant of `generate` if the drafter is not a model
 OCCASIONALLY = 4  # our arms in the plain engine run on the first of so many prompts
 INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 

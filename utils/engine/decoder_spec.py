@@ -60,7 +60,7 @@ class LayerSpec:
     x = x + residual_scale * attention_output_norm(output(a));
     x = x + residual_scale * mlp_output_norm(down(activation(gate(h)) * up(h))) with h = mlp_norm(x).
 
-    A norm that is None is left out. q_norm, k_norm: over each head's head_dim values if their weight has that size, or
+    None stands for no norm. q_norm, k_norm: over each head's head_dim values if their weight has that size, or
     over all heads together otherwise. activation: a name in ACTIVATIONS. window: the sliding window in tokens, its own
     position included; None for full attention. rope: an index into DecoderSpec.ropes; None for a layer without
     positions. scaling: of the attention scores.

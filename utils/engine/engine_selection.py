@@ -72,7 +72,7 @@ class EngineSelection:
         return threads.fastest_count(lambda: probe.forward(1), counts, use)
 
     def _measured(self, thread_count: int, report: Report) -> dict[str, EngineFigures]:
-        """The figures of all candidates, and why the other engines are none. A single candidate is not measured."""
+        """The figures of all candidates, and the reasons against other engines. A single candidate is not measured."""
         names, engines = self.candidates(), self._seat.engines
         table = {
             name: EngineFigures(problem=self.problem(name), promise=engine.promise) for name, engine in engines.items()

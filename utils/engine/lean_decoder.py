@@ -88,6 +88,7 @@ class LeanDecoder:
         """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward."""
         others |= {"attention_mask": attention_mask, "position_ids": position_ids}
         unsupported = any(value is not None for value in others.values()) or torch.is_grad_enabled()
+        unsupported |= return_dict is False or not isinstance(logits_to_keep, int)  # a tuple, chosen positions
         if input_ids is None or unsupported or not _is_growing(past_key_values):
             return self._transformers_forward(
                 input_ids=input_ids,

@@ -35,9 +35,3 @@ class Segments(Protocol):
         """Return the products of the output head (rows, V) with x (rows, hidden), to which the final norm was applied.
         Scale and softcap are left to the caller.
         """
-
-    def set_threads(self, count: int) -> None:
-        """Compute with this number of threads from now on."""
-
-    def nbytes(self) -> int:
-        """Return the bytes of the weights that are kept in memory."""

@@ -1,15 +1,13 @@
 """The parts of a decoder outside attention, computed by PyTorch with the kernels of `utils.engine.kernels`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
-from utils.engine.kernels import Kernel
 from utils.engine.module_swap import EngineLinear
 
 Product = Callable[[Tensor], Tensor]  # (rows, K) -> (rows, N)
@@ -50,14 +48,6 @@ class TorchSegments:
 
     def logits(self, x: Tensor, *, prefill: bool) -> Tensor:
         return self._head(x)
-
-    def set_threads(self, count: int) -> None:
-        torch.set_num_threads(count)
-
-    def nbytes(self) -> int:
-        products = [self._head, *(part for layer in self._products for part in _parts(layer))]
-        kept = {id(part): part for product in products for part in _tensors(product)}
-        return sum(part.untyped_storage().nbytes() for part in kept.values())
 
     def _qkv(self, index: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         spec, layer = self._spec, self._spec.layers[index]
@@ -134,16 +124,3 @@ class _Concatenated:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([module(x) for module in self.modules], dim=-1)
-
-
-def _parts(layer: LayerProducts) -> tuple[Product, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
-
-
-def _tensors(product: Product) -> Iterator[Tensor]:
-    if isinstance(product, nn.Module):
-        yield from product.parameters()
-    elif isinstance(product, _Concatenated):
-        yield from (part for module in product.modules for part in _tensors(module))
-    else:
-        yield from cast(Kernel, product).tensors()

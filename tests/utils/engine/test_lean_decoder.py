@@ -37,6 +37,14 @@ def test_a_padded_batch_is_left_to_transformers() -> None:
     assert torch.allclose(found[0, 2:], expected[0, 2:], atol=1e-4) and torch.allclose(found[1], expected[1], atol=1e-4)
 
 
+@torch.no_grad()
+def test_other_kinds_of_output_are_left_to_transformers() -> None:
+    plain, lean, ids = tiny_model("qwen3"), lean_model(), torch.tensor([IDS[:20]])
+    chosen = {"input_ids": ids, "logits_to_keep": torch.tensor([3, 11])}
+    assert torch.allclose(lean(**chosen).logits, plain(**chosen).logits, atol=1e-4)
+    assert isinstance(lean(input_ids=ids, return_dict=False), tuple)
+
+
 def test_rounded_weights_never_fall_back_to_the_original_ones() -> None:
     model = lean_model()
     vars(engine_forward(model))["_original"] = None
