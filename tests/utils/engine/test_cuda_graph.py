@@ -1,89 +1,19 @@
-"""The CUDA graph engine on the CPU, with a graph that repeats recorded operations: logits, rewinds, forks, buffers."""
+"""Replayed graphs on the CPU, with a graph that repeats recorded operations: logits, rewinds, forks, buffers."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from random import Random
-from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from decoder_families import FAMILIES, tiny_model
-from fake_graph import FakeGraph, FakeRecorder
-from fixed_speeds import prefer
-from tiny import build, tiny_head, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
-from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from graphs_on_cpu import MODELS, VOCABULARY, attached, equal, ids, replays
+from tiny import tiny_head
 
 from sampling.drafters.head import HeadDrafter, HeadSession
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
-from utils.decode.layer_cut import first_layers
-from utils.decode.logit_drift import LogitDrift, max_rounding
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine, cuda_graph, graph_cache
-from utils.engine.cuda_graph import CudaGraphEngine, GraphForward
-from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.layer_engine import BIT_IDENTICAL
-from utils.engine.weight_format import EngineWeights
-from utils.errors import UserError
+from utils.engine import graph_cache
 from utils.logits_processor import GreedyProcessor
-
-VOCABULARY = 96
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-}
-GPT2 = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": partial(tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048, num_hidden_layers=3),
-    "sliding window": partial(tiny_sliding, vocab_size=VOCABULARY, max_position_embeddings=2048),
-    "two kinds of layers": lambda: build(Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=8), 0),
-    "norms of heads": lambda: build(Qwen3ForCausalLM, Qwen3Config(**SHAPE), 0),
-    "learned positions": lambda: build(GPT2LMHeadModel, GPT2Config(**GPT2), 0),
-    "eager attention": partial(
-        tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048, attn_implementation="eager"
-    ),
-}
-
-
-class OnCpu(CudaGraphEngine):
-    """The engine with the graph of these tests."""
-
-    recorder = FakeRecorder
-
-
-def installed(model: Any) -> CudaGraphEngine:
-    engine = OnCpu([model], [], EngineWeights())
-    assert engine.unsupported() == ""
-    assert engine.install([1]) == ""
-    return engine
-
-
-def attached(model: Any) -> Any:
-    """The model with the engine's forward pass, without a self-test."""
-    model.forward = GraphForward(model, FakeRecorder(model.device))
-    return model
-
-
-def replays(model: Any) -> int:
-    """How often graphs of the model were replayed."""
-    return sum(graph.replays for graph in model.forward._record.graphs)
-
-
-def equal(logits: Tensor, expected: Tensor) -> bool:
-    return LogitDrift.of([logits, expected]).difference <= max_rounding(expected) / 16
-
-
-def ids(count: int, random: Random) -> list[int]:
-    return [random.randrange(VOCABULARY) for _ in range(count)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -191,31 +121,6 @@ def test_positions_beyond_the_context_length_are_not_padded() -> None:
     assert equal(sessions[1], sessions[0])
 
 
-def test_a_cut_of_the_model_has_graphs_of_its_own_until_the_engine_is_removed() -> None:
-    plain, model, random = MODELS["llama"](), MODELS["llama"](), Random(7)
-    engine, context = installed(model), ids(20, random)
-    cuts = [first_layers(each, 1) for each in (plain, model)]
-
-    def logits(cut: Any) -> Tensor:
-        session = ModelSession(cut)
-        return torch.cat([session.feed(context[:end], keep=1) for end in (12, 13, 16)])
-
-    assert equal(logits(cuts[1]), logits(cuts[0]))
-    before = replays(cuts[1])
-    assert before
-    engine.remove()
-    assert "forward" not in vars(model)
-    assert equal(logits(cuts[1]), logits(cuts[0])) and replays(cuts[1]) == before
-
-
-def test_a_cut_of_a_model_with_hooks_runs_only_its_own_layers() -> None:
-    """accelerate sets the forward pass of quantized models on the instance."""
-    model, context = MODELS["llama"](), torch.tensor([[5, 6, 7]])
-    expected = first_layers(model, 1)(context).logits
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
-    assert torch.equal(first_layers(model, 1)(context).logits, expected)
-
-
 def test_a_head_reads_the_hidden_states_of_replays() -> None:
     texts = []
     for replaced in (False, True):
@@ -243,40 +148,6 @@ def test_prompts_and_unusual_calls_run_eagerly() -> None:
     assert isinstance(model(input_ids=tokens, return_dict=False), tuple)
 
 
-def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"]()
-    monkeypatch.setattr(cuda_graph, "_has_equal_bits", lambda model: True)
-    engine = installed(model)
-    assert engine.promise == BIT_IDENTICAL
-    engine.remove()
-    monkeypatch.undo()
-    assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
-
-
-def skewed(graph: FakeGraph, width: int) -> None:
-    """Let a graph of one width return logits that are two percent off."""
-    replay = FakeGraph.replay
-
-    def replay_wrongly() -> None:
-        replay(graph)
-        if graph.outputs[0].shape[1] == width:
-            graph.outputs[0].mul_(1.02)
-
-    graph.replay = replay_wrongly  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("width", [1, 6, 17])
-def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(self: FakeRecorder, run: Any) -> FakeGraph:
-        graph = FakeGraph(run)
-        skewed(graph, width)
-        return graph
-
-    monkeypatch.setattr(FakeRecorder, "__call__", record)
-    engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
-    assert f"passes of {12 if width == 17 else width} tokens" in engine.install([1])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_decoders_give_the_plain_logits(name: str) -> None:
     plain, model, random = tiny_model(name), attached(tiny_model(name)), Random(name)
@@ -290,39 +161,3 @@ def test_families_of_decoders_give_the_plain_logits(name: str) -> None:
             session.rewind(end)
         rows.append(torch.cat(logits))
     assert equal(rows[1], rows[0]) and replays(model) == 3
-
-
-def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Engine([MODELS["llama"]()]).selection.problem("cuda_graph")  # on a CPU
-    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
-    prefer("cuda_graph")
-    model = MODELS["llama"]()
-    engine = Engine([model])
-    state = engine.use("auto", 1)
-    assert (state.kind, state.verified) == ("cuda_graph", False) and "never been run on a GPU" in state.sentence()
-    assert engine.use("invariant", 1).verified and engine.use("cuda_graph", 1).kind == "cuda_graph"
-    assert engine.use("plain", 1).kind == "plain" and "forward" not in vars(model)
-
-
-def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
-
-    def refuse(self: FakeRecorder, run: Any) -> FakeGraph:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(FakeRecorder, "__call__", refuse)
-    model = MODELS["llama"]()
-    engine = Engine([model])
-    with pytest.raises(UserError, match="not permitted when stream is capturing"):
-        engine.use("cuda_graph", 1)
-    assert engine.state.kind == "plain" and "forward" not in vars(model)
-
-
-UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "it is on cpu")]
-
-
-@pytest.mark.parametrize(("model", "reason"), UNSUPPORTED)
-def test_unsupported_models_are_named(model: Any, reason: str) -> None:
-    engine_class = CudaGraphEngine if model is tiny_llama else OnCpu
-    assert reason in engine_class([model()], [], EngineWeights()).unsupported()
-    assert "int8" in OnCpu([tiny_llama()], [], EngineWeights("int8")).unsupported()

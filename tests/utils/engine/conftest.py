@@ -1,0 +1,49 @@
+"""Fixtures of the engine tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from utils.engine import selftest
+from utils.engine.engine_table import LAYER_ENGINES, EngineRow
+from utils.engine.stored_results import ResultFile
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """Restore the number of threads, which engines set."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the table of engines. The plain one is always the first row."""
+
+    def replace_rows(**rows: EngineRow) -> None:
+        for name in [*LAYER_ENGINES]:
+            if name != "plain":
+                monkeypatch.delitem(LAYER_ENGINES, name)
+        for name, row in rows.items():
+            monkeypatch.setitem(LAYER_ENGINES, name, row)
+
+    return replace_rows
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ResultFile:
+    """Results of the self-test, in a folder that does not exist yet."""
+    return ResultFile(tmp_path / "cache" / "engine.json")
+
+
+@pytest.fixture
+def tests() -> Iterator[mock.Mock]:
+    """Counts the self-tests, which still run."""
+    with mock.patch.object(selftest, "width_dependence", wraps=selftest.width_dependence) as counted:
+        yield counted

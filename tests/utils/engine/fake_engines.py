@@ -1,0 +1,70 @@
+"""Engines that compute nothing, for tests of how engines are chosen, installed and given up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fixed_speeds import FixedSpeeds, fix_speeds, steady
+from tiny import tiny_llama
+
+from utils.engine import Engine
+from utils.engine.engine_table import EngineRow
+from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.stored_results import ResultFile
+
+
+class FakeEngine:
+    """An engine that replaces nothing. fails: what `install` returns or raises, one for each installation."""
+
+    promise = BIT_IDENTICAL
+    fails: tuple[Any, ...] = ()
+    weights = "float32"
+    installations: int = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.layouts: dict[str, int] = {}
+        self.events: list[str] = []
+
+    def unsupported(self) -> str:
+        return ""
+
+    def install(self, thread_counts: Sequence[int], report: Any) -> str:
+        self.events.append("install")
+        return self._outcome()
+
+    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
+        self.events.append("install tested")
+        return self._outcome()
+
+    def _outcome(self) -> str:
+        done = self.events.count("install") + self.events.count("install tested")
+        outcome = self.fails[done - 1] if done <= len(self.fails) else ""
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return str(outcome)
+
+    def self_test(self, thread_count: int, report: Any) -> str:
+        self.events.append(f"test {thread_count}")
+        return ""
+
+    def set_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def nbytes(self) -> int:
+        return 1000
+
+    def remove(self) -> None:
+        self.events.append("remove")
+
+
+def row(**attributes: Any) -> EngineRow:
+    return EngineRow(type("Fake", (FakeEngine,), attributes), "", "")
+
+
+def started(times: dict[str, float], file: Path | None = None) -> tuple[Engine, FixedSpeeds]:
+    engine = Engine([tiny_llama(vocab_size=96)])
+    engine.results = None if file is None else ResultFile(file)
+    return engine, fix_speeds(engine, steady(times))

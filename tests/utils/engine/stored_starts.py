@@ -1,0 +1,32 @@
+"""Starts of an engine that read and write one file of results."""
+
+import json
+from typing import Any
+
+from tiny import tiny_llama
+
+from utils.engine import Engine
+from utils.engine.stored_results import ResultFile, entry_digest
+from utils.engine.weight_format import EngineWeights
+
+
+def start(file: ResultFile, *, threads: int = 1, name: str = "auto", int8: bool = False, **model: Any) -> Engine:
+    """What a start of the program does, with the same models each time unless `model` says otherwise."""
+    started = Engine([tiny_llama(**{"vocab_size": 96} | model)], weights=EngineWeights("int8" if int8 else "float32"))
+    started.results = file
+    started.use(name, threads)
+    return started
+
+
+def edit(file: ResultFile, changes: Any, *, signed: bool = True) -> None:
+    """Change fields of the only entry. signed: as if `put` had written them."""
+    content = json.loads(file.path.read_text())
+    ((key, entry),) = content["entries"].items()
+    entry |= changes
+    content["entries"][key] = entry | ({"digest": entry_digest(key, entry)} if signed else {})
+    file.path.write_text(json.dumps(content))
+
+
+def only_entry(file: ResultFile) -> dict[str, Any]:
+    (entry,) = json.loads(file.path.read_text())["entries"].values()
+    return entry

@@ -1,0 +1,118 @@
+"""The CUDA graph engine as a row of the table: what it supports, promises, notices and leaves behind."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from fake_graph import FakeGraph, FakeRecorder
+from fixed_speeds import prefer
+from graphs_on_cpu import MODELS, OnCpu, equal, ids, installed, replays
+from tiny import tiny_llama, tiny_mamba, tiny_t5
+from torch import Tensor
+
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
+from utils.engine import Engine, cuda_graph
+from utils.engine.cuda_graph import CudaGraphEngine
+from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
+
+
+def test_a_cut_of_the_model_has_graphs_of_its_own_until_the_engine_is_removed() -> None:
+    plain, model, random = MODELS["llama"](), MODELS["llama"](), Random(7)
+    engine, context = installed(model), ids(20, random)
+    cuts = [first_layers(each, 1) for each in (plain, model)]
+
+    def logits(cut: Any) -> Tensor:
+        session = ModelSession(cut)
+        return torch.cat([session.feed(context[:end], keep=1) for end in (12, 13, 16)])
+
+    assert equal(logits(cuts[1]), logits(cuts[0]))
+    before = replays(cuts[1])
+    assert before
+    engine.remove()
+    assert "forward" not in vars(model)
+    assert equal(logits(cuts[1]), logits(cuts[0])) and replays(cuts[1]) == before
+
+
+def test_a_cut_of_a_model_with_hooks_runs_only_its_own_layers() -> None:
+    """accelerate sets the forward pass of quantized models on the instance."""
+    model, context = MODELS["llama"](), torch.tensor([[5, 6, 7]])
+    expected = first_layers(model, 1)(context).logits
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+    assert torch.equal(first_layers(model, 1)(context).logits, expected)
+
+
+def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]()
+    monkeypatch.setattr(cuda_graph, "_has_equal_bits", lambda model: True)
+    engine = installed(model)
+    assert engine.promise == BIT_IDENTICAL
+    engine.remove()
+    monkeypatch.undo()
+    assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
+
+
+def skewed(graph: FakeGraph, width: int) -> None:
+    """Let a graph of one width return logits that are two percent off."""
+    replay = FakeGraph.replay
+
+    def replay_wrongly() -> None:
+        replay(graph)
+        if graph.outputs[0].shape[1] == width:
+            graph.outputs[0].mul_(1.02)
+
+    graph.replay = replay_wrongly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("width", [1, 6, 17])
+def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: FakeRecorder, run: Any) -> FakeGraph:
+        graph = FakeGraph(run)
+        skewed(graph, width)
+        return graph
+
+    monkeypatch.setattr(FakeRecorder, "__call__", record)
+    engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
+    assert f"passes of {12 if width == 17 else width} tokens" in engine.install([1])
+
+
+def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Engine([MODELS["llama"]()]).selection.problem("cuda_graph")  # on a CPU
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+    prefer("cuda_graph")
+    model = MODELS["llama"]()
+    engine = Engine([model])
+    state = engine.use("auto", 1)
+    assert (state.kind, state.verified) == ("cuda_graph", False) and "never been run on a GPU" in state.sentence()
+    assert engine.use("invariant", 1).verified and engine.use("cuda_graph", 1).kind == "cuda_graph"
+    assert engine.use("plain", 1).kind == "plain" and "forward" not in vars(model)
+
+
+def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+
+    def refuse(self: FakeRecorder, run: Any) -> FakeGraph:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(FakeRecorder, "__call__", refuse)
+    model = MODELS["llama"]()
+    engine = Engine([model])
+    with pytest.raises(UserError, match="not permitted when stream is capturing"):
+        engine.use("cuda_graph", 1)
+    assert engine.state.kind == "plain" and "forward" not in vars(model)
+
+
+UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "it is on cpu")]
+
+
+@pytest.mark.parametrize(("model", "reason"), UNSUPPORTED)
+def test_unsupported_models_are_named(model: Any, reason: str) -> None:
+    engine_class = CudaGraphEngine if model is tiny_llama else OnCpu
+    assert reason in engine_class([model()], [], EngineWeights()).unsupported()
+    assert "int8" in OnCpu([tiny_llama()], [], EngineWeights("int8")).unsupported()
