@@ -1,5 +1,5 @@
-"""The shape of the source: packages import downwards only, one module writes to the screen, functions and lines stay
-short.
+"""The shape of the source: packages import downwards only, one module writes to the screen, functions and files stay
+short, those of the tests too.
 """
 
 import ast
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from paths import BENCHMARKS, ROOT
 
 # From top to bottom: each package imports only from rows below its own. `utils` means the modules at its top level.
 LADDER = (
@@ -49,6 +49,7 @@ PUBLIC = (
 )
 OVERRIDES = ("row_invariant_attention", "forward")
 MOST_POSITIONAL, MOST_FUNCTION_LINES, MOST_FILE_LINES = 4, 45, 260
+MOST_TEST_FILE_LINES = 300
 
 
 def module_name(path: Path) -> str:
@@ -170,3 +171,9 @@ def test_functions_and_files_stay_readable() -> None:
         assert (node.end_lineno or 0) - node.lineno < MOST_FUNCTION_LINES, f"{name}: {node.name}"
     for name, path in SOURCES.items():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES, name
+
+
+def test_test_files_stay_readable() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        if BENCHMARKS not in path.parents:
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_TEST_FILE_LINES, path

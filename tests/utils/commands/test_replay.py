@@ -1,14 +1,14 @@
-"""/replay: recorded runs give the same results again; differences and changed circumstances are noticed and named."""
+"""/replay: differences, changed circumstances and records that cannot run again are noticed and named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 from recordings import Row, edited, interrupt_after, recorded
+from replays import SAMPLING, replayed
 
 from utils.commands.experiments import replay
 from utils.commands.experiments.replay import speed_verdict
@@ -17,95 +17,11 @@ from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
 from utils.repl.runner import Verdict
 
-SAMPLING = ("/length 14", "/processor multinomial 1", "Hello there")
-
-
-def replayed(view: Screen, file: Path, pair: Any = None) -> tuple[list[Row], str]:
-    """The rows and the conclusion of a replay in a new session, which the replay does not change."""
-    again = file.with_name("again.jsonl")
-    session = open_session(view, pair, records=again, draft_seconds=lambda job: 0.5)
-    before = session.settings
-    assert session.handle(f"/replay {file}") is Verdict.DONE, view.take()
-    assert session.settings is before and not session.harness.state.storage and session.harness.state.last is None
-    report = records_of(again)[-1]
-    return report["findings"], "\n".join(report["conclusion"])
-
 
 @pytest.fixture(autouse=True)
 def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions may otherwise choose different numbers of threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-SESSIONS = {
-    "greedy": (
-        "/drafter on",
-        "/beams 3",
-        "/say Hello\\nthere",
-        "/gamma auto",
-        "/say Once upon a time",
-        "/chat off",
-        "/gamma 2",
-        "/say a b a b a b",
-    ),
-    "rules": (
-        "/drafter on",
-        "/processor multinomial 1",
-        "/say Hello",
-        "/verify coupled",
-        "/say Hello",
-        "/verify block",
-        "/gamma auto",
-        "/say Hello",
-    ),
-    "processors": (
-        "/processor nucleus 0.8 0.9",
-        "/say Hi",
-        "/processor topk 1.5 20",
-        "/seed 7",
-        "/say Hi",
-        "/processor topknucleus 0.7 40 0.9",
-        "/cache",
-        "/say Hi",
-    ),
-    "drafters": (
-        "/processor multinomial 0.9",
-        "/drafter_kind loaded suffix chain layers:1 lookup",
-        "/gamma auto",
-        "/say a b a b",
-        "/gamma 3",
-        "/say a b",
-    ),
-    "storages": (
-        "/set_ngramstorage onelevel 4",
-        "/top_k_filler 1",
-        "/say a a a",
-        "/system Be brief.",
-        "/say b",
-        "/system none",
-        "/special on",
-        "/say <|im_end|>x",
-    ),
-}
-
-
-@pytest.mark.parametrize("lines", SESSIONS.values(), ids=SESSIONS)
-def test_a_replay_gives_the_same_results(lines: tuple[str, ...], view: Screen, tmp_path: Path) -> None:
-    file = recorded(view, tmp_path, "/length 14", *lines, draft_seconds=lambda job: 0.001)
-    rows, conclusion = replayed(view, file)
-    runs = records_of(file)
-    assert [row["line"] for row in rows] == list(range(1, len(runs) + 1)) and len(rows) >= 9
-    assert [row["strategy"] for row in rows] == [run["strategy"] for run in runs]
-    assert all(row["first_difference"] is None and row["same_acceptance"] is not False for row in rows), view.take()[0]
-    for row, run in zip(rows, runs, strict=True):
-        assert row["accepted"] == [run["accepted"]] * 2 and row["drafted"] == [run["drafted"]] * 2
-        assert row["prompt_tokens"] == [run["prompt_tokens"]] * 2 and row["differences"] == []
-        if run["tokens_per_target_forward"] is not None:
-            assert row["tokens_per_target_forward"] == [run["tokens_per_target_forward"]] * 2
-        assert row["ratio"] == pytest.approx(row["tokens_per_second"][1] / run["tokens_per_second"])
-    drafting = sum(run["drafted"] is not None for run in runs)
-    assert f"{len(rows)} of {len(rows)} texts" in conclusion and f"{drafting} of {drafting}." in conclusion
-    assert replay.UNCHANGED in conclusion
 
 
 def test_a_different_seed_is_noticed(view: Screen, tmp_path: Path) -> None:

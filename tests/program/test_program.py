@@ -1,26 +1,23 @@
-"""The program as a process, on tiny models in a folder: flags, piped lines, exit status, streams and records."""
+"""The program: its flags, start, exit status, streams and records."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fakes import records_of
 from fixed_speeds import only_engines, prefer
 from paths import ROOT
-from tiny import save_folder, tiny_llama, tiny_t5, tiny_tokenizer
+from process import program
+from tiny import save_folder, tiny_t5, tiny_tokenizer
 
 import infer
 from utils.engine import engine
-from utils.errors import UserError
-from utils.prompts.prompt_files import read_prompts
 
 HELP_WITHOUT_TORCH = """
 import runpy, sys
@@ -31,46 +28,6 @@ except SystemExit:
     pass
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    save_folder(path, tiny_llama(vocab_size=300, num_hidden_layers=3), tiny_tokenizer(300))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _cache(own_cache: Path) -> None:
-    """Results of the engine's self-test are not shared with other tests, nor with the user's program."""
-
-
-def program(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "infer.py"), *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        cwd=ROOT,
-    )
-
-
-@pytest.fixture
-def main(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Like `program`, but inside this process, which saves the imports."""
-
-    def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin.encode())))
-        status = infer.main([*map(str, arguments)])
-        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
-
-    threads = torch.get_num_threads()
-    yield run
-    torch.set_num_threads(threads)
 
 
 def test_help_and_version_need_no_heavy_imports() -> None:
@@ -99,21 +56,6 @@ def test_wrong_flags_are_usage_errors(flags: list[str]) -> None:
     assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
 
 
-def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-    result = program(
-        "--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "Target only" in result.stdout and "gamma: 2" in result.stderr and "gamma: 2" not in result.stdout
-    assert "\x1b" not in result.stdout + result.stderr
-    assert [(row["strategy"], row["settings"]["gamma"]) for row in records_of(file)] == [
-        (name, gamma) for gamma in ("auto", 2) for name in ("speculative", "ngram", "target")
-    ]
-    assert records_of(file)[0]["drafter_kind"] == "layers:1"
-    assert all(row["same_as_target"] for row in records_of(file))
-
-
 def test_the_second_start_uses_what_the_first_one_tested_and_measured(
     folder: Path, own_cache: Path, tmp_path: Path, main: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,47 +74,11 @@ def test_the_second_start_uses_what_the_first_one_tested_and_measured(
     assert not records_of(tmp_path / "runs.jsonl")[6]["engine"]["tested_on"]
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main: Any) -> None:
-    file = tmp_path / "runs.jsonl"
-    result = main("--target", folder, "--json", file, stdin="/length 4\n\n/say /gamma\nHello" + end)
-    assert result.returncode == 0, result.stderr
-    assert [row["prompt"] for row in records_of(file)] == ["/gamma"] * 3 + ["Hello"] * 3
-
-
-def test_only_newlines_end_piped_lines(folder: Path, tmp_path: Path, main: Any) -> None:
-    file = tmp_path / "runs.jsonl"
-    for line in ("/system a\u2028/seed 7", "a\r/seed 7", "b\x0c/seed 7\r"):
-        result = main("--target", folder, "--json", file, stdin=f"/length 1\n/ngram off\n{line}\nHello")
-        assert result.returncode == 0 and records_of(file)[-1]["seed"] == 42, line
-        assert line.startswith("/") or records_of(file)[-3]["prompt"] == line.removesuffix("\r")
-
-
 @pytest.mark.parametrize("odd", ["pipe", ".", "a\0b", "none/file"])
 def test_records_need_a_regular_file(odd: str, tmp_path: Path, main: Any) -> None:
     os.mkfifo(tmp_path / "pipe")  # would wait for a reader
     result = main("--target", "nowhere", "--json", tmp_path / odd, "-c", "Hello")
     assert result.returncode == 1 and "--json" in result.stderr and "Illegal seek" not in result.stderr
-
-
-def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path, main: Any) -> None:
-    result = main("--target", folder, "-c", "/gamma abc", "-c", "/length 3", "-c", "Hello")
-    assert result.returncode == 1 and "Target only" in result.stdout and "abc" in result.stderr
-    assert program("--target", folder, stdin="/nonsense\n/quit\nnever run").returncode == 1
-
-
-def test_quit_ends_the_lines(folder: Path, main: Any) -> None:
-    result = main("--target", folder, stdin="/quit\nHello\n")
-    assert result.returncode == 0 and result.stdout == ""
-
-
-def test_a_prompt_of_the_command_line_runs_exactly_as_given_after_the_lines(
-    folder: Path, tmp_path: Path, main: Any
-) -> None:
-    file = tmp_path / "runs.jsonl"
-    result = main("--target", folder, "--json", file, "-c", "/length 2", "/gamma a\\nb")
-    assert result.returncode == 0, result.stderr
-    assert [row["prompt"] for row in records_of(file)] == ["/gamma a\\nb"] * 3
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
@@ -196,46 +102,6 @@ def test_closed_output_is_one_sentence(
     assert "closed" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stderr", None)
     assert infer.main(["--target", str(folder), "-c", "Hello"]) == 1
-
-
-@pytest.mark.parametrize("waiting", ["/length 8\n", ""])
-def test_piped_lines_beside_a_prompt_file_are_not_ignored_silently(
-    waiting: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "piped").write_text(waiting)
-    (tmp_path / "prompts").write_text("Hello")
-    with (tmp_path / "piped").open() as piped:
-        monkeypatch.setattr(sys, "stdin", piped)
-        flags = ("--engine", "plain", "--threads", "1", "--prompts", tmp_path / "prompts")
-        assert infer.main(["--target", str(folder), *map(str, flags)]) == 0
-    assert (infer.INPUT_IGNORED in capsys.readouterr().err) is bool(waiting)
-
-
-def test_prompt_files_contain_plain_and_json_lines_but_no_commands(folder: Path, tmp_path: Path, main: Any) -> None:
-    prompts, file = tmp_path / "prompts", tmp_path / "runs.jsonl"
-    prompts.write_text('/quit\n\na\\nb\n{"prompt": "c\\nd", "id": 3}\n{"prompt": "e\\\\nf"}', encoding="utf-8")
-    flags = ("-c", "/length 2", "-c", "/speculative off", "-c", "/ngram off")
-    result = main("--target", folder, "--prompts", prompts, "--json", file, *flags)
-    assert result.returncode == 0, result.stderr
-    assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
-
-
-@pytest.mark.parametrize("text", ['{"text": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
-def test_a_bad_prompt_file_is_reported(text: str | None, folder: Path, tmp_path: Path, main: Any) -> None:
-    prompts = tmp_path / "prompts"
-    if text is not None:
-        prompts.write_text(text)
-    result = main("--target", folder, "--prompts", prompts)
-    assert result.returncode == 1 and "Traceback" not in result.stderr and str(prompts) in result.stderr
-
-
-def test_prompt_files_may_have_a_byte_order_mark_and_any_characters(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts"
-    prompts.write_text('\ufeff{"prompt": "a\u2028b"}\r\nc\u0085d\r\n', encoding="utf-8", newline="")
-    assert [prompt.text for prompt in read_prompts(prompts)] == ["a\u2028b", "c\u0085d"]
-    prompts.write_text('{"prompt": ' + "[" * 100_000)
-    with pytest.raises(UserError, match="line 1"):
-        list(read_prompts(prompts))
 
 
 def test_characters_that_the_terminal_lacks_are_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,61 @@
+"""Commands that set the logits processor as a whole or a part of it."""
+
+import pytest
+from fakes import Screen, open_session, tiny_pair
+
+from utils.config.processor_value_type import ProcessorType
+from utils.config.value_types import Limits
+from utils.repl.repl_session import ReplSession
+from utils.repl.runner import Verdict
+
+PAIR = tiny_pair()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return PAIR
+
+
+@pytest.fixture
+def session(pair, view: Screen) -> ReplSession:
+    return open_session(view, pair)
+
+
+PROCESSORS = [
+    # start, line, result
+    ("greedy", "/temperature 0.7", "multinomial 0.7"),
+    ("greedy 0.5", "/temperature 0", "greedy 0.5"),
+    ("greedy", "/top_p 0.9", "nucleus 1 0.9"),
+    ("greedy", "/top_p 1", "greedy"),
+    ("greedy", "/top_k 5", "topk 1 5"),
+    ("greedy", "/top_k 0", "greedy"),
+    ("multinomial 0.7", "/top_k 5", "topk 0.7 5"),
+    ("topk 0.7 5", "/top_p 0.9", "topknucleus 0.7 5 0.9"),
+    ("topknucleus 0.7 5 0.9", "/temperature 2", "topknucleus 2 5 0.9"),
+    ("topknucleus 0.7 5 0.9", "/top_p off", "topk 0.7 5"),
+    ("topknucleus 0.7 5 0.9", "/top_k off", "nucleus 0.7 0.9"),
+    ("topknucleus 0.7 5 0.9", "/temperature 0", "greedy"),
+    ("nucleus 0 0.9", "/top_k 5", "topknucleus 1 5 0.9"),
+    ("nucleus 0.7 0.9", "/top_p 1.0", "multinomial 0.7"),
+]
+
+
+@pytest.mark.parametrize(("start", "line", "result"), PROCESSORS)
+def test_parts_of_the_processor(start: str, line: str, result: str, session: ReplSession, view: Screen) -> None:
+    session.handle(f"/processor {start}")
+    view.take()
+    assert session.handle(line) is Verdict.DONE
+    assert ProcessorType().show(session.settings.processor) == result
+    reply = view.take()[1]
+    assert f"processor: {result.removesuffix(' 0.5') if 'greedy' in result else result}" in reply
+    # Whatever is not obvious is said.
+    assert ("at temperature 1" in reply) == (" 1" in result and "1" not in start and "1" not in line)
+
+
+@pytest.mark.parametrize(
+    "line", ["multinomial 0.123456789", "topk 100 2", "nucleus 1e-07 0.9999999", "topknucleus 33.333333333 7 0.1"]
+)
+def test_a_shown_processor_is_parsed_without_loss(line: str) -> None:
+    kind = ProcessorType()
+    value = kind.parse(line, None, Limits())
+    assert kind.parse(kind.show(value), None, Limits()) == value

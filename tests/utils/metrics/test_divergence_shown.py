@@ -1,0 +1,127 @@
+"""How a divergence is shown and recorded, and what happens if it cannot be explained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import Screen, open_session, records_of, screen, tiny_pair
+
+from sampling import RULES, Rule
+from utils.commands.experiments.divergence import EXPLANATIONS, NO_RUNS
+from utils.comparison.harness import NO_PROMPT_YET
+from utils.comparison.records import RecordFile, divergence_figures
+from utils.decode.noise import Noise
+from utils.metrics.divergence import Candidate, Cause, Divergence
+from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
+from utils.screen.divergence_words import REASONS
+
+
+def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    repl = open_session(view, records=file)
+    for line in ("/processor multinomial 1.2", "/length 12", "Hello"):
+        repl.handle(line)
+    (line,) = [line for line in view.take()[0].splitlines() if line.startswith("speculative differs at token ")]
+    assert REASONS[Cause.SAMPLING] in line
+    rows = records_of(file)
+    assert [row["divergence"] and row["divergence"]["cause"] for row in rows] == ["sampling", None, None]
+    assert rows[0]["divergence"]["position"] == rows[0]["first_difference"]
+    position = rows[0]["first_difference"]
+    assert [rows[0]["divergence"][name]["token"] for name in ("ours", "theirs")] == [
+        row["token_ids"][position] for row in rows[::2]
+    ]
+    repl.handle("/divergence")
+    results = view.take()[0]
+    assert "target's top two" in results and EXPLANATIONS[Cause.SAMPLING].format(rule="rejection") in results
+    assert records_of(file)[-1]["record"] == "divergence"
+    repl.handle("/verify coupled")
+    repl.handle("Hello")
+    assert all(row["same_as_target"] for row in records_of(file)[-3:])
+    view.take()
+    repl.handle("/divergence")
+    message = view.take()[1]
+    assert "speculative" in message and "ngram" in message and records_of(file)[-1]["record"] == "generation"
+
+
+def test_divergence_needs_a_finished_comparison(view: Screen) -> None:
+    repl = open_session(view)
+    assert repl.handle("/divergence") is Verdict.FAILED
+    assert NO_PROMPT_YET in view.take()[1]
+    for line in ("/target off", "/length 3", "Hello"):
+        repl.handle(line)
+    view.take()
+    assert repl.handle("/divergence") is Verdict.FAILED
+    assert NO_RUNS in view.take()[1]
+
+
+def test_an_unexplained_divergence_is_shown_with_the_data_of_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a wrong verification rule."""
+
+    def off_by_one(probs: torch.Tensor, draft: object, noise: Noise, *, start: int) -> tuple[int, int]:
+        return 0, (noise.sample(probs[0], start) + 1) % probs.shape[-1]
+
+    monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
+    monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
+    view, file = screen(width=70), tmp_path / "runs.jsonl"
+    repl = open_session(view, tiny_pair(), records=file)
+    for line in ("/ngram off", "/verify coupled", "/length 6", "/seed 5", "Hello"):
+        repl.handle(line)
+    assert "reason is unknown" in " ".join(view.take()[0].split())
+    for line in ("/seed 6", "/verify rejection", "/divergence"):
+        repl.handle(line)
+    data = json.loads(view.take()[0].splitlines()[-1])
+    assert data["divergences"][0]["cause"] == Cause.UNEXPLAINED
+    assert data["rounds"]["speculative"][0][1] == 0 and data["runs"][0]["versions"] and data["prompt_ids"]
+    record = records_of(file)[-1]
+    assert (record["record"], record["seed"], record["settings"]["verify"]) == (
+        "divergence",
+        5,
+        "coupled",
+    )  # those of the run, not the present ones
+
+
+def test_masked_logits_are_null_in_a_record(tmp_path: Path) -> None:
+    divergence = Divergence(
+        0,
+        Candidate(1, 0.0, float("-inf")),
+        None,
+        (Candidate(2, 1.0, 3.0), Candidate(1, 0.0, float("-inf"))),
+        None,
+        Cause.UNEXPLAINED,
+    )
+    figures = divergence_figures(divergence)
+    assert figures["ours"] == {"token": 1, "probability": 0.0, "logit": None} and figures["gap"] is None
+    RecordFile(tmp_path / "runs.jsonl").append([figures])
+
+
+def test_a_failed_explanation_does_not_affect_the_runs(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("utils.comparison.last_prompt.explain", broken)
+    file = tmp_path / "runs.jsonl"
+    repl = open_session(view, records=file)
+    repl.handle("/processor multinomial 1.2")
+    assert repl.handle("Hello") is Verdict.DONE
+    assert [row["divergence"] for row in records_of(file)] == [None] * 3
+    messages = view.take()[1]
+    assert NOT_EXPLAINED in messages and OUT_OF_MEMORY in messages
+
+
+def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[float] = []
+
+    def explain(case: object, rounding: float) -> Divergence:
+        known.append(rounding)
+        return Divergence(0, None, None, (Candidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
+
+    monkeypatch.setattr("utils.comparison.last_prompt.explain", explain)
+    repl = open_session(view)
+    for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
+        repl.handle(line)
+    assert known == [repl.harness.state.rounding] and known[0] > 0
