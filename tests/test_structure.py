@@ -22,6 +22,7 @@ LADDER = (
     "utils.prompts",
     "ngram_assisted",
     "sampling",
+    "utils.drafter_formats",
     "utils.models",
     "utils.engine",
     "utils.metrics",

@@ -17,7 +17,7 @@ from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
-from utils.models.draft_head import TargetHead
+from utils.models.feature_drafter import FeatureDrafter
 
 
 class HeadSession:
@@ -27,7 +27,7 @@ class HeadSession:
     It has room for drafts once `add_features` has brought it features of the target.
     """
 
-    def __init__(self, model: TargetHead) -> None:
+    def __init__(self, model: FeatureDrafter) -> None:
         self.model = model
         self.name = f"the head of {model_name(model)}"
         self.vocab_size = vocabulary_size(model)
@@ -80,10 +80,10 @@ class HeadSession:
         """
         if self._pending is None:
             assert self._state is not None and end == self._cached + 1
-            return self._state
+            return self.model.feedback(self._state)
         features, self._pending = self._pending, None
         assert len(features) == end - self._cached
-        return self.model.head.fuse_features(features)
+        return self.model.fuse_features(features)
 
     def rewind(self, length: int) -> None:
         """Forget the entries made from the head's own states, and those after the first `length` positions."""
@@ -94,7 +94,7 @@ class HeadSession:
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head. The target's session must keep the features that it reads (`TargetHead.head.shape.layers`).
+    """Drafts with a head. The target's session must keep the features that it reads (`FeatureDrafter.feature_layers`).
 
     It declines until the first round has brought the prompt's features. prefilled: the features of the prompt without
     its last token (T, F), if the target computed them earlier; then it drafts in the first round too.
@@ -124,7 +124,7 @@ class HeadDrafter(ModelDrafter):
         super().commit(context, verified)
         if verified.features is None:
             raise UserError(
-                "A head drafts from the target's hidden states: open its session with features=head.shape.layers."
+                "A head drafts from the target's hidden states: open its session with features=head.feature_layers."
             )
         first = verified.start + len(verified.logits) - 1 - len(verified.features)  # the last row is the last draft's
         # Up to the last token, which the target has not been fed.
@@ -134,9 +134,9 @@ class HeadDrafter(ModelDrafter):
 class FreeHead(HeadSession):
     """A head that decodes alone after the target's features of the prompt: its own text, without corrections."""
 
-    def __init__(self, model: TargetHead, target: Any, *, use_cache: bool = True) -> None:
+    def __init__(self, model: FeatureDrafter, target: Any, *, use_cache: bool = True) -> None:
         super().__init__(model)
-        layers = model.head.shape.layers
+        layers = model.feature_layers
         self._target = ModelSession(target, use_cache=use_cache, rewinds=False, features=layers)
 
     def begin(self, prompt: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ Every forward pass goes through `model(...)`.
 import copy
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
+from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
-from utils.decode.model_info import context_length, hidden_features, model_name, vocabulary_size
+from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import ContextOverflow, UserError
@@ -31,8 +32,7 @@ class ModelSession:
     model: a transformers causal or encoder-decoder model. use_cache: keep keys and values between feeds. Without it
     every feed recomputes the whole context. rewinds: whether `rewind` will be called. A cache that cannot be rewound
     is refused with a UserError before the first token. start_token: the decoder's first id if an encoder-decoder
-    config names none. features: the layers whose hidden states are kept for every row fed. -1 is the last layer,
-    after the final norm.
+    config names none. features: the hidden states to keep of every row fed, see utils.decode.features.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModelSession:
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
         self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
-        self._feature_layers = tuple(features)
+        self._reader = FeatureReader(model, features) if features else None
         self._features: tuple[Tensor, ...] = ()  # of the feeds since they were last taken
         self._device = model.device
         self._encoder_ids: Tensor | None = None
@@ -149,13 +149,13 @@ class ModelSession:
     def _pass(self, contexts: list[list[int]], keep: int) -> Tensor:
         length = len(contexts[0])
         new = [context[self._cached :] for context in contexts]
-        output = self.model(**self._arguments(self._upload(new), keep))
+        with nullcontext() if self._reader is None else self._reader.watching():
+            output = self.model(**self._arguments(self._upload(new), keep))
         if self._use_cache:
             self._cache, self._cached = self._cache_of(output), length
-        if self._feature_layers:
+        if self._reader is not None:
             # Without a cache each feed recomputes every row, so the earlier rows would be duplicates.
-            earlier = self._features if self._use_cache else ()
-            self._features = (*earlier, hidden_features(output, self._feature_layers)[0])
+            self._features = (*(self._features if self._use_cache else ()), self._reader.features(output)[0])
         # The first forward pass ran the encoder; later ones receive its output.
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
@@ -213,7 +213,7 @@ class ModelSession:
         # Otherwise a prefill would compute logits of prompt x vocabulary.
         if self._has_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        if self._feature_layers:
+        if self._reader is not None:
             arguments["output_hidden_states"] = True
         if self._encoder_ids is None:
             return arguments | {"input_ids": new}

@@ -64,6 +64,7 @@ class LeanDecoder:
         self, spec: DecoderSpec, segments: Segments, config: Any, *, original: Callable[..., Any] | None = None
     ) -> None:
         self._spec, self._segments, self._config, self._original = spec, segments, config, original
+        self.unnormed: Tensor | None = None  # the input of the final norm, of the last pass that returned all states
         self.rotary = RotaryTables(spec)
         # Layers rarely differ in their scaling.
         scalings = {layer.scaling for layer in spec.layers}
@@ -144,6 +145,7 @@ class LeanDecoder:
             x, qkv = segments.advance(index, x, attended, cos=cos, sin=sin, prefill=prefill)
             if every and index + 1 < len(spec.layers):
                 states.append(x.clone())
+        self.unnormed = x.clone() if every else None
         return [*states, rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps)]
 
     def _groups(self, past: int, count: int, *, prefill: bool) -> dict[int | None, list[RowGroup]]:

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from utils.decode.model_info import vocabulary_size
 from utils.engine import attention
+from utils.models.feature_drafter import FeatureDrafter
 
 
 def feature_layers(count: int) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
     )
 
 
-class TargetHead(nn.Module):
+class TargetHead(FeatureDrafter):
     """A head together with its target's embedding and the rows of the target's output head (V', H) that it drafts from.
 
     vocabulary: the token ids (V',) of these rows, ascending; other tokens are never drafted. Like a drafter model it
@@ -124,6 +125,7 @@ class TargetHead(nn.Module):
     def __init__(self, head: Head, target: PreTrainedModel, vocabulary: Tensor) -> None:
         super().__init__()
         self.head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.feature_layers = head.shape.layers
         self.head.rotary = LlamaRotaryEmbedding(head.config).to(target.device)  # its frequencies stay float32
         self.config = head.config
         # Sessions read the vocabulary off the config, and a head answers with logits over all of it.
@@ -139,13 +141,14 @@ class TargetHead(nn.Module):
         self.device, self.dtype = target.device, target.dtype
         self.name_or_path = "head"
 
+    def fuse_features(self, features: Tensor) -> Tensor:
+        return self.head.fuse_features(features)
+
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Return the states (1, T, H) at `positions` (1, T), from those before and the tokens (1, T) that follow."""
         next_states: Tensor = self.head(states, self.embed(tokens), positions, cache=cache)
         return next_states
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits (1, V) for a state (1, H). Tokens that the head cannot draft have minus infinity."""
         drafted: Tensor = self.rows(self.head.norm(state))  # (1, V')
         # Softmax gives minus infinity a probability of exactly 0, so q needs no second vocabulary.
         logits = drafted.new_full((1, self.config.vocab_size), float("-inf"))

@@ -17,7 +17,7 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.errors import UserError, check_choice
-from utils.models.draft_head import TargetHead
+from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LOADED, MODEL
@@ -73,7 +73,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
     """The pair's drafter, whatever it is."""
     pair, adaptive = inputs.pair, inputs.adaptive(inputs.pair.drafter_kind, throughput)
     # A head is no session of its own: it reads hidden states that the target's session must keep.
-    if isinstance(pair.drafter, TargetHead):
+    if isinstance(pair.drafter, FeatureDrafter):
         target = inputs.open_session("target", features=pair.feature_layers)
         head = HeadDrafter(
             HeadSession(pair.drafter),
@@ -205,7 +205,7 @@ def drafter_alone(inputs: DrafterInputs) -> Session:
     Raises UserError if its output cannot be compared with the target's.
     """
     pair = inputs.pair
-    if isinstance(pair.drafter, TargetHead):
+    if isinstance(pair.drafter, FeatureDrafter):
         return FreeHead(pair.drafter, pair.target, use_cache=inputs.use_cache)
     if pair.drafter_tokenizer is not None:
         raise UserError("The drafter cannot run alone: its tokenizer differs from the target's.")

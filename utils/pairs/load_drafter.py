@@ -10,12 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.decode.layer_cut import default_depth, first_layers
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
+from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
+from utils.drafter_formats.formats import DrafterFormat, format_of
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement
-from utils.models.draft_head import TargetHead
 from utils.models.embedded import EMBEDDED_HEAD
+from utils.models.feature_drafter import FeatureDrafter
 from utils.models.gguf import convert_if_gguf
 from utils.models.head_file import is_head, load_head
 from utils.models.load_errors import explained_errors, quiet
@@ -42,7 +44,7 @@ class LoadedTarget:
 class LoadedDrafter:
     """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated."""
 
-    model: PreTrainedModel | TargetHead | None = None
+    model: PreTrainedModel | FeatureDrafter | None = None
     name: str | None = None
     kind: str | None = None
     notes: tuple[str, ...] = ()
@@ -53,13 +55,18 @@ class LoadedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Where a drafter comes from: a head's folder, a model's source or, without both, layers of the target."""
+    """Where a drafter comes from: a head's folder, a source or, without both, layers of the target.
+
+    published: the checkpoint of a drafter in the source that reads the target's hidden states, and its format. None if
+    the source is a model.
+    """
 
     placement: Placement
     quantize: str
     head: Path | None
     source: Source | None
     layers: int | None
+    published: tuple[DrafterCheckpoint, DrafterFormat] | None = None
 
 
 def plan_drafter(request: PairRequest, placement: Placement) -> DrafterPlan:
@@ -67,19 +74,24 @@ def plan_drafter(request: PairRequest, placement: Placement) -> DrafterPlan:
 
     Raises UserError if it does not exist or does not suit the request.
     """
-    quantize, layers, source = str(request.drafter_quantize), layer_count(request.drafter), None
+    quantize, layers, source, published = str(request.drafter_quantize), layer_count(request.drafter), None, None
     head = None if request.drafter is None else _head_folder(request.drafter, request)
     # A head is read from its folder and a cut shares the target's weights; neither is quantized.
     if request.drafter is not None and head is None and layers is None:
         check_quantization(quantize, placement.device)
         source = locate(request.drafter, placement.report)
-    return DrafterPlan(placement, quantize, head, source, layers)
+        published = _published(source)
+    if head or published:
+        _check_head_options(request)
+    return DrafterPlan(placement, quantize, head, source, layers, published)
 
 
 def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
     """Load the planned drafter. Raises UserError if it cannot be loaded or cannot draft for the target."""
     if plan.head:
         return _load_head(plan.head, target)
+    if plan.published:
+        return _load_published(*plan.published, target)
     if plan.source:
         return _load_model(convert_if_gguf(plan.source, plan.placement), plan, target)
     return _cut_layers(target, plan.layers)
@@ -96,19 +108,42 @@ def _head_folder(drafter: str, request: PairRequest) -> Path | None:
         if drafter == HEAD:
             raise UserError(f"The embedded head is missing from {folder}: reinstall the program, or use layers:10.")
         return None
+    return folder
+
+
+def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:
+    """The checkpoint of a drafter that reads hidden states, and its format. None if the source is a model."""
+    checkpoint = read_checkpoint(source)
+    known = None if checkpoint is None else format_of(checkpoint)
+    return None if checkpoint is None or known is None else (checkpoint, known)
+
+
+def _check_head_options(request: PairRequest) -> None:
     if request.drafter_quantize != "none":
         raise UserError("A head is computed in the number format of the target: leave --drafter-quantize out.")
     # Both are resolved devices here, so `auto` has become the name of a device.
     if request.drafter_device != request.device:
         raise UserError("A head is computed on the device of the target: leave --drafter-device out.")
-    return folder
 
 
 def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
-    # The head reads features of several depths, which would lie on different devices.
+    _check_one_device(target)
+    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
+
+
+def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
+    _check_one_device(target)
+    if target.model.config.is_encoder_decoder:
+        raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
+    drafter = known.load(checkpoint, target.model)
+    drafter.name_or_path = checkpoint.name
+    return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", HEAD)
+
+
+def _check_one_device(target: LoadedTarget) -> None:
+    # A head reads features of several depths, which would lie on different devices.
     if is_spread(target.model):
         raise UserError(f"A head needs {target.name} on one device, and it is on several: use a different --drafter.")
-    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
 
 
 def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:

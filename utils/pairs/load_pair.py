@@ -21,8 +21,8 @@ from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
-from utils.models.draft_head import TargetHead
 from utils.models.embedded import embedded_gguf
+from utils.models.feature_drafter import FeatureDrafter
 from utils.models.gguf import convert_if_gguf
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.load_errors import explained_errors, quiet
@@ -123,7 +123,7 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
     )
 
 
-def _device_of(model: PreTrainedModel | TargetHead, device: str) -> str:
+def _device_of(model: PreTrainedModel | FeatureDrafter, device: str) -> str:
     """The device, or all devices on which accelerate keeps layers."""
     if not is_spread(model):
         return device
@@ -132,7 +132,9 @@ def _device_of(model: PreTrainedModel | TargetHead, device: str) -> str:
     return " + ".join(dict.fromkeys(devices))
 
 
-def _engine(target: PreTrainedModel, drafter: PreTrainedModel | TargetHead | None, weights: EngineWeights) -> Engine:
-    if isinstance(drafter, TargetHead):
+def _engine(
+    target: PreTrainedModel, drafter: PreTrainedModel | FeatureDrafter | None, weights: EngineWeights
+) -> Engine:
+    if isinstance(drafter, FeatureDrafter):
         return Engine([target], helpers=[drafter], weights=weights)
     return Engine([target, *([drafter] if drafter else [])], weights=weights)

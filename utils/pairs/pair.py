@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.engine import Engine
-from utils.models.draft_head import TargetHead
+from utils.models.feature_drafter import FeatureDrafter
 from utils.models.stored_bytes import stored_bytes
 from utils.pairs.compatibility import Compatibility
 from utils.pairs.request import PairRequest
@@ -24,7 +24,7 @@ class Pair:
     """
 
     target: PreTrainedModel
-    drafter: PreTrainedModel | TargetHead | None
+    drafter: PreTrainedModel | FeatureDrafter | None
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     target_name: str
@@ -55,5 +55,5 @@ class Pair:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target layers whose hidden states the drafter reads. Empty unless it is a head."""
-        return self.drafter.head.shape.layers if isinstance(self.drafter, TargetHead) else ()
+        """The target's hidden states that the drafter reads. Empty unless it is a head."""
+        return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()

@@ -1,0 +1,1 @@
+"""Published drafters: one module per checkpoint format. See README.md."""

@@ -1,0 +1,109 @@
+"""A drafter's checkpoint on disk: its config, and its tensors by name, which are read only when they are needed.
+
+Layouts differ in prefixes, so names are normalised here. Only safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from utils.errors import UserError
+from utils.files import check_regular
+from utils.models.hub import verified_download
+from utils.models.load_errors import explained_errors, quiet
+from utils.models.sources import Source, found_file
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PREFIX = "model."  # some exports put it before every name
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCheckpoint:
+    """name: for messages. config: config.json. shapes: of the tensors, by name. files: where each tensor is, and its
+    name there.
+    """
+
+    name: str
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    files: Mapping[str, tuple[Path, str]]
+
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Read these tensors, or all. Raises UserError for one that is missing, damaged or not finite."""
+        wanted = list(self.shapes if names is None else names)
+        if missing := next((name for name in wanted if name not in self.shapes), None):
+            raise UserError(f"'{self.name}' has no tensor {missing}: fetch or copy its files again.")
+        read: dict[str, Tensor] = {}
+        with explained_errors(self.name):
+            for path in sorted({self.files[name][0] for name in wanted}):
+                with safe_open(path, framework="pt") as file:
+                    for name in wanted:
+                        if self.files[name][0] == path:
+                            read[name] = file.get_tensor(self.files[name][1])
+        for name, tensor in read.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise UserError(f"'{self.name}' has weights that are not finite ({name}): fetch or copy it again.")
+        return read
+
+    def has(self, *names: str) -> bool:
+        """Whether it has all of these tensors."""
+        return all(name in self.shapes for name in names)
+
+    def layer_count(self, prefix: str = "layers.") -> int:
+        """The number of layers, by the names of their tensors."""
+        numbers = {name.removeprefix(prefix).split(".")[0] for name in self.shapes if name.startswith(prefix)}
+        return len([number for number in numbers if number.isdigit()])
+
+
+def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
+    """Read the config and the names of the tensors of a folder or a hub id. None if it has no safetensors weights.
+
+    Raises UserError for files that cannot be read.
+    """
+    if source.gguf:
+        return None
+    with explained_errors(source.name), quiet():
+        config = _json(source, CONFIG)
+        index = found_file(source, INDEX)
+        names = sorted(set(_json(source, INDEX)["weight_map"].values())) if index else [WEIGHTS]
+        if source.hub_arguments is not None:
+            with verified_download(source.location):
+                found = [found_file(source, name) for name in names]
+        else:
+            found = [found_file(source, name) for name in names]
+        if config is None or not all(found):
+            return None
+        shapes, files = _tensor_names([Path(path) for path in found if path])
+    return DrafterCheckpoint(source.name, config, shapes, files)
+
+
+def _json(source: Source, name: str) -> Any:
+    path = found_file(source, name)
+    content = None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"'{source.name}' has a damaged {name}: fetch or copy it again.")
+    return content
+
+
+def _tensor_names(paths: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, tuple[Path, str]] = {}
+    for path in paths:
+        check_regular(path)
+        with safe_open(path, framework="pt") as file:
+            # safe_open is not a mapping, so it can only be iterated through keys().
+            for stored in file.keys():  # noqa: SIM118
+                name = stored.removeprefix(PREFIX)
+                if name in shapes:
+                    raise SafetensorError(f"{name} is stored twice")
+                shapes[name] = tuple(file.get_slice(stored).get_shape())
+                files[name] = path, stored
+    return shapes, files

@@ -1,0 +1,238 @@
+"""EAGLE-3 and EAGLE-3.1 drafters in the layouts of SafeAILab, SGLang and SpecForge, of speculators, and of NeMo and
+DeepSpec (Li et al. 2025, arXiv 2503.01840; arXiv 2605.09992).
+
+The first layer attends with the embedding of a token and a state side by side; further layers are ordinary ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from utils.decode.features import layer_count
+from utils.decode.model_info import vocabulary_size
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
+from utils.engine import attention
+from utils.errors import UserError
+from utils.models.feature_drafter import FeatureDrafter
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
+RENAMED["aux_norm_high."] = "fc_norm.2."
+# Keys of a config that describe the layers. Others, such as the drafter's vocabulary, do not concern them.
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """What a checkpoint leaves to convention, or states in ways that differ between programs.
+
+    feature_layers: see utils.decode.features. norm_before_residual: the first residual is the normalised state.
+    norm_output: the next state is the one after the final norm.
+    """
+
+    feature_layers: tuple[int, ...]
+    norm_before_residual: bool
+    norm_output: bool
+
+
+class Eagle3(FeatureDrafter):
+    """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
+
+    def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
+        super().__init__()
+        self.config, self.conventions = config, conventions
+        hidden, eps, count = config.hidden_size, config.rms_norm_eps, len(conventions.feature_layers)
+        total = count * parts.feature_size
+        self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
+        self.fc = nn.Linear(total, hidden, bias=parts.fc_bias)
+        layer_class = Qwen3DecoderLayer if parts.head_norms else LlamaDecoderLayer
+        self.layers = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+        first = cast(Any, self.layers[0])
+        for name in ("q_proj", "k_proj", "v_proj"):
+            size = getattr(first.self_attn, name).out_features
+            setattr(first.self_attn, name, nn.Linear(2 * hidden, size, bias=bool(config.attention_bias)))
+        first.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.norm = LlamaRMSNorm(hidden, eps)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Eagle3:
+        """Take the embedding and the output head, and move to the target's device and number format."""
+        self.embed_tokens, self.lm_head = embedding, head
+        self.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.rotary = LlamaRotaryEmbedding(self.config).to(target.device)  # its frequencies stay float32
+        self.device, self.dtype = target.device, target.dtype
+        return self
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a convention that can be corrected
+        return self.conventions.feature_layers
+
+    def fuse_features(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if len(self.fc_norm):
+            chunks = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        states: Tensor = self.fc(features)
+        return states
+
+    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        tables = self.rotary(states, positions)
+        arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
+        first = cast(Any, self.layers[0])
+        embedded = first.input_layernorm(self.embed_tokens(tokens).to(states.dtype))
+        normed = first.hidden_norm(states)
+        residual = normed if self.conventions.norm_before_residual else states
+        attended, _ = first.self_attn(torch.cat([embedded, normed], dim=-1), attention_mask=None, **arguments)
+        states = residual + attended
+        states = states + first.mlp(first.post_attention_layernorm(states))
+        for layer in self.layers[1:]:
+            states = layer(states, attention_mask=None, use_cache=True, **arguments)
+        return states
+
+    def logits(self, state: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(state))
+        return logits
+
+    def feedback(self, state: Tensor) -> Tensor:
+        normed: Tensor = self.norm(state)
+        return normed if self.conventions.norm_output else state
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which optional tensors a checkpoint has. feature_size: of one hidden state of the target."""
+
+    feature_size: int
+    fc_norm: bool
+    norm_before_fc: bool
+    fc_bias: bool
+    head_norms: bool
+
+
+def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether the first layer reads an embedding and a state side by side, and features enter through `fc`."""
+    checkpoint = with_common_names(checkpoint)
+    query, output = (checkpoint.shapes.get(f"layers.0.self_attn.{name}.weight", ()) for name in ("q_proj", "o_proj"))
+    return checkpoint.has("fc.weight") and len(query) == len(output) == 2 and query[1] == 2 * output[0]
+
+
+def with_common_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
+    """The same checkpoint with the names of the speculators layout."""
+
+    def renamed(name: str) -> str:
+        old = next((prefix for prefix in RENAMED if name.startswith(prefix)), "")
+        return RENAMED[old] + name.removeprefix(old) if old else name
+
+    shapes = {renamed(name): shape for name, shape in checkpoint.shapes.items()}
+    files = {renamed(name): place for name, place in checkpoint.files.items()}
+    return DrafterCheckpoint(checkpoint.name, checkpoint.config, shapes, files)
+
+
+def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
+    """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
+    checkpoint = with_common_names(checkpoint)
+    given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
+    parts = _parts(checkpoint, feature_size)
+    config = layer_config(given, checkpoint, head_norms=parts.head_norms)
+    config.vocab_size = vocabulary_size(target)
+    drafter = Eagle3(config, conventions(checkpoint, target), parts)
+    load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
+    embedding = load_embedding(checkpoint, target, config.hidden_size)
+    head = load_head(checkpoint, target, config.hidden_size)
+    return drafter.share(embedding, head, target)
+
+
+def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_norms: bool) -> Any:
+    """The config of the drafter's layers, with row-invariant attention. given: the keys of config.json about them."""
+    chosen = {name: given[name] for name in LAYER_KEYS if given.get(name) is not None}
+    try:
+        config = (Qwen3Config if head_norms else LlamaConfig)(
+            **chosen, num_hidden_layers=checkpoint.layer_count(), attn_implementation=attention.NAME
+        )
+    except Exception as error:  # whatever its validation raises for values that do not fit together
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"'{checkpoint.name}' has a config.json that does not describe its layers ({reason})."
+        ) from error
+    return config
+
+
+def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: tuple[str, ...]) -> None:
+    """Fill a module with the tensors of a checkpoint. Raises UserError if names or shapes differ."""
+    expected = {name: tuple(part.shape) for name, part in module.state_dict().items()}
+    stored = {name: shape for name, shape in checkpoint.shapes.items() if name not in besides}
+    if odd := next(iter(sorted(expected.items() ^ stored.items())), None):
+        name = odd[0]
+        raise UserError(
+            f"'{checkpoint.name}' has weights that differ from its config.json: {name} is {stored.get(name, 'missing')}"
+            f" and should be {expected.get(name, 'absent')}."
+        )
+    module.load_state_dict(checkpoint.tensors(stored))
+
+
+def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
+    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
+    config = checkpoint.config
+    before_residual = config.get("norm_before_residual")
+    if before_residual is None:  # speculators files without the key are read so by vLLM
+        before_residual = "speculators_model_type" in config
+    return Conventions(_feature_layers(checkpoint, target), bool(before_residual), bool(config.get("norm_output")))
+
+
+def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
+    """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
+    config, count = checkpoint.config, layer_count(target)
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    if config.get(LAYER_IDS):  # speculators, vLLM: hidden states
+        ids = list(config[LAYER_IDS])
+    elif nested:  # SGLang: outputs of layers if the first one is 1
+        ids = [layer + (nested[0] == 1) for layer in nested]
+    elif config.get("target_layer_ids"):  # DeepSpec: outputs of layers
+        ids = [layer + 1 for layer in config["target_layer_ids"]]
+    else:
+        ids = [2, count // 2, count - 3]
+    size = int(target.config.get_text_config(decoder=True).hidden_size)
+    read = checkpoint.shapes["fc.weight"][1]
+    if len(ids) * size != read:
+        raise misfit(
+            checkpoint, f"it reads {read} numbers per token, and {len(ids)} hidden states have {len(ids) * size}"
+        )
+    if odd := next((layer for layer in ids if not isinstance(layer, int) or not 0 <= layer <= count), None):
+        raise misfit(checkpoint, f"it reads hidden state {odd} of {count}")
+    # These programs take the last layer's output before the final norm, which has number n + 1 here.
+    return tuple(count + 1 if layer == count else layer for layer in ids)
+
+
+def _parts(checkpoint: DrafterCheckpoint, feature_size: int) -> Parts:
+    return Parts(
+        feature_size,
+        fc_norm=checkpoint.has("fc_norm.0.weight"),
+        norm_before_fc=checkpoint.has("input_norm.weight"),
+        fc_bias=checkpoint.has("fc.bias"),
+        head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
+    )

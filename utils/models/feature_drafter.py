@@ -1,0 +1,46 @@
+"""What the decoders need of a drafter that reads its target's hidden states, whatever its checkpoint format is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class FeatureDrafter(nn.Module, ABC):
+    """A drafter that continues from hidden states (features) of its target, as EAGLE does (arXiv 2401.15077).
+
+    Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
+    After the last known feature it continues from its own states.
+
+    feature_layers: the hidden states of the target that it reads, concatenated to a feature of size F. They are
+    numbered as in `utils.decode.features`. config: with the target's vocabulary size, and of the layers that have a
+    cache. Like a model it has a device, a dtype and a name_or_path.
+    """
+
+    config: Any
+    feature_layers: tuple[int, ...]
+    device: Any
+    dtype: Any
+    name_or_path: str
+
+    @abstractmethod
+    def fuse_features(self, features: Tensor) -> Tensor:
+        """Map features of the target (B, T, F) to states (B, T, H)."""
+
+    @abstractmethod
+    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Return the states (B, T, H) at `positions` (1, T), from those before and the tokens (B, T) that follow."""
+
+    @abstractmethod
+    def logits(self, state: Tensor) -> Tensor:
+        """Return logits (1, V) over the target's vocabulary for a state (1, H). Tokens that are never drafted have
+        minus infinity.
+        """
+
+    def feedback(self, state: Tensor) -> Tensor:
+        """Return what takes the place of a feature's state when the target's is not known yet: (1, H) for a state
+        (1, H).
+        """
+        return state
