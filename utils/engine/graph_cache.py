@@ -155,7 +155,7 @@ class SlotLayer(GrowingLayer):
         if not self.get_seq_length():
             return True
         buffers = self._lease.slot.buffers.get(self._index)
-        return buffers is not None and True
+        return buffers is not None and self.keys.data_ptr() == buffers[0].data_ptr()
 
     def extend_to(self, length: int) -> None:
         """Set the length, after positions were written to the slot."""

@@ -101,6 +101,22 @@ def test_batches_leave_the_slot() -> None:
     assert replays(model) == before
 
 
+def test_a_single_row_that_was_selected_is_not_read_from_the_slot() -> None:
+    """The slot still holds the row from which the beams began."""
+    plain, model, random = MODELS["llama"](), attached(MODELS["llama"]()), Random(8)
+    context, results = ids(12, random), []
+    for each in (plain, model):
+        session = ModelSession(each)
+        session.feed(context, keep=1)
+        session.select([0, 0])
+        session.feed_rows([[*context, 5], [*context, 6]], keep=1)
+        session.select([1])
+        results.append(
+            torch.cat([session.feed([*context, 6, 7], keep=1), session.feed([*context, 6, 7, 8, 9], keep=2)])
+        )
+    assert equal(results[1], results[0])
+
+
 def test_the_same_run_twice_has_the_same_bits() -> None:
     """The first run records on a new slot; a short prompt must be computed alike in both."""
     model, random = attached(MODELS["llama"]()), Random(5)
