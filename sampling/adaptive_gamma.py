@@ -55,11 +55,14 @@ class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
     costs: of verify passes. draft_cost: of one draft, in decode steps; n-grams cost almost nothing. throughput: the
-    run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked.
+    run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked. block:
+    how many drafts are computed at once, if they are; then their cost does not depend on how many are proposed.
     """
 
-    def __init__(self, costs: Costs, draft_cost: float = 0.0, throughput: ThroughputEstimate | None = None) -> None:
-        self._costs, self._draft_cost = costs, draft_cost
+    def __init__(
+        self, costs: Costs, draft_cost: float = 0.0, throughput: ThroughputEstimate | None = None, *, block: int = 1
+    ) -> None:
+        self._costs, self._draft_cost, self._block = costs, draft_cost, block
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
         self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
 
@@ -74,7 +77,8 @@ class AdaptiveGamma:
 
     def cost(self, drafts: int) -> float:
         """What this many drafts add to a round."""
-        return self._costs.verify_cost(drafts) + drafts * self._draft_cost
+        computed = max(drafts, self._block) if drafts else 0
+        return self._costs.verify_cost(drafts) + computed * self._draft_cost
 
     @property
     def rate(self) -> float:

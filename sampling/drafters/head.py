@@ -1,9 +1,9 @@
-"""A draft head as a drafter: its session continues from the target's hidden states where they are known, and from its
-own beyond.
+"""Drafters that read the target's hidden states: one pass for each draft, or one for all drafts of a round.
 
-The session answers like that of a model, so drawing drafts, sharing noise and decoding alone work as for any model.
+Their sessions answer like those of a model, so drawing drafts and sharing noise work as for any model.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,29 +17,42 @@ from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 
 
-class HeadSession:
-    """One run's use of a head. Cache entry i joins what is known after token i with token i + 1, and predicts token i
-    + 2.
+class FeatureSession(ABC):
+    """One run's use of a drafter that reads the target's hidden states.
 
     It has room for drafts once `add_features` has brought it features of the target.
     """
 
+    block_size = 1  # drafts that a pass gives
+
     def __init__(self, model: FeatureDrafter) -> None:
-        self.model = model
         self.name = f"the head of {model_name(model)}"
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
+        self._device = model.device
         self._reset()
 
     def _reset(self) -> None:
-        self._cache = new_cache(self.model.config)
+        self._cache = self._new_cache()
         self._cached = 0  # entries in the cache
         self._known = 0  # positions whose features have arrived
         self._pending: Tensor | None = None  # features (T, F) of positions that have no entry yet
-        self._state: Tensor | None = None  # (1, H) of the last entry
+
+    @abstractmethod
+    def _new_cache(self) -> Any: ...
+
+    @abstractmethod
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        """Logits (1, V) for the next token; `keep` is 1. Each call adds at most one token that was not in the last
+        context.
+        """
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forget the drafts, and what was made from them."""
 
     def begin(self, prompt: list[int]) -> list[int]:
         """Start a run."""
@@ -58,18 +71,35 @@ class HeadSession:
         self._pending = new if self._pending is None else torch.cat([self._pending, new])
         self._known = known
 
+    def _tokens_after(self, context: list[int], end: int) -> Tensor:
+        """The tokens (T,) that follow the positions from the last entry to `end` - 1."""
+        return torch.tensor(context[self._cached + 1 : end + 1], device=self._device)
+
+
+class HeadSession(FeatureSession):
+    """A session of a stepwise drafter. Cache entry i joins what is known after token i with token i + 1, and predicts
+    token i + 2.
+    """
+
+    def __init__(self, model: StepwiseDrafter) -> None:
+        self.model = model
+        super().__init__(model)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._state: Tensor | None = None  # (1, H) of the last entry
+
+    def _new_cache(self) -> Any:
+        return new_cache(self.model.config)
+
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:
-        """Logits (1, V) for the next token; `keep` is 1. Each call adds at most one token that was not in the last
-        context.
-        """
         assert keep == 1
         end = len(context) - 1  # n tokens give n - 1 entries: each needs the token after it
         if end > self._cached:
-            states = self._states_before(end)
-            tokens = torch.tensor([context[self._cached + 1 : end + 1]], device=self.model.device)
-            positions = torch.arange(self._cached, end, device=self.model.device)[None]  # (1, T)
-            self._state = self.model.next_states(states[None], tokens, positions, self._cache)[0, -1:]
+            states, tokens = self._states_before(end), self._tokens_after(context, end)
+            positions = torch.arange(self._cached, end, device=self._device)[None]  # (1, T)
+            self._state = self.model.next_states(states[None], tokens[None], positions, self._cache)[0, -1:]
             self._cached = end
         assert self._state is not None
         return self.model.logits(self._state)
@@ -93,6 +123,53 @@ class HeadSession:
             self._cached = kept
 
 
+class BlockSession(FeatureSession):
+    """A session of a block drafter. The first feed after a rewind computes the drafts' logits, and further ones look
+    them up.
+    """
+
+    def __init__(self, model: BlockDrafter) -> None:
+        self.model, self.block_size = model, model.block_size
+        super().__init__(model)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._block: tuple[int, Tensor] | None = None  # context length, and logits (K, V) of what follows
+
+    def _new_cache(self) -> Any:
+        return self.model.new_cache()
+
+    def room(self, context: list[int]) -> int | None:
+        """How many more tokens it can predict: at most a block."""
+        room = super().room(context)
+        return self.block_size if room is None else min(room, self.block_size)
+
+    @torch.no_grad()
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        assert keep == 1
+        if self._block is None:
+            end, features = len(context) - 1, self._pending
+            assert features is not None and len(features) == end - self._cached
+            tokens = self._tokens_after(context, end)
+            self._block = len(context), self.model.block_logits(features, tokens, self._cached, self._cache)
+            self._cached, self._pending = end, None
+        start, rows = self._block
+        row = len(context) - start
+        return self.model.conditioned(rows[row : row + 1], context[-1])
+
+    def rewind(self, length: int) -> None:
+        """Forget the block. The cache holds nothing of it."""
+        self._block = None
+
+
+def feature_session(model: FeatureDrafter) -> FeatureSession:
+    """A session of a drafter that reads hidden states."""
+    if isinstance(model, BlockDrafter):
+        return BlockSession(model)
+    assert isinstance(model, StepwiseDrafter)
+    return HeadSession(model)
+
+
 class HeadDrafter(ModelDrafter):
     """Drafts with a head. The target's session must keep the features that it reads (`FeatureDrafter.feature_layers`).
 
@@ -102,7 +179,7 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(
         self,
-        session: HeadSession,
+        session: FeatureSession,
         decoding: Decoding,
         vocab_size: int,
         *,
@@ -111,7 +188,15 @@ class HeadDrafter(ModelDrafter):
         observed: bool = False,
         prefilled: Tensor | None = None,
     ) -> None:
-        super().__init__(session, decoding, vocab_size, shares_noise=shares_noise, adaptive=adaptive, observed=observed)
+        super().__init__(
+            session,
+            decoding,
+            vocab_size,
+            shares_noise=shares_noise,
+            adaptive=adaptive,
+            observed=observed,
+            block=session.block_size,
+        )
         self._head, self._prefilled = session, prefilled
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
@@ -134,7 +219,7 @@ class HeadDrafter(ModelDrafter):
 class FreeHead(HeadSession):
     """A head that decodes alone after the target's features of the prompt: its own text, without corrections."""
 
-    def __init__(self, model: FeatureDrafter, target: Any, *, use_cache: bool = True) -> None:
+    def __init__(self, model: StepwiseDrafter, target: Any, *, use_cache: bool = True) -> None:
         super().__init__(model)
         layers = model.feature_layers
         self._target = ModelSession(target, use_cache=use_cache, rewinds=False, features=layers)

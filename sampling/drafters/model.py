@@ -17,8 +17,8 @@ class ModelDrafter:
     session: the drafter model's. vocab_size: the target's; q is cut or zero-padded to it, since vocabularies of one
     family differ in their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. adaptive:
     chooses the number of drafts; without it, as many as requested are drafted. observed: whether drafts carry the
-    logits they were drawn from. It declines once its context is full, or if the text holds an id outside its
-    vocabulary.
+    logits they were drawn from. block: how many drafts a pass of the session gives. It declines once its context is
+    full, or if the text holds an id outside its vocabulary.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class ModelDrafter:
         shares_noise: bool = False,
         adaptive: AdaptiveGamma | None = None,
         observed: bool = False,
+        block: int = 1,
     ) -> None:
-        self._session, self._decoding, self._vocab_size = session, decoding, vocab_size
+        self._session, self._decoding, self._vocab_size, self._block = session, decoding, vocab_size, block
         self._shares_noise, self._adaptive, self._observed = shares_noise, adaptive, observed
         # The round's drafts, their buckets, and how many distributions were computed. None: not asked this round.
         self._round: tuple[list[int], list[Bucket], int] | None = None
@@ -62,7 +63,7 @@ class ModelDrafter:
         while len(tokens) < count and (adaptive is None or adaptive.continues(buckets)):
             # Cut before the processor, so that q is normalised over the ids that both models have.
             logits = self._session.feed(context + tokens, keep=1)[:, : self._shared_vocab]
-            computed += 1
+            computed = max(computed + 1, self._block)
             q = self._decoding.probs(logits, self._session.name)[0]
             if adaptive is not None:
                 buckets.append(_confidence(logits))

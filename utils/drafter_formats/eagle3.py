@@ -21,7 +21,7 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
 from utils.engine import attention
 from utils.errors import UserError
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.feature_drafter import StepwiseDrafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
@@ -57,7 +57,7 @@ class Conventions:
     norm_output: bool
 
 
-class Eagle3(FeatureDrafter):
+class Eagle3(StepwiseDrafter):
     """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
 
     def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from utils.decode.model_info import vocabulary_size
 from utils.engine import attention
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.feature_drafter import StepwiseDrafter
 
 
 def feature_layers(count: int) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
     )
 
 
-class TargetHead(FeatureDrafter):
+class TargetHead(StepwiseDrafter):
     """A head together with its target's embedding and the rows of the target's output head (V', H) that it drafts from.
 
     vocabulary: the token ids (V',) of these rows, ascending; other tokens are never drafted. Like a drafter model it

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 
 class FeatureDrafter(nn.Module, ABC):
-    """A drafter that continues from hidden states (features) of its target, as EAGLE does (arXiv 2401.15077).
+    """A drafter that continues from hidden states (features) of its target.
 
-    Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
-    After the last known feature it continues from its own states.
-
-    feature_layers: the hidden states of the target that it reads, concatenated to a feature of size F. They are
-    numbered as in `utils.decode.features`. config: with the target's vocabulary size, and of the layers that have a
-    cache. Like a model it has a device, a dtype and a name_or_path.
+    feature_layers: the hidden states that it reads, concatenated to a feature of size F. They are numbered as in
+    `utils.decode.features`. config: with the target's vocabulary size, and of the layers that have a cache. Like a
+    model it has a device, a dtype and a name_or_path.
     """
 
     config: Any
@@ -24,6 +21,14 @@ class FeatureDrafter(nn.Module, ABC):
     device: Any
     dtype: Any
     name_or_path: str
+
+
+class StepwiseDrafter(FeatureDrafter):
+    """One pass for each draft, as in EAGLE (arXiv 2401.15077).
+
+    Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
+    After the last known feature it continues from its own states.
+    """
 
     @abstractmethod
     def fuse_features(self, features: Tensor) -> Tensor:
@@ -44,3 +49,29 @@ class FeatureDrafter(nn.Module, ABC):
         (1, H).
         """
         return state
+
+
+class BlockDrafter(FeatureDrafter):
+    """One pass for all drafts of a round, as in DFlash (arXiv 2602.06036).
+
+    block_size: the number K of drafts that a pass gives.
+    """
+
+    block_size: int
+
+    @abstractmethod
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run."""
+
+    @abstractmethod
+    def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
+        """Return logits (K, V) of the next K tokens over the target's vocabulary.
+
+        features: (T, F), those of the positions from `first` that are new since the last pass. tokens: (T,), the ones
+        that follow these positions; the last one ends the context. The cache gets what is known of these T positions,
+        and nothing of the drafts.
+        """
+
+    def conditioned(self, logits: Tensor, previous: int) -> Tensor:
+        """Return a draft's logits (1, V) given the token before it, for drafters that draw from left to right."""
+        return logits

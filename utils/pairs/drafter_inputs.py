@@ -52,9 +52,13 @@ class DrafterInputs:
     max_text: int
     observed: bool
 
-    def adaptive(self, kind: str | None, throughput: ThroughputEstimate | None = None) -> AdaptiveGamma | None:
-        """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed."""
-        return None if self.costs is None else AdaptiveGamma(self.costs, self.costs.draft_cost(kind), throughput)
+    def adaptive(
+        self, kind: str | None, throughput: ThroughputEstimate | None = None, *, block: int = 1
+    ) -> AdaptiveGamma | None:
+        """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed. block: see AdaptiveGamma."""
+        if self.costs is None:
+            return None
+        return AdaptiveGamma(self.costs, self.costs.draft_cost(kind), throughput, block=block)
 
 
 class Replay(Enum):

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, SuffixAutomaton
-from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, HeadSession, ModelDrafter
+from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDrafter
 from sampling.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
+from sampling.drafters.head import feature_session
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.errors import UserError, check_choice
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LOADED, MODEL
@@ -71,21 +72,11 @@ class DrafterKind:
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
     """The pair's drafter, whatever it is."""
-    pair, adaptive = inputs.pair, inputs.adaptive(inputs.pair.drafter_kind, throughput)
+    pair = inputs.pair
     # A head is no session of its own: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
-        target = inputs.open_session("target", features=pair.feature_layers)
-        head = HeadDrafter(
-            HeadSession(pair.drafter),
-            inputs.decoding,
-            target.vocab_size,
-            shares_noise=inputs.shares_noise,
-            adaptive=adaptive,
-            observed=inputs.observed,
-            # A session that shares a prefill already has the prompt's features; otherwise this is None.
-            prefilled=target.take_features(),
-        )
-        return BuiltDrafter(head, target)
+        return _head(inputs, pair.drafter, throughput)
+    adaptive = inputs.adaptive(pair.drafter_kind, throughput)
     target = inputs.open_session("target")
     if pair.drafter_tokenizer is not None:
         retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
@@ -94,6 +85,22 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         # Text is tokenized again with every draft, so drafts depend on how many were requested.
         return BuiltDrafter(drafter, target, Replay.NEVER)
     return _model(inputs, inputs.open_session("drafter"), target, adaptive)
+
+
+def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
+    """A drafter that reads hidden states."""
+    session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
+    drafter = HeadDrafter(
+        session,
+        inputs.decoding,
+        target.vocab_size,
+        shares_noise=inputs.shares_noise,
+        adaptive=inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size),
+        observed=inputs.observed,
+        # A session that shares a prefill already has the prompt's features; otherwise this is None.
+        prefilled=target.take_features(),
+    )
+    return BuiltDrafter(drafter, target)
 
 
 def _cut(inputs: DrafterInputs) -> BuiltDrafter:
@@ -205,7 +212,9 @@ def drafter_alone(inputs: DrafterInputs) -> Session:
     Raises UserError if its output cannot be compared with the target's.
     """
     pair = inputs.pair
-    if isinstance(pair.drafter, FeatureDrafter):
+    if isinstance(pair.drafter, BlockDrafter):
+        raise UserError("The drafter cannot run alone: it drafts blocks after hidden states of the target.")
+    if isinstance(pair.drafter, StepwiseDrafter):
         return FreeHead(pair.drafter, pair.target, use_cache=inputs.use_cache)
     if pair.drafter_tokenizer is not None:
         raise UserError("The drafter cannot run alone: its tokenizer differs from the target's.")
