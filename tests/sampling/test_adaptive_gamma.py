@@ -108,6 +108,14 @@ def test_drafts_must_beat_the_throughput_of_the_run():
         fast.learn(matches(*[9] * 8), 8)
     assert fast.rate > 2 > slow.rate == 1
     assert fast.best(matches(4, 4, 4, 4)) < slow.best(matches(4, 4, 4, 4))
+    assert slow.proposes(matches(4)) and not fast.proposes(matches(4))
+
+
+def test_a_draft_that_gains_nothing_is_neither_computed_nor_proposed():
+    assert AdaptiveGamma(Costs((0.0,))).best(matches(0, 0)) == 0
+    adaptive = AdaptiveGamma(Costs((0.6, 9.0)))
+    assert adaptive.cost(1) == adaptive.probability(("position", 0)) * adaptive.rate
+    assert not adaptive.continues([])
 
 
 def test_drafts_after_the_first_rejected_one_are_no_evidence():
@@ -224,6 +232,9 @@ def test_drafters_of_a_chain_share_the_throughput_estimate():
     assert first.rate == alone.rate
     second.learn([("confidence", 5)], 1, computed=2)
     alone.add(2, 1 + 0.05 + 0.2)
+    assert first.rate == alone.rate
+    second.learn([], 0, computed=1)  # a draft was computed but not proposed
+    alone.add(1, 1 + 0.1)
     assert first.rate == alone.rate
 
 
