@@ -93,5 +93,8 @@ class Seat:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as a reason: its first line."""
-    return str(error).partition("\n")[0][:MAX_REASON] or type(error).__name__
+    """Return an error as a reason: its first line that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # OpenVINO begins with the lines of its source code.
+    messages = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
+    return next(iter([*messages, *lines]), type(error).__name__)[:MAX_REASON]

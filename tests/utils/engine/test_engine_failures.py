@@ -14,7 +14,7 @@ from tiny import tiny_llama
 
 from utils.engine import Engine
 from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.seat import Seat
+from utils.engine.seat import Seat, reason_of
 from utils.errors import UserError
 
 FAILURES = ["logits differ", MemoryError(), RuntimeError("no kernel\nsecond line"), ImportError("no module")]
@@ -41,6 +41,13 @@ def test_an_engine_that_was_asked_for_and_fails_is_an_error_of_one_sentence(
     with pytest.raises(UserError, match="first engine failed its self-test"):
         engine.use("first", 1)
     assert (engine.state.kind, engine._seat.name) == ("plain", "plain")
+
+
+def test_a_reason_is_what_happened_not_the_place_in_the_source() -> None:
+    places = "Exception from src/core.cpp:117:\nCheck 'status == 0' failed at src/node.cpp:54:\n"
+    assert reason_of(RuntimeError(f"{places}no memory for the weights\n\n")) == "no memory for the weights"
+    assert reason_of(RuntimeError("Exception from src/core.cpp:117:")) == "Exception from src/core.cpp:117:"
+    assert reason_of(RuntimeError("\n")) == "RuntimeError"
 
 
 def test_an_interrupted_installation_leaves_nothing_in_the_seat() -> None:

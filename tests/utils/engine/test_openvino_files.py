@@ -117,6 +117,24 @@ def test_openvino_is_imported_without_its_telemetry() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize(
+    ("limit", "refused"),
+    [
+        ("AVX2", {"int8", "int4", "gguf", "bfloat16"}),
+        ("avx2_vnni", {"bfloat16"}),
+        ("AVX512_CORE", set()),
+        ("DEFAULT", set()),
+    ],
+)
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_formats_whose_instructions_are_turned_off_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, limit: str, refused: set[str]
+) -> None:
+    monkeypatch.setattr(openvino_support, "cpu_features", lambda: ["avx512_bf16", "avx512_vnni"])
+    monkeypatch.setenv(variable, limit)
+    assert {name for name in ("float32", "int8", "int4", "gguf", "bfloat16") if unsupported(name)} == refused
+
+
 def test_formats_need_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino_support, "cpu_features", lambda: ["avx2", "fma"])
     assert unsupported("float32") is None
