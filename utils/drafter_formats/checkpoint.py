@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,16 @@ class DrafterCheckpoint:
     def has(self, *names: str) -> bool:
         """Whether it has all of these tensors."""
         return all(name in self.shapes for name in names)
+
+    def renamed(self, prefixes: Mapping[str, str]) -> DrafterCheckpoint:
+        """The same checkpoint with other names: prefixes maps beginnings of names to what takes their place."""
+
+        def new(name: str) -> str:
+            old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            return prefixes[old] + name.removeprefix(old) if old else name
+
+        shapes = {new(name): shape for name, shape in self.shapes.items()}
+        return replace(self, shapes=shapes, files={new(name): place for name, place in self.files.items()})
 
     def layer_count(self, prefix: str = "layers.") -> int:
         """The number of layers, by the names of their tensors."""

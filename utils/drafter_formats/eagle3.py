@@ -18,7 +18,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
+from utils.drafter_formats.target_parts import (
+    DraftHead,
+    check_feature_layers,
+    load_embedding,
+    load_head,
+    share_parts,
+)
 from utils.engine import attention
 from utils.errors import UserError
 from utils.models.feature_drafter import StepwiseDrafter
@@ -60,6 +66,9 @@ class Conventions:
 class Eagle3(StepwiseDrafter):
     """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
 
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
     def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
         super().__init__()
         self.config, self.conventions = config, conventions
@@ -80,10 +89,7 @@ class Eagle3(StepwiseDrafter):
 
     def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Eagle3:
         """Take the embedding and the output head, and move to the target's device and number format."""
-        self.embed_tokens, self.lm_head = embedding, head
-        self.to(target.device, target.dtype).eval().requires_grad_(False)
-        self.rotary = LlamaRotaryEmbedding(self.config).to(target.device)  # its frequencies stay float32
-        self.device, self.dtype = target.device, target.dtype
+        share_parts(self, embedding, head, target)
         return self
 
     @property
@@ -142,14 +148,7 @@ def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
 
 def with_common_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     """The same checkpoint with the names of the speculators layout."""
-
-    def renamed(name: str) -> str:
-        old = next((prefix for prefix in RENAMED if name.startswith(prefix)), "")
-        return RENAMED[old] + name.removeprefix(old) if old else name
-
-    shapes = {renamed(name): shape for name, shape in checkpoint.shapes.items()}
-    files = {renamed(name): place for name, place in checkpoint.files.items()}
-    return DrafterCheckpoint(checkpoint.name, checkpoint.config, shapes, files)
+    return checkpoint.renamed(RENAMED)
 
 
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
@@ -216,14 +215,7 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
         ids = [layer + 1 for layer in config["target_layer_ids"]]
     else:
         ids = [2, count // 2, count - 3]
-    size = int(target.config.get_text_config(decoder=True).hidden_size)
-    read = checkpoint.shapes["fc.weight"][1]
-    if len(ids) * size != read:
-        raise misfit(
-            checkpoint, f"it reads {read} numbers per token, and {len(ids)} hidden states have {len(ids) * size}"
-        )
-    if odd := next((layer for layer in ids if not isinstance(layer, int) or not 0 <= layer <= count), None):
-        raise misfit(checkpoint, f"it reads hidden state {odd} of {count}")
+    check_feature_layers(checkpoint, target, ids)
     # These programs take the last layer's output before the final norm, which has number n + 1 here.
     return tuple(count + 1 if layer == count else layer for layer in ids)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.errors import UserError
@@ -29,7 +32,10 @@ class DraftHead(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         """Return logits (..., V) for states (..., H). Tokens that are never drafted have minus infinity."""
-        drafted: Tensor = self.rows(state)
+        return self.over_target(self.rows(state))
+
+    def over_target(self, drafted: Tensor) -> Tensor:
+        """Return logits (..., V) over the target's vocabulary for those of the draft vocabulary (..., V')."""
         if self.vocabulary is None and drafted.shape[-1] == self.size:
             return drafted
         logits = drafted.new_full((*drafted.shape[:-1], self.size), float("-inf"))
@@ -80,6 +86,25 @@ def load_embedding(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidde
     embedding = nn.Embedding(len(weight), hidden, device="meta")
     embedding.weight = nn.Parameter(weight, requires_grad=False)
     return embedding
+
+
+def share_parts(drafter: Any, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> None:
+    """Give a drafter its embedding and output head, and move it to the target's device and number format."""
+    drafter.embed_tokens, drafter.lm_head = embedding, head
+    drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    drafter.rotary = LlamaRotaryEmbedding(drafter.config).to(target.device)  # its frequencies stay float32
+    drafter.device, drafter.dtype = target.device, target.dtype
+
+
+def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raise UserError unless the target has these hidden states and `fc` reads as many numbers as they have."""
+    count, size = layer_count(target), int(target.config.get_text_config(decoder=True).hidden_size)
+    read = checkpoint.shapes["fc.weight"][1]
+    if len(layers) * size != read:
+        reason = f"it reads {read} numbers per token, and {len(layers)} hidden states have {len(layers) * size}"
+        raise misfit(checkpoint, reason)
+    if odd := next((str(layer) for layer in layers if not isinstance(layer, int) or not 0 <= layer <= count), None):
+        raise misfit(checkpoint, f"it reads hidden state {odd} of {count}")
 
 
 def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:
