@@ -112,7 +112,8 @@ class Setup:
         made = self._engine_class(engine)([model], [], EngineWeights())
         if reason := made.unsupported():
             raise NotRun(reason)
-        if reason := made.install([torch.get_num_threads()], lambda text: None):
+        count = torch.get_num_threads()
+        if reason := made.install([count], lambda text: None) or made.self_test(count, lambda text: None):
             made.remove()
             raise RuntimeError(f"self-test: {reason}")
         return made

@@ -100,7 +100,8 @@ class Engine:
         self._seat.forget_tests()
         self._use_plain(self.state.reason)
         self.selection.table = {}
-        return self._prepare(name, thread_count)  # not `use`: a file that cannot be written keeps its results
+        # Not `use`: a file that cannot be written keeps its results.
+        return self._prepare(name, thread_count, tests_all=True)
 
     def set_threads(self, count: int) -> EngineState:
         """Compute with `count` threads from now on.
@@ -209,17 +210,16 @@ class Engine:
         if name != AUTO and (reason := self.selection.problem(name)):
             raise UserError(f"The {name} engine cannot compute {self._target.name_or_path}: {reason}.")
 
-    def _prepare(self, name: str, thread_count: int) -> EngineState:
-        """Choose, test and measure, whatever is stored."""
+    def _prepare(self, name: str, thread_count: int, *, tests_all: bool = False) -> EngineState:
+        """Choose, test and measure, whatever is stored. tests_all: whether to test every candidate."""
         self._stored.begin(name, thread_count)
         try:
             with threads.restored_on_error():
-                choice = self._installed(name, thread_count)
+                choice = self._installed(name, thread_count, tests_all=tests_all)
                 self.state = replace(
                     self.state, kind=choice.name, weights=self._seat.engine.weights, reason=choice.reason, tested_on=""
                 )
-                # After the engine is installed, because the fastest number of threads depends on its kernels.
-                self.set_threads(thread_count)
+                self.set_threads(torch.get_num_threads())  # which was chosen for the kernels of this engine
         except KeyboardInterrupt:
             self._use_plain(INTERRUPTED)
             raise
@@ -227,12 +227,12 @@ class Engine:
         self.store()
         return self.state
 
-    def _installed(self, name: str, thread_count: int) -> Choice:
+    def _installed(self, name: str, thread_count: int, *, tests_all: bool) -> Choice:
         """Install an engine. If it fails, the models stay plain."""
         try:
             if name == AUTO:
-                return self.selection.install_best(thread_count, self.report)
-            return self.selection.install(name, self.report)
+                return self.selection.install_best(thread_count, self.report, tests_all=tests_all)
+            return self.selection.install(name, thread_count, self.report)
         except UserError as error:
             self._use_plain(str(error))
             remedy = "use /engine plain" if self._weights.as_loaded else "start without --engine-weights"

@@ -53,7 +53,10 @@ def _tokens(width: int) -> float:
 
 
 def choose(table: Table) -> Choice:
-    """Return the fastest engine, or the fastest with verified bits if no other is more than MAX_LOSS times as fast."""
+    """Return the fastest engine, or the fastest with equal bits if no other is more than MAX_LOSS times as fast.
+
+    What an engine promises counts until its self-test fails: only the chosen engine need be tested.
+    """
     rows = {name: figures for name, figures in table.items() if figures.is_candidate}
     if not rows:
         return Choice("", _problems(table))
@@ -62,10 +65,10 @@ def choose(table: Table) -> Choice:
         return Choice(name, "" if rows[name].promise else _problems(table) or NO_PROMISE)
     speeds = {name: expected_speed(figures) for name, figures in rows.items()}
     fastest = max(speeds, key=lambda name: speeds[name])
-    verified = [name for name in speeds if table[name].verified]
-    if not verified:
+    promised = [name for name in speeds if table[name].promise]
+    if not promised:
         return Choice(fastest, _problems(table) or NO_PROMISE)
-    exact = max(verified, key=lambda name: speeds[name])
+    exact = max(promised, key=lambda name: speeds[name])
     gain = speeds[fastest] / speeds[exact]
     if gain <= MAX_LOSS:
         return Choice(exact)

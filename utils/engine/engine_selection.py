@@ -1,7 +1,9 @@
 """EngineSelection: which engines can compute the loaded models, and the installation of the chosen one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -23,6 +25,7 @@ class EngineSelection:
 
     def __init__(self, seat: Seat, target: PreTrainedModel, weights: str) -> None:
         self.meter = Meter()
+        self.memory: Callable[[], int] = lambda: int(psutil.virtual_memory().available)  # bytes, for trials
         self.table: dict[str, EngineFigures] = {}
         self._seat, self._target, self._format = seat, target, weights
 
@@ -42,25 +45,54 @@ class EngineSelection:
             return reason
         return "" if engine.weights == self._format else f"it computes {engine.weights}, not {self._format}"
 
-    def install(self, name: str, report: Report = unreported) -> Choice:
-        """Install an engine that was asked for. Raises UserError if its self-test fails."""
-        if failure := self._seat.install(name, tested_counts(), report):
+    def install(self, name: str, thread_count: int, report: Report = unreported) -> Choice:
+        """Install an engine that was asked for, and test it. Raises UserError if its self-test fails.
+
+        thread_count: see Engine.set_threads.
+        """
+        failure = self._seat.install(name, threads.usual_counts(), report) or self._test(thread_count, report)
+        if failure:
             raise UserError(f"The {name} engine failed its self-test: {failure}.")
         return Choice(name, "" if self._seat.engine.promise else NO_PROMISE)
 
-    def install_best(self, thread_count: int, report: Report = unreported) -> Choice:
-        """Install the engine that the measurements favour, which are made now if there are none.
+    def install_best(self, thread_count: int, report: Report = unreported, *, tests_all: bool = False) -> Choice:
+        """Install the engine that the measurements favour, which are made now if there are none, and test it.
 
-        Raises UserError if no engine is left.
+        tests_all: whether the other engines are tested too. Raises UserError if no engine is left.
         """
-        if not self.table:
-            self.table = self._measured(thread_count, report)
-        while (choice := choose(self.table)).name:
-            failure = self._seat.install(choice.name, tested_counts(), report)
-            if not failure:
-                return choice
-            self.table[choice.name] = replace(self.table[choice.name], problem=FAILED.format(failure), failed=True)
+        self._seat.begin_trials(self.memory)
+        try:
+            if not self.table:
+                self.table = self._measured(thread_count, report, tests_all=tests_all)
+            while (choice := choose(self.table)).name:
+                row = self.table[choice.name]
+                failure = self._installed(choice.name, thread_count, report)
+                verified = not failure and self._seat.is_verified(torch.get_num_threads())
+                problem = FAILED.format(failure) if failure else ""
+                self.table[choice.name] = replace(row, problem=problem, failed=bool(failure), verified=verified)
+                if not failure:
+                    return choose(self.table)
+        finally:
+            self._seat.end_trials()
         raise UserError(f"No engine computes {self._format} weights here: {choice.reason}.")
+
+    def _installed(self, name: str, thread_count: int, report: Report) -> str:
+        """Install the chosen engine, release the others and test it. Returns why that failed."""
+        if row_threads := self.table[name].threads:
+            self._seat.engines[name].set_threads(row_threads)  # compiled already
+        failure = self._seat.install(name, threads.usual_counts(), report) or self._seat.end_trials()
+        return failure or self._test(thread_count, report)
+
+    def _test(self, thread_count: int, report: Report) -> str:
+        """Test what the installed engine promises with the number of threads that it will use."""
+        count = thread_count or threads.requested_threads() or self.fastest_count(report)
+        self._seat.engine.set_threads(count)
+        if self._seat.tested_counts():
+            return ""  # another number of threads is no reason to give up an engine that works: `Engine` reports it
+        failure = self._seat.test_threads(count, report)
+        if failure:
+            self._seat.discard()
+        return failure
 
     def fastest_count(self, report: Report) -> int:
         """Return the fastest number of threads for the installed engine."""
@@ -71,7 +103,7 @@ class EngineSelection:
         counts, use = self._thread_counts(), self._seat.engine.set_threads
         return threads.fastest_count(lambda: probe.forward(1), counts, use)
 
-    def _measured(self, thread_count: int, report: Report) -> dict[str, EngineFigures]:
+    def _measured(self, thread_count: int, report: Report, *, tests_all: bool) -> dict[str, EngineFigures]:
         """The figures of all candidates, and the reasons against other engines. A single candidate is not measured."""
         names, engines = self.candidates(), self._seat.engines
         table = {
@@ -81,14 +113,9 @@ class EngineSelection:
             return table
         chosen = thread_count or threads.requested_threads()
         counts = [chosen] if chosen else self._thread_counts()
-        trials = Trials(self._seat, self._target, counts, tested_counts(), report, self.meter)
+        trials = Trials(self._seat, self._target, counts, tests_all, report, self.meter)
         return table | trials.run(names)
 
     def _thread_counts(self) -> list[int]:
         """The numbers of threads to choose from: on other devices than a CPU they hardly matter."""
         return threads.candidate_counts() if self._target.device.type == "cpu" else [torch.get_num_threads()]
-
-
-def tested_counts() -> list[int]:
-    """Return the numbers of threads with which an installation is tested. Others are tested when they are chosen."""
-    return sorted({1, threads.available_threads()})

@@ -61,7 +61,7 @@ class InvariantEngine:
         return "this processor has no bfloat16 instructions for PyTorch" if lacks else ""
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
-        """Replace linear layers and attention, then run the self-test. Returns why it failed."""
+        """Replace linear layers and attention. Returns why the logits are not those of the plain layers."""
         # Rounded weights give different logits, so there is no reference to compare with.
         known = self._models if self._format.as_loaded else []
         reference = [selftest.prefill_logits(model) for model in known]
@@ -69,7 +69,7 @@ class InvariantEngine:
 
         def attempt() -> str:
             self._replace(thread_counts, report)
-            return self._test_everything(reference, thread_counts, report)
+            return self._compare(reference)
 
         return _reason(attempt)
 
@@ -84,9 +84,16 @@ class InvariantEngine:
         return _reason(attempt)
 
     def self_test(self, thread_count: int, report: Report = unreported) -> str:
-        """Test whole models, without the widths that `install` has tested."""
+        """Test whole models, and the first layer of each model with its own weights at every width."""
         tests = (
-            selftest.width_dependence(model, [thread_count], every_width=False, report=report) for model in self._models
+            # The layers of a drafter that was cut out of the target are tested with the target.
+            selftest.width_dependence(
+                model,
+                [thread_count],
+                every_width=index == 0 or not self._shares_weights_with_target(model),
+                report=report,
+            )
+            for index, model in enumerate(self._models)
         )
         return next(filter(None, tests), "")
 
@@ -124,8 +131,8 @@ class InvariantEngine:
         tests = (selftest.one_width_differs(model, width) for model in (self._models[0], *others))
         return next(filter(None, tests), "")
 
-    def _test_everything(self, reference: list[Tensor], thread_counts: Sequence[int], report: Report) -> str:
-        """Compare with the logits of the plain layers, if there are any, and run the self-test at every width."""
+    def _compare(self, reference: list[Tensor]) -> str:
+        """Compare with the logits of the plain layers, if there are any."""
         for index, model in enumerate(self._models):
             attention.seen_sliding_windows.clear()
             if reference and self._logits_differ(model, reference[index]):
@@ -138,10 +145,6 @@ class InvariantEngine:
                 and not attention.seen_sliding_windows - {None}
             ):
                 return UNKNOWN_WINDOW
-            # The layers of a drafter that was cut out of the target have been tested with the target.
-            every_width = index == 0 or not self._shares_weights_with_target(model)
-            if reason := selftest.width_dependence(model, thread_counts, every_width=every_width, report=report):
-                return reason
         return ""
 
     def _logits_differ(self, model: PreTrainedModel, reference: Tensor) -> bool:

@@ -4,7 +4,8 @@ It computes weights of every format, and a verify pass costs little more than a 
 stay as they are, with their weights in files, so that they can compute again when the engine is removed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,19 @@ from utils.engine.weight_blocks import round_int8
 from utils.engine.weight_format import EngineWeights
 from utils.engine.weight_memory import tensor_bytes, weight_format
 
+SPARE = 3  # graphs are kept during trials if there is memory for this many more of them
 NOT_HERE = "the openvino engine computes float32 and bfloat16 models on CPUs only"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Graphs that were compiled for one number of threads.
+
+    segments: OpenVinoSegments of the target, and of a drafter with its own weights. forwards: of each model.
+    """
+
+    segments: list[Any]
+    forwards: list[LeanDecoder]
 
 
 class OpenVinoEngine:
@@ -44,7 +57,12 @@ class OpenVinoEngine:
         self.layouts: dict[str, int] = {}
         self.folder: Path | None = None
         self._threads = torch.get_num_threads()
-        self._segments: list[Any] = []  # OpenVinoSegments of the target and of a drafter with its own weights
+        self._specs: list[DecoderSpec] = []  # of the models, without weights, from the installation on
+        self._originals: list[Callable[..., Any]] = []  # the forward passes of transformers
+        self._compiled: dict[int, Compiled] = {}  # by number of threads, the present one and others during trials
+        self._below: list[tuple[PreTrainedModel, Any]] = []  # models that compute here, and forwards set before
+        self._has_helpers = False  # whether the kernels of helpers are of this engine
+        self._memory: Callable[[], int] | None = None  # during trials
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
@@ -53,25 +71,18 @@ class OpenVinoEngine:
         return next((reason for reason in map(self._unreadable, self._models) if reason), "")
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
-        """Convert the weights if that has not been done, and run the self-test. Returns why it failed."""
+        """Convert the weights if that has not been done. Returns why the logits are not those of the plain engine."""
         reference = [selftest.prefill_logits(model) for model in self._models] if self._weights.as_loaded else []
-        self._set_forwards(report)
+        self._start(report)
         differing = (
             selftest.differ_beyond_rounding(selftest.prefill_logits(model), logits)
             for model, logits in zip(self._models, reference, strict=False)
         )
-        if any(differing):
-            return DIFFERENT_LOGITS
-        before = self._threads
-        for count in [*sorted({*thread_counts, before} - {before}), before]:
-            self.set_threads(count)
-            if reason := self.self_test(count, report):
-                return reason
-        return ""
+        return DIFFERENT_LOGITS if any(differing) else ""
 
     def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
         """Use the converted weights, which passed the test before, and test one verify width again."""
-        self._set_forwards(unreported)
+        self._start(unreported)
         tests = (selftest.one_width_differs(model, width) for model in self._models)
         return next(filter(None, tests), "")
 
@@ -84,27 +95,49 @@ class OpenVinoEngine:
         return next(filter(None, tests), "")
 
     def set_threads(self, count: int) -> None:
-        """Compute with this number of threads. Graphs that are in use are compiled again."""
+        """Compute with this number of threads. Graphs that are in use are compiled for it, once during trials."""
         torch.set_num_threads(count)
-        if count != self._threads:
-            self._threads = count
-            for segments in self._segments:
-                segments.set_threads(count)
-            if self._segments:
-                self._swap_helpers()
+        before, self._threads = self._threads, count
+        if count == before or not self._below:
+            return
+        if count not in self._compiled:
+            self._compile(before, count)
+        self._set_forwards()
+        if self._memory is None:
+            self._swap_helpers()
 
     def nbytes(self) -> int:
         """Return the bytes of the weights while the engine is installed."""
         embeddings = {id(table): table for table in (model.get_input_embeddings() for model in self._models)}
-        converted = sum(int(segments.nbytes()) for segments in self._segments)
-        return converted + tensor_bytes([*embeddings.values(), *self._helpers])
+        return self._converted_bytes() + tensor_bytes([*embeddings.values(), *self._helpers])
 
     def remove(self) -> None:
-        """Let the models compute again by themselves."""
-        for model in self._models:
-            vars(model).pop("forward", None)
-        restore_linears(self._helpers)
-        self._segments = []
+        """Let the models compute again by themselves, or by the engine below."""
+        self._remove_forwards()
+        if self._has_helpers:
+            restore_linears(self._helpers)
+            self._has_helpers = False
+        if not self._has_room():
+            self._compiled = {}
+
+    def begin_trials(self, memory: Callable[[], int]) -> None:
+        """Keep what is compiled from now on. memory: returns the bytes that are available."""
+        self._memory = memory
+
+    def end_trials(self) -> None:
+        """Release what is not in use."""
+        self._memory = None
+        self._compiled = {self._threads: self._compiled[self._threads]} if self._below else {}
+        if self._below:
+            self._swap_helpers()
+
+    def is_parked(self) -> bool:
+        """Whether the engine is removed and can compute again at once."""
+        return self._threads in self._compiled and not self._below
+
+    def resume(self) -> None:
+        """Compute again. Helpers follow when the trials end."""
+        self._set_forwards()
 
     def _unreadable(self, model: PreTrainedModel) -> str:
         if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
@@ -112,16 +145,21 @@ class OpenVinoEngine:
         spec = None if vars(model).get("forward") else read_decoder(model)  # an installed engine has read it
         return spec if isinstance(spec, str) else ""
 
-    def _set_forwards(self, report: Report) -> None:
+    def _start(self, report: Report) -> None:
         specs = [cast(DecoderSpec, read_decoder(model)) for model in self._models]
-        for index, (model, spec) in enumerate(zip(self._models, specs, strict=True)):
-            report("converting the weights for OpenVINO")
-            segments = self._segments[0] if index and _is_cut(spec, specs[0]) else self._converted(model, spec)
-            # transformers' forward has only the weights as they were loaded.
-            original = model.forward if self._weights.as_loaded else None
-            forward = LeanDecoder(spec.without_weights(), segments, model.config, original=original)
-            model.forward = cast(Any, forward)
-        self._swap_helpers()
+        report("converting the weights for OpenVINO")
+        # A drafter that consists of the first layers of the target is computed by the target's graphs.
+        segments = [
+            self._converted(model, spec)
+            for index, (model, spec) in enumerate(zip(self._models, specs, strict=True))
+            if not index or not _is_cut(spec, specs[0])
+        ]
+        self._specs = [spec.without_weights() for spec in specs]
+        self._originals = [model.forward for model in self._models]
+        self._compiled = {self._threads: self._forwards(segments)}
+        self._set_forwards()
+        if self._memory is None:
+            self._swap_helpers()
         release_weights(self._models, self.folder)
 
     def _converted(self, model: PreTrainedModel, spec: DecoderSpec) -> Any:
@@ -131,9 +169,46 @@ class OpenVinoEngine:
         # The blocks of a file are those of the target.
         kind = "int8" if self.weights == "gguf" and not blocks else self.weights
         weights = EngineWeights(kind, blocks)
-        segments = OpenVinoSegments(spec, weights=weights, threads=self._threads, folder=self.folder)
-        self._segments.append(segments)
-        return segments
+        return OpenVinoSegments(spec, weights=weights, threads=self._threads, folder=self.folder)
+
+    def _forwards(self, segments: list[Any]) -> Compiled:
+        """The forward pass of each model over these segments, the last of which are those of the drafter."""
+        forwards: list[LeanDecoder] = []
+        for model, spec, own in zip(self._models, self._specs, (segments[0], segments[-1]), strict=False):
+            # transformers' forward has only the weights as they were loaded.
+            original = self._originals[len(forwards)] if self._weights.as_loaded else None
+            forwards.append(LeanDecoder(spec, own, model.config, original=original))
+        return Compiled(segments, forwards)
+
+    def _compile(self, before: int, count: int) -> None:
+        """Compile the graphs for another number of threads, in place of the present ones unless there is room."""
+        segments = self._compiled[before].segments
+        if self._has_room():
+            self._compiled[count] = self._forwards([part.with_threads(count) for part in segments])
+            return
+        for part in segments:
+            part.set_threads(count)
+        self._compiled = {count: self._compiled[before]}
+
+    def _set_forwards(self) -> None:
+        self._below = self._below or [(model, vars(model).get("forward")) for model in self._models]
+        for model, forward in zip(self._models, self._compiled[self._threads].forwards, strict=True):
+            model.forward = cast(Any, forward)
+
+    def _remove_forwards(self) -> None:
+        for model, own in self._below:
+            del model.forward
+            if own is not None:
+                model.forward = own
+        self._below = []
+
+    def _has_room(self) -> bool:
+        """Whether another set of compiled graphs may be kept."""
+        return self._memory is not None and self._memory() > SPARE * self._converted_bytes()
+
+    def _converted_bytes(self) -> int:
+        compiled = next(iter(self._compiled.values()), None)
+        return sum(int(segments.nbytes()) for segments in compiled.segments) if compiled else 0
 
     def _swap_helpers(self) -> None:
         from utils.engine.openvino_kernel import OpenVinoKernel
@@ -144,6 +219,7 @@ class OpenVinoEngine:
             return OpenVinoKernel(weight if exact else round_int8(weight.float()), bias, threads=self._threads)
 
         restore_linears(self._helpers)
+        self._has_helpers = True
         swap_linears(self._helpers, by_weight(build))
 
 

@@ -6,6 +6,7 @@ in chunks.
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ class OpenVinoSegments:
         if count != self._threads:
             self._threads = count
             self._compile()
+
+    def with_threads(self, count: int) -> "OpenVinoSegments":
+        """Return the same graphs, compiled for another number of threads. Both can be used."""
+        other = copy(self)
+        other._threads = count
+        other._compile()
+        return other
 
     def nbytes(self) -> int:
         return sum(path.stat().st_size for path in self._files(".bin"))

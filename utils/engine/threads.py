@@ -28,6 +28,11 @@ def requested_threads() -> int | None:
     return _AVAILABLE if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ else None
 
 
+def usual_counts() -> list[int]:
+    """Return one and all, for which engines prepare themselves in any case."""
+    return sorted({1, available_threads()})
+
+
 def candidate_counts(available: int = _AVAILABLE) -> list[int]:
     """Return the numbers of threads to try: the powers of two, and all."""
     return sorted({*(2**power for power in range(available.bit_length())), available})

@@ -26,6 +26,7 @@ from utils.models.feature_drafter import FeatureDrafter
 from utils.models.gguf import convert_if_gguf
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.load_errors import explained_errors, quiet
+from utils.models.memory import free_bytes
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate
 from utils.pairs.compatibility import describe_without_model
@@ -136,5 +137,8 @@ def _engine(
     target: PreTrainedModel, drafter: PreTrainedModel | FeatureDrafter | None, weights: EngineWeights
 ) -> Engine:
     if isinstance(drafter, FeatureDrafter):
-        return Engine([target], helpers=[drafter], weights=weights)
-    return Engine([target, *([drafter] if drafter else [])], weights=weights)
+        engine = Engine([target], helpers=[drafter], weights=weights)
+    else:
+        engine = Engine([target, *([drafter] if drafter else [])], weights=weights)
+    engine.selection.memory = lambda: free_bytes("cpu")  # which knows the limits of containers
+    return engine

@@ -17,12 +17,13 @@ from utils.engine.stored_results import ResultFile
 
 
 class FakeEngine:
-    """An engine that replaces nothing. fails: what `install` returns or raises, one for each installation."""
+    """An engine that replaces nothing. fails: what `install` returns or raises, one for each installation.
+    test_fails: what the self-test returns or raises."""
 
     promise = BIT_IDENTICAL
     fails: tuple[Any, ...] = ()
     weights = "float32"
-    installations: int = 0
+    test_fails: Any = ""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.layouts: dict[str, int] = {}
@@ -48,7 +49,9 @@ class FakeEngine:
 
     def self_test(self, thread_count: int, report: Any) -> str:
         self.events.append(f"test {thread_count}")
-        return ""
+        if isinstance(self.test_fails, BaseException):
+            raise self.test_fails
+        return str(self.test_fails)
 
     def set_threads(self, count: int) -> None:
         torch.set_num_threads(count)
@@ -60,8 +63,48 @@ class FakeEngine:
         self.events.append("remove")
 
 
+class FakeParkingEngine(FakeEngine):
+    """It can be parked. computes: whether it is in use."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__()
+        self.in_trials = self.computes = self.parked = False
+
+    def install(self, thread_counts: Sequence[int], report: Any) -> str:
+        self.computes = True
+        return super().install(thread_counts, report)
+
+    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
+        self.computes = True
+        return super().install_tested(layouts, width)
+
+    def remove(self) -> None:
+        super().remove()
+        self.parked = self.in_trials and (self.computes or self.parked)
+        self.computes = False
+
+    def begin_trials(self, memory: Any) -> None:
+        self.in_trials = True
+
+    def end_trials(self) -> None:
+        self.events.append("end trials")
+        self.in_trials = self.parked = False
+
+    def is_parked(self) -> bool:
+        return self.parked
+
+    def resume(self) -> None:
+        assert self.parked
+        self.events.append("resume")
+        self.computes, self.parked = True, False
+
+
 def row(**attributes: Any) -> EngineRow:
     return EngineRow(type("Fake", (FakeEngine,), attributes), "", "")
+
+
+def parking_row(**attributes: Any) -> EngineRow:
+    return EngineRow(type("Fake", (FakeParkingEngine,), attributes), "", "")
 
 
 def started(times: dict[str, float], file: Path | None = None) -> tuple[Engine, FixedSpeeds]:
