@@ -118,7 +118,6 @@ def _is_plain_call(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call asks for nothing but what a graph computes."""
     return (
         kwargs.keys() <= ARGUMENTS
-        and kwargs["input_ids"].shape[0] == 1
         and kwargs.get("use_cache", True) is True
         and kwargs.get("return_dict", True) is True
         and isinstance(kwargs.get("logits_to_keep", 0), int)

@@ -13,6 +13,7 @@ from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.engine import graph_cache
+from utils.engine.graph_cache import SMALLEST, SPARE_SLOTS, SlotPool
 from utils.logits_processor import GreedyProcessor
 
 
@@ -117,6 +118,17 @@ def test_a_single_row_that_was_selected_is_not_read_from_the_slot() -> None:
     assert equal(results[1], results[0])
 
 
+def test_a_run_that_begins_with_a_batch_leaves_no_rows_in_the_slot() -> None:
+    plain, model, random = MODELS["llama"](), attached(MODELS["llama"]()), Random(9)
+    rows, results = [ids(9, random) for _ in range(3)], []
+    for each in (plain, model):
+        batch = ModelSession(each).feed_rows(rows, keep=1)
+        session = ModelSession(each)
+        alone = torch.cat([session.feed(rows[0][:end], keep=1) for end in (6, 7, 9)])
+        results.append(torch.cat([batch.flatten(0, 1), alone]))
+    assert equal(results[1], results[0])
+
+
 def test_the_same_run_twice_has_the_same_bits() -> None:
     """The first run records on a new slot; a short prompt must be computed alike in both."""
     model, random = attached(MODELS["llama"]()), Random(5)
@@ -135,6 +147,30 @@ def test_positions_beyond_the_context_length_are_not_padded() -> None:
         session.feed(context[:115], keep=1)
         sessions.append(session.feed(context[:127], keep=12))  # would be padded to 132 of 128 positions
     assert equal(sessions[1], sessions[0])
+    session = ModelSession(model)
+    session.feed(context[:119], keep=1)
+    before = replays(model)
+    session.feed(context, keep=9)  # up to the last position
+    assert replays(model) == before + 1
+
+
+def test_buffers_are_used_up_to_their_last_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "SMALLEST", 32)
+    session, context = ModelSession(attached(MODELS["llama"]())), ids(33, Random(10))
+    for end, capacity in ((30, 32), (32, 32), (33, 64)):
+        session.feed(context[:end], keep=1)
+        assert session._cache._lease.slot.capacity == capacity
+
+
+def test_a_pool_keeps_few_slots_and_returns_to_short_ones() -> None:
+    pool = SlotPool(torch.device("cpu"))
+    slots = [pool.take(1) for _ in range(SPARE_SLOTS + 1)]
+    for slot in slots:
+        pool.give(slot)
+    assert [pool.take(1) in slots for _ in slots] == [True] * SPARE_SLOTS + [False]
+    with pool.lengthened():
+        assert pool.take(1).capacity == 2 * SMALLEST
+    assert pool.take(1).capacity == SMALLEST
 
 
 def test_a_head_reads_the_hidden_states_of_replays() -> None:
@@ -162,6 +198,18 @@ def test_prompts_and_unusual_calls_run_eagerly() -> None:
         texts = [each.generate(tokens, max_new_tokens=8, do_sample=False) for each in (model, plain)]
     assert torch.equal(*texts)
     assert isinstance(model(input_ids=tokens, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_unusual_calls_on_a_filled_cache_run_eagerly(grad: bool) -> None:
+    model = attached(MODELS["llama"]())
+    with torch.set_grad_enabled(grad):
+        cache = model.forward.new_cache()
+        model(input_ids=torch.tensor([[3, 4, 5, 6]]), past_key_values=cache)
+        options = {} if grad else {"return_dict": False}
+        output = model(input_ids=torch.tensor([[7]]), past_key_values=cache, **options)
+    assert output[0].requires_grad is grad and isinstance(output, tuple) is not grad
+    assert replays(model) == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -46,6 +46,9 @@ def test_a_cut_of_a_model_with_hooks_runs_only_its_own_layers() -> None:
     expected = first_layers(model, 1)(context).logits
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
     assert torch.equal(first_layers(model, 1)(context).logits, expected)
+    before = vars(model)["forward"]
+    installed(model).remove()
+    assert vars(model)["forward"] is before
 
 
 def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
