@@ -156,10 +156,11 @@ def test_positions_beyond_the_context_length_are_not_padded() -> None:
 
 def test_buffers_are_used_up_to_their_last_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "SMALLEST", 32)
-    session, context = ModelSession(attached(MODELS["llama"]())), ids(33, Random(10))
-    for end, capacity in ((30, 32), (32, 32), (33, 64)):
+    session, context, slots = ModelSession(attached(MODELS["llama"]())), ids(33, Random(10)), []
+    for end in (30, 32, 33):
         session.feed(context[:end], keep=1)
-        assert session._cache._lease.slot.capacity == capacity
+        slots.append(session._cache._lease.slot)
+    assert slots[0] is slots[1] and [slot.capacity for slot in slots] == [32, 32, 64]
 
 
 def test_a_pool_keeps_few_slots_and_returns_to_short_ones() -> None:

@@ -9,13 +9,13 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from fake_graph import FakeGraph, FakeRecorder
 from fixed_speeds import prefer
-from graphs_on_cpu import MODELS, OnCpu, equal, ids, installed, replays
+from graphs_on_cpu import MODELS, OnCpu, attached, equal, ids, installed, replays
 from tiny import tiny_llama, tiny_mamba, tiny_t5
 from torch import Tensor
 
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine, cuda_graph
+from utils.engine import Engine, cuda_graph, graph_cache
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.layer_engine import BIT_IDENTICAL
@@ -59,6 +59,18 @@ def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPa
     engine.remove()
     monkeypatch.undo()
     assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
+
+
+@pytest.mark.parametrize("odd", [None, 5, 12, 33, "longer buffers"])
+def test_bits_are_compared_at_every_width_and_in_longer_buffers(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attached(MODELS["llama"]())
+
+    def logits(model: Any, count: int, width: int) -> Tensor:
+        kind = width if model.forward.pool.take(1).capacity == graph_cache.SMALLEST else "longer buffers"
+        return torch.full((count, 2), float(kind == odd))
+
+    monkeypatch.setattr(cuda_graph, "_logits", logits)
+    assert cuda_graph._has_equal_bits(model) is (odd is None)
 
 
 def skewed(graph: FakeGraph, width: int) -> None:
