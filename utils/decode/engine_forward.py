@@ -39,7 +39,8 @@ def engine_forward(model: Any) -> EngineForward | None:
 
 @contextmanager
 def prefill_pass(marked: bool = True) -> Iterator[None]:
-    """Mark the passes in this block as prefills: their rows need not have the bits of single decode steps.
+    """Mark the passes in this block as prefills: their logits are not read, an engine need not compute them, and their
+    rows need not have the bits of single decode steps.
 
     Texts stay exact, because every strategy prefills the same prompt by the same operations.
     """

@@ -136,7 +136,8 @@ class ModelSession:
         known = len(contexts[0]) - keep
         if known > self._cached and self._is_prefill(contexts):
             self._prefill([context[:known] for context in contexts])
-        return self._pass(contexts, keep)
+        # Row 0 of the logits predicts context index length - keep + 1.
+        return self._rules(self._pass(contexts, keep), len(contexts[0]) - keep + 1 - self._origin)
 
     def _prefill(self, contexts: list[list[int]]) -> None:
         """Feed rows whose logits are not needed: one pass, the same for every `keep`, which may be faster."""
@@ -159,8 +160,7 @@ class ModelSession:
         # The first forward pass ran the encoder; later ones receive its output.
         if self._encoder_ids is not None and self._encoded is None:
             self._encoded = BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
-        # Models without logits_to_keep return all rows. Row 0 of the slice predicts context index length - keep + 1.
-        return self._rules(output.logits[:, -keep:], length - keep + 1 - self._origin)
+        return output.logits[:, -keep:]  # type: ignore[no-any-return]  # models without logits_to_keep return all rows
 
     def take_features(self) -> Tensor | None:
         """The hidden states (rows, F) of everything fed since the last call, or None if none are kept."""

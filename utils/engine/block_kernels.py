@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import in_prefill
 from utils.engine.kernels import (
+    PREFILL_SIZES,
     SPLITS,
     BlockedKernel,
     Kernel,
@@ -27,6 +28,8 @@ from utils.engine.weight_format import EngineWeights
 
 _INT4_GROUPS = (32, 64, 128, 256)  # that the operator takes
 _INT4_ROWS = 16  # it takes multiples of this number of outputs
+# Larger chunks than those of other weights, because every chunk unpacks the weights once more.
+UNPACKED_PREFILL_SIZES = (*PREFILL_SIZES, *range(PREFILL_SIZES[-1] + 64, 2049, 64))
 _UNPACKED_ROWS = 100  # of a prefill, from which unpacking a weight takes less time than it saves
 
 

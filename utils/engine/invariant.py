@@ -14,9 +14,9 @@ from utils.decode.engine_forward import engine_forward
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
-from utils.engine.block_kernels import KnownLayers, format_builder
+from utils.engine.block_kernels import UNPACKED_PREFILL_SIZES, KnownLayers, format_builder
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.kernels import BlockedKernel, packed_kernel_builder
+from utils.engine.kernels import PREFILL_SIZES, BlockedKernel, packed_kernel_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, swap_linears
@@ -124,7 +124,9 @@ class InvariantEngine:
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if isinstance(spec, DecoderSpec):
-                _set_lean_forward(model, spec)
+                sizes = PREFILL_SIZES if self._format.as_loaded else UNPACKED_PREFILL_SIZES
+                segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
+                model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
 
     def _test_one_width(self, width: int) -> str:
         others = [model for model in self._models[1:] if not self._shares_weights_with_target(model)]
@@ -175,11 +177,6 @@ def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
         return "the lean forward computes float32 on CPUs only"
     spec = read_decoder(model)
     return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
-
-
-def _set_lean_forward(model: PreTrainedModel, spec: DecoderSpec) -> None:
-    segments = TorchSegments(spec, *products_of(model, spec))
-    model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
 
 
 def _reason(attempt: Callable[[], str]) -> str:

@@ -20,7 +20,8 @@ from utils.decode.engine_forward import in_prefill
 UNPADDED_ROWS = 9
 BLOCK_SIZES = (*range(1, UNPADDED_ROWS + 1), 12, 16, 18, 24, 32)
 MAX_ROWS = BLOCK_SIZES[-1]
-PREFILL_SIZES = (64, 128, 256)  # in a prefill, where rows need not have the bits of single decode steps
+# In a prefill, where rows need not have the bits of single decode steps.
+PREFILL_SIZES = (32, 64, 96, 128, *range(192, 513, 64))
 _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1, rows depend on their number
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.

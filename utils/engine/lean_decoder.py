@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import embedding, pad, rms_norm
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -86,7 +86,10 @@ class LeanDecoder:
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward."""
+        """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward.
+
+        A prefill has no logits: (B, 0, V).
+        """
         others |= {"attention_mask": attention_mask, "position_ids": position_ids}
         unsupported = any(value is not None for value in others.values()) or torch.is_grad_enabled()
         unsupported |= return_dict is False or not isinstance(logits_to_keep, int)  # a tuple, chosen positions
@@ -102,12 +105,14 @@ class LeanDecoder:
             )
         cache = self.new_cache() if past_key_values is None else past_key_values
         with _torch_threads(None if in_prefill() else self._segments.row_threads):
-            states = self._layers(input_ids, cache, every=bool(output_hidden_states))
-            logits = self._logits(states[-1].view(*input_ids.shape, -1), logits_to_keep)
+            compute = self._prefill if in_prefill() else self._layers
+            states = compute(input_ids, cache, every=bool(output_hidden_states))
+            logits = self._logits(states[-1], logits_to_keep)
+            self.unnormed = states.pop(-2) if output_hidden_states else None
         return CausalLMOutputWithPast(
             logits=logits,
             past_key_values=cache if use_cache in (None, True) else None,
-            hidden_states=tuple(state.view(*input_ids.shape, -1) for state in states) if output_hidden_states else None,
+            hidden_states=tuple(states) if output_hidden_states else None,
         )
 
     def new_cache(self) -> DynamicCache:
@@ -126,8 +131,23 @@ class LeanDecoder:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
         return self._original(**arguments)
 
+    def _prefill(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
+        """Like `_layers`, in chunks of as many rows as the segments compute without padding or copies of their own."""
+        chunks = [self._chunk(part, cache, every=every) for part in ids.split(self._segments.prefill_rows[-1], dim=1)]
+        return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
+
+    def _chunk(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
+        count = ids.shape[1]
+        size = next(size for size in self._segments.prefill_rows if size >= count)
+        states = self._layers(pad(ids, (0, size - count)), cache, every=every)
+        cache.crop(count - size)  # forgets the added rows
+        return [state[:, :count] for state in states]
+
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        """The states (B * T, hidden): of the last layer after the final norm, and all before it if `every`."""
+        """The states (B, T, hidden): after the final norm, and all before it if `every`.
+
+        A prefill without `every` only fills the cache: the last state is none of the model's.
+        """
         spec, segments, prefill = self._spec, self._segments, in_prefill()
         batch, count = ids.shape
         past = cache.get_seq_length()
@@ -140,24 +160,31 @@ class LeanDecoder:
         qkv: Tensor | None = segments.begin(x, cos=ropes[0][0], sin=ropes[0][1], prefill=prefill)
         for index, layer in enumerate(spec.layers):
             assert qkv is not None
+            self._store(qkv, count, cache.layers[index])
+            if prefill and not every and index + 1 == len(spec.layers):
+                break  # nobody reads what the last layer returns
             attended = self._attend(qkv, layer, cache.layers[index], groups[layer.window])
             cos, sin = ropes[min(index + 1, len(ropes) - 1)]
             x, qkv = segments.advance(index, x, attended, cos=cos, sin=sin, prefill=prefill)
-            if every and index + 1 < len(spec.layers):
+            if every:
                 states.append(x.clone())
-        self.unnormed = x.clone() if every else None
-        return [*states, rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps)]
+        states.append(rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps))
+        return [state.view(batch, count, -1) for state in states]
 
     def _groups(self, past: int, count: int, *, prefill: bool) -> dict[int | None, list[RowGroup]]:
         build = prefill_groups if prefill else row_groups
         return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
 
-    def _attend(self, qkv: Tensor, layer: LayerSpec, cached: GrowingLayer, groups: Sequence[RowGroup]) -> Tensor:
-        """Store keys and values of the new rows, and attend with their queries. Returns (B * T, heads * head_dim)."""
-        spec, count = self._spec, groups[-1].last
-        heads, ends = spec.heads, spec.heads + spec.kv_heads
-        split = qkv.view(-1, count, ends + spec.kv_heads, spec.head_dim)  # (B, T, heads + 2 * kv_heads, D)
+    def _store(self, qkv: Tensor, count: int, cached: GrowingLayer) -> None:
+        """Store keys and values of the new rows, `count` of each sequence."""
+        heads, ends = self._spec.heads, self._spec.heads + self._spec.kv_heads
+        split = qkv.view(-1, count, *qkv.shape[1:])  # (B, T, heads + 2 * kv_heads, D)
         cached.update(split[:, :, heads:ends].transpose(1, 2), split[:, :, ends:].transpose(1, 2))
+
+    def _attend(self, qkv: Tensor, layer: LayerSpec, cached: GrowingLayer, groups: Sequence[RowGroup]) -> Tensor:
+        """Attend with the queries of the new rows, whose keys are stored. Returns (B * T, heads * head_dim)."""
+        count, heads = groups[-1].last, self._spec.heads
+        split = qkv.view(-1, count, *qkv.shape[1:])  # (B, T, heads + 2 * kv_heads, D)
         keys, values = cached.padded()
         how = self._attention[layer.scaling]
         rows = [
@@ -168,9 +195,11 @@ class LeanDecoder:
 
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
+        if in_prefill():
+            return x.new_empty(len(x), 0, self._spec.vocabulary)
         spec, kept = self._spec, x[:, -keep:] if keep else x
         rows = kept.reshape(-1, spec.hidden_size)
-        logits = self._segments.logits(rows, prefill=in_prefill()).clone()
+        logits = self._segments.logits(rows).clone()
         if spec.logit_scale != 1.0:
             logits *= spec.logit_scale
         if spec.logit_softcap is not None:

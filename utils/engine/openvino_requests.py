@@ -16,7 +16,8 @@ from utils.engine.openvino_runtime import ov
 
 # OpenVINO keeps machine code for every number of rows, so there are few. In between, rows are added that nobody reads.
 BOUND_ROWS = (*range(1, 10), 12, 16, 24, 32, 48, 65)
-CHUNK_ROWS = (128, 256, 512)
+CHUNK_ROWS = (128, 192, 256, 384, 512)
+PREFILL_ROWS = (32, 65, *CHUNK_ROWS)
 
 Tables = tuple[Tensor, Tensor]  # cos, sin: (rows, rotary_dim)
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.openvino_cache import converted, graph_names
-from utils.engine.openvino_requests import BOUND_ROWS, CHUNK_ROWS, BoundRequests, ChunkRequests, DecoderSizes
+from utils.engine.openvino_requests import (
+    BOUND_ROWS,
+    CHUNK_ROWS,
+    PREFILL_ROWS,
+    BoundRequests,
+    ChunkRequests,
+    DecoderSizes,
+)
 from utils.engine.openvino_runtime import compile_graph, core, drop_mapped_pages
 from utils.engine.weight_format import EngineWeights
 
@@ -25,6 +32,7 @@ LOADED = EngineWeights()
 class OpenVinoSegments:
     """`Segments` of a decoder on the CPU. The weights of the spec are read by the constructor only."""
 
+    prefill_rows = PREFILL_ROWS
     row_threads: int | None = 1  # two pools of threads that take turns would wait for each other
 
     def __init__(
@@ -69,7 +77,7 @@ class OpenVinoSegments:
         self.begin(x, table, table, prefill=False)
         for layer in range(len(sizes.ropes)):
             self.advance(layer, x, attended, cos=table, sin=table, prefill=False)
-        self.logits(x, prefill=False)
+        self.logits(x)
 
     def _files(self, suffix: str) -> list[Path]:
         return [self._folder / f"{name}{suffix}" for name in graph_names(len(self._sizes.ropes))]
@@ -91,8 +99,8 @@ class OpenVinoSegments:
     ) -> tuple[Tensor, Tensor | None]:
         return self._requests(len(x), prefill=prefill).advance(layer, x, attended, (cos, sin))
 
-    def logits(self, x: Tensor, *, prefill: bool) -> Tensor:
-        return self._requests(len(x), prefill=prefill).logits(x)
+    def logits(self, x: Tensor) -> Tensor:
+        return self._requests(len(x), prefill=False).logits(x)
 
     def set_threads(self, count: int) -> None:
         if count != self._threads:

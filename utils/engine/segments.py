@@ -1,5 +1,6 @@
 """What computes a decoder between one attention and the next. `utils.engine.lean_decoder` does the rest."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,7 @@ class Segments(Protocol):
     the number of rows or on their values.
     """
 
+    prefill_rows: Sequence[int]  # numbers of rows of one sequence for which a prefill is fastest, in ascending order
     row_threads: int | None  # PyTorch's threads between the parts, except in a prefill. None: as many as are set
 
     def begin(self, x: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool) -> Tensor:
@@ -31,7 +33,7 @@ class Segments(Protocol):
         attended: (rows, heads * head_dim) of layer `layer`. cos, sin: of the next layer.
         """
 
-    def logits(self, x: Tensor, *, prefill: bool) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Return the products of the output head (rows, V) with x (rows, hidden), to which the final norm was applied.
         Scale and softcap are left to the caller.
         """

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.kernels import PREFILL_SIZES
 from utils.engine.module_swap import EngineLinear
 
 Product = Callable[[Tensor], Tensor]  # (rows, K) -> (rows, N)
@@ -28,7 +29,15 @@ class TorchSegments:
 
     row_threads: int | None = None
 
-    def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], head: Product) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        products: Sequence[LayerProducts],
+        head: Product,
+        *,
+        prefill_rows: Sequence[int] = PREFILL_SIZES,
+    ) -> None:
+        self.prefill_rows = prefill_rows
         self._spec, self._products, self._head = spec, list(products), head
         self._sin, self._signed = torch.empty(0), torch.empty(0)
 
@@ -41,12 +50,12 @@ class TorchSegments:
         spec, products = self._spec.layers[layer], self._products[layer]
         x = _add(x, _norm(spec.attention_output_norm, products.output(attended)), spec.residual_scale)
         gate, up = products.gate_up(_norm(spec.mlp_norm, x)).chunk(2, dim=-1)
-        mixed = products.down(ACTIVATIONS[spec.activation](gate) * up)
+        mixed = products.down(ACTIVATIONS[spec.activation](gate).mul_(up))
         x = _add(x, _norm(spec.mlp_output_norm, mixed), spec.residual_scale)
         last = layer + 1 == len(self._products)
         return x, None if last else self._qkv(layer + 1, x, cos, sin)
 
-    def logits(self, x: Tensor, *, prefill: bool) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         return self._head(x)
 
     def _qkv(self, index: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,11 +66,11 @@ class TorchSegments:
             y = self._with_norms(layer, y)
         if layer.rope is None:
             return y
-        turned = self._rotated(y[:, : spec.heads + spec.kv_heads], cos, sin)
-        return torch.cat([turned, y[:, spec.heads + spec.kv_heads :]], dim=1)
+        self._rotate(y[:, : spec.heads + spec.kv_heads], cos, sin)
+        return y
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: (rows, heads, D). The first values of each head, as many as cos has, are rotated in halves."""
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """x: (rows, heads, D). The first values of each head, as many as cos has, are rotated in halves, in place."""
         if sin is not self._sin:
             # concat(-x2, x1) * sin is the rolled vector times sin with a changed sign in its first half.
             low, high = sin.chunk(2, dim=-1)
@@ -69,8 +78,8 @@ class TorchSegments:
         size = cos.shape[-1]
         part = x if size == x.shape[-1] else x[..., :size]
         # Not one fused operation: it rounds differently at the end of a vector register, so bits would depend on rows.
-        turned = (part * cos[:, None]).add_(part.roll(size // 2, dims=-1).mul_(self._signed))
-        return turned if part is x else torch.cat([turned, x[..., size:]], dim=-1)
+        crossed = part.roll(size // 2, dims=-1).mul_(self._signed)
+        part.mul_(cos[:, None]).add_(crossed)
 
     def _with_norms(self, layer: LayerSpec, y: Tensor) -> Tensor:
         query, key, value = y.split([self._spec.heads, self._spec.kv_heads, self._spec.kv_heads], dim=1)
@@ -89,7 +98,8 @@ def _head_norm(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def _add(x: Tensor, change: Tensor, scale: float) -> Tensor:
-    return x + change if scale == 1.0 else torch.add(x, change, alpha=scale)
+    """x + scale * change, in the memory of `change` where that has the same bits."""
+    return change.add_(x) if scale == 1.0 else torch.add(x, change, alpha=scale)
 
 
 def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:

@@ -66,6 +66,23 @@ def test_the_prefill_of_a_long_prompt_does_not_depend_on_the_rows_that_follow(ke
     assert torch.equal(rows_after(model, keep), alone.feed(IDS[:101], keep=1))
 
 
+@pytest.mark.parametrize("features", [(), (1, -1, 4)])  # 4: before the final norm
+@pytest.mark.parametrize("length", [97, 118])  # of the last chunk: 1 row, 22 rows
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
+    name: str, length: int, features: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("utils.engine.kernels.PREFILL_SIZES", (24, 48))
+    lean, context = lean_model(name), IDS[:length] + [9, 8]
+    monkeypatch.setattr(vars(engine_forward(lean))["_segments"], "prefill_rows", (24, 48))
+    own, other = (ModelSession(model, features=features) for model in (lean, tiny_model(name)))
+    rows = [context, context[::-1]]
+    found, expected = (session.feed_rows(rows, keep=2) for session in (own, other))
+    assert torch.allclose(found, expected, atol=1e-4)
+    states, reference = own.take_features(), other.take_features()
+    assert states is reference is None or torch.allclose(states, reference, atol=1e-4)  # of the first sequence
+
+
 def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     session, widths = ModelSession(tiny_model("qwen3")), []
     one_pass = ModelSession._pass

@@ -21,7 +21,7 @@ from utils.engine.weight_format import EngineWeights
 
 def head_of(spec: DecoderSpec, folder: Path) -> torch.Tensor:
     segments = OpenVinoSegments(spec, threads=1, folder=folder)
-    return segments.logits(torch.ones(1, spec.hidden_size), prefill=False).clone()
+    return segments.logits(torch.ones(1, spec.hidden_size)).clone()
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_weights_are_not_held_twice(tmp_path: Path) -> None:
     assert resident and not sum(resident)
     x = torch.ones(3, spec.hidden_size)
     exact = x @ spec.head.weight.T
-    assert torch.allclose(segments.logits(x, prefill=False), exact, atol=1e-4)
+    assert torch.allclose(segments.logits(x), exact, atol=1e-4)
 
 
 def test_openvino_is_imported_without_its_telemetry() -> None:

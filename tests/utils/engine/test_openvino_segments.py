@@ -62,7 +62,7 @@ def forward(segments: Any, inputs: Inputs, rows: slice = slice(None), *, prefill
     for layer in range(2):
         x, following = segments.advance(layer, x, inputs.attended[layer, rows], cos=cos, sin=sin, prefill=prefill)
         results += [x.clone(), *([] if following is None else [following.clone()])]
-    return [*results, segments.logits(x, prefill=prefill).clone()]
+    return [*results, segments.logits(x).clone()]
 
 
 def expected(spec: Any, inputs: Inputs) -> list[Tensor]:

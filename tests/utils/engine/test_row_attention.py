@@ -58,7 +58,7 @@ def test_a_prefill_in_several_parts_is_softmax_attention(window: int | None) -> 
     shape, past, rows = SHAPES[0], 17, 600
     query, keys, values = inputs(shape, past, rows)
     groups = prefill_groups(past, rows, window)
-    assert len(groups) == 2
+    assert len(groups) == 3
     found = RowAttention(shape, False).attend(query, padded(keys), padded(values), groups, prefill=True)
     assert torch.allclose(found.double(), expected(query, keys, values, shape, window), atol=1e-5)
 
