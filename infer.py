@@ -21,8 +21,8 @@ from utils.screen.starting import clear_importing, show_importing
 
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
-    if request_from_flags(parse_arguments()).target == "embedded":
-        check_embedded_early()
+    if (asked := request_from_flags(parse_arguments())).target == "embedded":
+        check_embedded_early(gguf=asked.engine_weights == "gguf")
     show_importing()
     gc.disable()  # the imports create a million objects that stay; looking through them takes a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program

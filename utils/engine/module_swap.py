@@ -43,14 +43,17 @@ class FusedKernel:
 class EngineLinear(nn.Module):
     """A linear layer computed by a kernel, alone or as one part of it.
 
-    `original` keeps what `restore_linears` needs: the weight, if an embedding holds it as well, and the bias.
+    `original` keeps what `restore_linears` needs: the bias, and the weight if it has no data or an embedding holds it.
     """
 
     def __init__(self, fused: FusedKernel, index: int, layer: nn.Linear, *, tied: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.fused, self.index = fused, index
-        self.original = (layer.weight if tied else None, layer.bias)  # a tuple, so that they are not registered
+        self.original = (
+            layer.weight if tied or layer.weight.is_meta else None,
+            layer.bias,
+        )  # a tuple, so that they are not registered
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused.kernel(x) if len(self.fused.sizes) == 1 else self.fused.output(x, self.index)

@@ -84,7 +84,11 @@ def _key(spec: DecoderSpec, weights: EngineWeights) -> str:
 
 def _parts(value: Any) -> Iterator[bytes]:
     """Everything of a value that graphs depend on. Embeddings and rotary tables are not in the graphs."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_meta:
+        yield f"{value.dtype}{tuple(value.shape)}".encode()  # its data are among the blocks
+    elif origin := getattr(value, "origin", ""):
+        yield origin.encode(errors="surrogateescape")  # the file of the blocks: reading all of it would take seconds
+    elif isinstance(value, Tensor):
         bits = value.detach().contiguous().view(_INTEGERS[value.element_size()])
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         # One checksum for each row, so that weights with another order of rows are different weights.

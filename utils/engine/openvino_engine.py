@@ -224,8 +224,8 @@ class OpenVinoEngine:
 
 
 def _is_cut(spec: DecoderSpec, target: DecoderSpec) -> bool:
-    """Whether a decoder consists of the first layers of the target, with the same weights in memory."""
-    if len(spec.layers) > len(target.layers) or spec.head.weight.data_ptr() != target.head.weight.data_ptr():
+    """Whether a decoder consists of the first layers of the target, with the same weights."""
+    if len(spec.layers) > len(target.layers) or spec.head.weight is not target.head.weight:
         return False
     pairs = zip(spec.layers, target.layers, strict=False)
-    return all(own.down.weight.data_ptr() == other.down.weight.data_ptr() for own, other in pairs)
+    return all(own.down.weight is other.down.weight for own, other in pairs)

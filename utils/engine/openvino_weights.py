@@ -65,7 +65,7 @@ def product(x: Any, linears: Sequence[Linear], stored: Storage) -> Any:
     y = ops.concat([multiplied(x, weight) for weight in weights], 1) if whole is None else multiplied(x, whole)
     if all(linear.bias is None for linear in linears):
         return y
-    biases = [linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
+    biases = [torch.zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
     return ops.add(y, constant(torch.cat(biases).detach().float()[None]))
 
 

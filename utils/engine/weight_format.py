@@ -46,5 +46,7 @@ class EngineWeights:
         if block is not None and part:
             start, end = map(int, part.rstrip("]").split(":"))
             block = block.rows(start, end)
+        if weight.is_meta:  # it has no other data
+            return block
         # A drafter may have the target's parameter names but not its weights, and columns may have been reordered.
         return block if block is not None and torch.equal(block.dense(), weight) else None

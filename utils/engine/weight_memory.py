@@ -15,9 +15,11 @@ def weight_format(model: PreTrainedModel) -> str:
 
 
 def tensor_bytes(parts: Iterable[nn.Module]) -> int:
-    """Return the bytes of all parameters, buffers and kernels. Those that several modules share count once."""
+    """Return the bytes of all parameters, buffers and kernels. Those that several modules share count once, and those
+    without data not at all.
+    """
     tensors = {id(tensor): tensor for part in parts for module in part.modules() for tensor in _tensors(module)}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

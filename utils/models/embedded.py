@@ -15,6 +15,7 @@ import zipfile
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -38,9 +39,10 @@ MEGABYTES = 93  # to download
 PIP_OPTIONS = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
 
 
-def check_embedded_early() -> None:
-    """Begin to check the files of the embedded model in a thread."""
-    check_early(user_folder("cache") / FOLDER, MADE_FROM)
+def check_embedded_early(*, gguf: bool = False) -> None:
+    """Begin to check the files of the embedded model in a thread. gguf: its GGUF file, not the float32 weights."""
+    made = (GGUF_FOLDER, WHEEL_SHA256) if gguf else (FOLDER, MADE_FROM)
+    check_early(user_folder("cache") / made[0], made[1])
 
 
 def embedded_folder(report: Reporter) -> Path:
@@ -158,7 +160,6 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF model to a folder as a float32 checkpoint with its tokenizer and chat template."""
     # These imports are slow, and needed once per cache.
     import torch
-    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from utils.models.load_errors import quiet
@@ -172,7 +173,16 @@ def convert(gguf: Path, folder: Path) -> None:
         )
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # The file's tokenizer type, `smollm`, splits digits before the byte-level split. transformers omits the former.
-        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+        split_digits(tokenizer)
         tokenizer.save_pretrained(folder)
+
+
+def split_digits(tokenizer: Any) -> None:
+    """Correct a tokenizer of the embedded model that was read from its GGUF file.
+
+    The file's tokenizer type, `smollm`, splits digits before the byte-level split. transformers omits the former.
+    """
+    from tokenizers import pre_tokenizers
+
+    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])

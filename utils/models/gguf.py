@@ -19,6 +19,7 @@ from utils.errors import UserError
 from utils.files import user_folder
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
+from utils.models.gguf_blocks import file_state
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.sources import Source
 from utils.text import byte_size
@@ -35,7 +36,7 @@ def convert_if_gguf(source: Source, where: Placement) -> Source:
     """
     if source.gguf is None:
         return source
-    folder, made_from = _entry(Path(source.location, source.gguf), str(where.dtype).removeprefix("torch."))
+    folder, made_from = cache_entry(Path(source.location, source.gguf), str(where.dtype).removeprefix("torch."))
     if not is_intact(folder, made_from):
         try:
             with build_folder(folder, made_from) as made:
@@ -69,18 +70,16 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _entry(path: Path, dtype: str) -> tuple[Path, str]:
-    """Return the folder of a file's cache entry and the origin that it must have.
+def cache_entry(path: Path, form: str) -> tuple[Path, str]:
+    """Return the folder of a file's cache entry and the origin that it must have. form: a number format, or "blocks".
 
     Removes entries of older contents, and what killed runs have left.
     """
-    path = path.resolve()
-    status = path.stat()
-    state = f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
+    state = file_state(path)
     file_key, state_key = (
         # File names need not be valid UTF-8.
         hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
-        for text in (str(path), state)
+        for text in (str(path.resolve()), state)
     )
     root = user_folder("cache") / "gguf"
     remove_stale(root)
@@ -88,8 +87,8 @@ def _entry(path: Path, dtype: str) -> tuple[Path, str]:
         # Folders with .new- may belong to a process that is converting the file now.
         if not old.name.startswith(f"{file_key}-{state_key}-") and ".new-" not in old.name:
             shutil.rmtree(old, ignore_errors=True)
-    name = f"{file_key}-{state_key}-{dtype}-{transformers.__version__}"
-    return root / name, f"{state}, {dtype}, {transformers.__version__}, recipe {RECIPE}"
+    name = f"{file_key}-{state_key}-{form}-{transformers.__version__}"
+    return root / name, f"{state}, {form}, {transformers.__version__}, recipe {RECIPE}"
 
 
 def _weight_count(path: Path) -> int:

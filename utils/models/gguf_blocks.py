@@ -27,7 +27,7 @@ from utils.engine.weight_blocks import BlockWeight
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """A matrix of the file: where its blocks begin, and how many bytes they take."""
 
     name: str
@@ -46,25 +46,51 @@ class _Blocks(NamedTuple):
     bits: int
 
 
+class BlockIndex(NamedTuple):
+    """The matrices of a file in the types of UNPACKERS, by the names of layers. architecture: as the file names it."""
+
+    architecture: str
+    tensors: dict[str, Stored]
+
+
 class GgufBlocks(Mapping[str, BlockWeight]):
     """The weights of a GGUF file, by the names of the layers of the model that transformers loads from it.
 
     Only matrices of the types in UNPACKERS are here. They are read from the file at each access, so that nothing is
-    kept in memory. The layers of the model must not have been replaced yet.
+    kept in memory. The layers of the model must not have been replaced yet. origin: the file and its state.
     """
 
-    def __init__(self, path: Path, model: PreTrainedModel) -> None:
-        reader = GGUFReader(path)
-        architecture = read_field(reader, "general.architecture")[0]
-        self._path = path
-        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
-        names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
-        stored = {tensor.name: tensor for tensor in reader.tensors}
-        if EMBEDDING in stored:
-            stored.setdefault(HEAD, stored[EMBEDDING])  # a tied head
-        matrices = ((name, tensor) for name, tensor in stored.items() if len(tensor.shape) == 2 and name in names)
-        self._tensors = {
-            names[name].removesuffix(".weight"): _Stored(
+    def __init__(self, path: Path, model: PreTrainedModel, index: BlockIndex | None = None) -> None:
+        """index: what the file holds, if it is known. Reading it takes seconds for a large vocabulary."""
+        self.index = index or block_index(GGUFReader(path), model)
+        self.origin = file_state(path)
+        self._path, self._processor = path, tensor_processor(self.index.architecture, model)
+
+    def __getitem__(self, name: str) -> BlockWeight:
+        stored = self.index.tensors[name]
+        data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
+        block = unpacked(stored.kind, data.reshape(stored.rows, -1))
+        return _in_model_order(block, stored.name, self._processor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.tensors)
+
+    def __len__(self) -> int:
+        return len(self.index.tensors)
+
+
+def block_index(reader: GGUFReader, model: PreTrainedModel) -> BlockIndex:
+    """Find the matrices of a file that its model's layers hold. A tied head is found under its own name as well."""
+    architecture = read_field(reader, "general.architecture")[0]
+    names: dict[str, str] = get_gguf_hf_weights_map(model, tensor_processor(architecture, model))
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if EMBEDDING in stored:
+        stored.setdefault(HEAD, stored[EMBEDDING])
+    matrices = ((name, tensor) for name, tensor in stored.items() if len(tensor.shape) == 2 and name in names)
+    return BlockIndex(
+        architecture,
+        {
+            names[name].removesuffix(".weight"): Stored(
                 tensor.name,
                 tensor.tensor_type.name,
                 rows=int(tensor.shape[1]),
@@ -73,19 +99,20 @@ class GgufBlocks(Mapping[str, BlockWeight]):
             )
             for name, tensor in matrices
             if tensor.tensor_type.name in UNPACKERS
-        }
+        },
+    )
 
-    def __getitem__(self, name: str) -> BlockWeight:
-        stored = self._tensors[name]
-        data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
-        block = unpacked(stored.kind, data.reshape(stored.rows, -1))
-        return _in_model_order(block, stored.name, self._processor)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcessor:
+    """Return what transformers does to the tensors of an architecture after it has unpacked them."""
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+
+def file_state(path: Path) -> str:
+    """Return a line that identifies a file and changes with its contents: path, size and time."""
+    path = path.resolve()
+    status = path.stat()
+    return f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
 
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:

@@ -23,6 +23,8 @@ def _sizes(model: nn.Module) -> dict[tuple[str, int], int]:
     """Bytes of the model's tensors by device and address."""
     sizes: dict[tuple[str, int], int] = {}
     for tensor in (plain for module in model.modules() for held in _tensors(module) for plain in _plain(held)):
+        if tensor.is_meta:  # an engine holds the weight
+            continue
         # No address where oneDNN has its own layout, and 0 where accelerate keeps the data elsewhere until it is used.
         key = (str(tensor.device), (0 if tensor.is_mkldnn else tensor.data_ptr()) or id(tensor))
         # Tensors at one address may be views of different lengths.

@@ -21,10 +21,11 @@ from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
-from utils.models.embedded import embedded_gguf
+from utils.models.embedded import MODEL_NAME, embedded_gguf, split_digits
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.gguf import convert_if_gguf
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
+from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import free_bytes
 from utils.models.quantization import check_quantization, stored_quantization
@@ -32,7 +33,7 @@ from utils.models.sources import Source, locate
 from utils.pairs.compatibility import describe_without_model
 from utils.pairs.load_drafter import LoadedDrafter, LoadedTarget, load_drafter, plan_drafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import PairRequest
+from utils.pairs.request import EMBEDDED, PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
 from utils.pairs.weights import weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
@@ -53,7 +54,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     drafter_placement = _placement(drafter_name, str(resolved.drafter_device), resolved.dtype, report)
     check_request(resolved)
     check_quantization(str(resolved.quantize), device)
-    source = locate(request.target, report)
+    source = _located(resolved, report)
     GUARD.start()  # it starts while the weights are read
     plan = plan_drafter(resolved, drafter_placement)  # before the target is loaded, so that mistakes are reported early
     target = _load_target(source, resolved, placement)
@@ -69,7 +70,24 @@ def _placement(name: str, device: str, dtype: str, report: Reporter) -> Placemen
     return Placement(device, choose_dtype(dtype, device), report, may_spread=name == "auto" and world_size() == 1)
 
 
+def _located(request: PairRequest, report: Reporter) -> Source:
+    """Where the target comes from: for engines that compute its blocks, the GGUF file of the embedded target."""
+    if request.engine_weights == "gguf" and request.target == EMBEDDED:
+        path = embedded_gguf(report)
+        return Source(str(path.parent), MODEL_NAME, path.name)
+    return locate(request.target, report)
+
+
 def _load_target(located: Source, request: PairRequest, placement: Placement) -> LoadedTarget:
+    if request.engine_weights == "gguf":
+        adapt = {"adapt": split_digits} if request.target == EMBEDDED else {}
+        loaded = load_in_blocks(located, placement, **adapt)
+        if isinstance(loaded, InBlocks):
+            with explained_errors(located.name):
+                end_ids(loaded.model, loaded.tokenizer)
+            weights = _shipped(loaded.blocks, located)
+            return LoadedTarget(located.name, loaded.model, loaded.tokenizer, str(request.quantize), weights)
+        placement.report(f"{located.name} is unpacked to float32 when it is loaded: {loaded}")
     source, quantize = convert_if_gguf(located, placement), str(request.quantize)
     model = load_model(source, quantize, replace(placement, tensor_parallel=is_tensor_parallel()))
     tokenizer = load_tokenizer(source)
@@ -79,23 +97,24 @@ def _load_target(located: Source, request: PairRequest, placement: Placement) ->
         )
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
-        weights = _engine_weights(request.engine_weights, located, model, placement.report)
+        weights = _engine_weights(request.engine_weights, located, model)
     return LoadedTarget(source.name, model, tokenizer, quantize, weights)
 
 
-def _engine_weights(kind: str, source: Source, model: PreTrainedModel, report: Reporter) -> EngineWeights:
+def _engine_weights(kind: str, source: Source, model: PreTrainedModel) -> EngineWeights:
     """kind: one of ENGINE_WEIGHTS. source: as it was named, before the conversion of a GGUF file."""
     if kind != "gguf":
         return EngineWeights(kind)
-    # The request has been checked: what is not a GGUF file is the embedded target.
-    path = Path(source.location, source.gguf) if source.gguf else embedded_gguf(report)
-    blocks = GgufBlocks(path, model)
+    return _shipped(GgufBlocks(Path(source.location, str(source.gguf)), model), source)
+
+
+def _shipped(blocks: GgufBlocks, source: Source) -> EngineWeights:
     if not blocks:
         raise UserError(
             f"'{source.name}' has no weights in {', '.join(UNPACKERS)}, which --engine-weights gguf needs: use "
             "--engine-weights int4 or int8."
         )
-    return EngineWeights(kind, blocks)
+    return EngineWeights("gguf", blocks)
 
 
 def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter) -> Pair:

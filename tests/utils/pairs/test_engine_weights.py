@@ -11,7 +11,6 @@ from tiny_gguf import write_gguf
 from utils.bounds import ENGINE_WEIGHTS
 from utils.engine.block_kernels import Int4Kernel
 from utils.engine.selftest import prefill_logits
-from utils.models import embedded
 from utils.pairs import load_pair as loading
 from utils.pairs.weights import describe_target
 
@@ -41,7 +40,7 @@ def test_the_blocks_of_the_file_are_used_in_the_target_but_not_in_another_drafte
     drafter = write_gguf(tmp_path / "other.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=("_proj",))
     pair = load(file, drafter, engine_weights="gguf")
     exact = prefill_logits(pair.drafter)
-    before = {name: tensor.clone() for name, tensor in pair.target.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in load(file).target.state_dict().items()}
     pair.engine.use("invariant", 1)
     projections = [(name, part) for name, part in pair.target.named_modules() if name.endswith("_proj")]
     assert projections and all(isinstance(part.fused.kernel, Int4Kernel) for _, part in projections)
@@ -52,12 +51,13 @@ def test_the_blocks_of_the_file_are_used_in_the_target_but_not_in_another_drafte
 def test_the_embedded_target_is_computed_in_the_blocks_of_its_wheel(
     file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is not converted to float32 for that."""
+    splits: list[object] = []
     monkeypatch.setattr(loading, "embedded_gguf", lambda report: file)
-    monkeypatch.setattr(embedded, "check_embedded_early", lambda: None)
-    folder = load(file).target.config._name_or_path  # its conversion
-    monkeypatch.setattr("utils.models.sources.embedded_folder", lambda report: Path(folder))
+    monkeypatch.setattr("utils.models.sources.embedded_folder", lambda report: pytest.fail("it was converted"))
+    monkeypatch.setattr(loading, "split_digits", splits.append)
     pair = load("embedded", "layers:1", engine_weights="gguf")
-    assert pair.engine.use("invariant", 1).weights == "gguf"
+    assert pair.engine.use("invariant", 1).weights == "gguf" and len(splits) == 1
 
 
 def test_formats_that_no_engine_computes_are_refused(shelf: Path, file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""GGUF files that are loaded in their blocks: equal to the unpacked model in every bit, without its memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from shelf import load, refusal
+from tiny import tiny_llama, tiny_tokenizer
+from tiny_gguf import write_gguf
+from torch import nn
+
+from utils.engine.fingerprint import result_key
+from utils.engine.openvino_support import unsupported
+from utils.engine.selftest import prefill_logits
+from utils.models import gguf_blocks, gguf_model
+from utils.pairs import load_pair as loading
+from utils.pairs.pair import Pair
+
+PARTS = ("_proj", "embed_tokens")
+ENGINES = [
+    "invariant",
+    pytest.param("openvino", marks=pytest.mark.skipif(bool(unsupported("gguf")), reason="openvino cannot run here")),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path, own_cache: Path) -> Path:
+    return written(tmp_path / "tiny.gguf")
+
+
+def written(path: Path, kind: str = "Q4_1", parts: tuple[str, ...] = PARTS) -> Path:
+    model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=256, num_key_value_heads=2)
+    return write_gguf(path, model, tiny_tokenizer(), kind=kind, parts=parts)
+
+
+def load_unpacked(file: Path, drafter: str, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Load in float32 first, as models that cannot be read are loaded."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_in_blocks", lambda *_: "a test asks for it")
+        return load(file, drafter, engine_weights="gguf")
+
+
+def without_data(model: nn.Module) -> set[str]:
+    return {name for name, part in model.named_parameters() if part.is_meta}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_logits_have_the_bits_of_the_unpacked_model(
+    kind: str, engine: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "tiny.gguf", kind)
+    unpacked = load_unpacked(file, "layers:1", monkeypatch)
+    pair = load(file, "layers:1", engine_weights="gguf")
+    assert not without_data(unpacked.target)
+    # All but the output head, whose rows draft heads read.
+    linears = {name for name, part in pair.target.named_modules() if isinstance(part, nn.Linear)} - {"lm_head"}
+    assert linears and without_data(pair.target) == {f"{name}.weight" for name in linears}
+    for one in (pair, unpacked):
+        assert one.engine.use(engine, 1).kind == engine
+    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
+    assert torch.equal(prefill_logits(pair.drafter), prefill_logits(unpacked.drafter))
+    assert pair.engine.nbytes() == unpacked.engine.nbytes()
+
+
+def test_config_tokenizer_and_generation_config_are_those_of_the_unpacked_model(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, unpacked = load(file, engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    assert pair.tokenizer.backend_tokenizer.to_str() == unpacked.tokenizer.backend_tokenizer.to_str()
+    assert pair.tokenizer.chat_template == unpacked.tokenizer.chat_template
+    assert (pair.end_ids, pair.target_name, pair.dtype) == (unpacked.end_ids, unpacked.target_name, unpacked.dtype)
+    ours, theirs = pair.target.config.to_dict(), unpacked.target.config.to_dict()
+    for key in ("_name_or_path", "architectures"):
+        ours.pop(key, None), theirs.pop(key, None)
+    assert ours == theirs and pair.target.config._attn_implementation == unpacked.target.config._attn_implementation
+    assert pair.target.generation_config.to_dict() == unpacked.target.generation_config.to_dict()
+    assert type(pair.target) is type(unpacked.target) and not pair.target.training
+
+
+def test_no_float32_copy_of_a_weight_is_alive(file: Path) -> None:
+    pair = load(file, "layers:1", engine_weights="gguf")
+    before = live_tensors()  # of other tests; the list keeps their identities from being reused
+    known, shapes = set(map(id, before)), {tuple(part.shape) for part in pair.target.parameters() if part.is_meta}
+    for engine in ("invariant", *([] if unsupported("gguf") else ["openvino"])):
+        pair.engine.use(engine, 1)
+        alive = [item for item in live_tensors() if id(item) not in known and not item.is_meta]
+        assert not [item for item in alive if item.dtype is torch.float32 and item.shape in shapes]
+
+
+def live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+
+
+def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, unpacked = load(file, "layers:1", engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    assert torch.equal(prefill_logits(pair.drafter), prefill_logits(unpacked.drafter))
+    assert without_data(pair.target) and not without_data(pair.drafter)
+    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
+    shared = {id(part) for part in pair.target.parameters()}
+    assert all(id(part) in shared for part in pair.drafter.parameters())
+    assert pair.engine.use("invariant", 1).weights == "gguf"
+
+
+def test_an_interrupted_installation_leaves_a_model_that_computes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, unpacked = load(file, "layers:1", engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.engine.selftest.width_dependence", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.engine.use("invariant", 1)
+    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
+
+
+def interrupt(*_: object, **__: object) -> str:
+    raise KeyboardInterrupt
+
+
+def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prefill_logits(load(file, engine_weights="gguf").target)
+    for module in (gguf_blocks, gguf_model):
+        monkeypatch.setattr(module, "GGUFReader", lambda path: pytest.fail("the file was parsed"))
+    assert torch.equal(prefill_logits(load(file, engine_weights="gguf").target), first)
+
+
+def test_a_changed_file_is_prepared_again_and_its_stored_results_are_not_used(file: Path) -> None:
+    pair = load(file, engine_weights="gguf")
+    key, logits = result_key([pair.target]), prefill_logits(pair.target)
+    assert key is not None and key != result_key([pair.target])  # unpacked now, so its bits are the key
+    assert key == result_key([load(file, engine_weights="gguf").target])
+    written(file, "Q4_0")
+    os.utime(file, ns=(1, 1))
+    changed = load(file, engine_weights="gguf")
+    assert result_key([changed.target]) not in (None, key)
+    assert not torch.equal(prefill_logits(changed.target), logits)
+
+
+def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "read_decoder", lambda model: "its family is not known")
+    lines: list[str] = []
+    source, placement = loading.locate(str(file), lines.append), loading._placement("cpu", "cpu", "auto", lines.append)
+    request = loading.PairRequest(str(file), None, device="cpu", quantize="none", engine_weights="gguf")
+    target = loading._load_target(source, request, placement)
+    assert not without_data(target.model) and target.weights.blocks
+    assert any("unpacked" in line and "its family is not known" in line for line in lines)
+
+
+def test_weights_that_are_not_finite_or_do_not_fit_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_model, "free_bytes", lambda device: 1000)
+        assert "memory" in refusal(file, engine_weights="gguf")
+    stored = load(file, engine_weights="gguf").engine._weights.blocks.index.tensors["model.layers.1.mlp.up_proj"]
+    data = bytearray(file.read_bytes())
+    data[stored.offset : stored.offset + 2] = b"\x00\x7e"  # the scale of the first block: NaN in float16
+    file.write_bytes(data)
+    assert "model.layers.1.mlp.up_proj" in refusal(file, engine_weights="gguf")
+
+
+def test_a_cache_that_cannot_be_written_is_named(file: Path, own_cache: Path) -> None:
+    own_cache.parent.mkdir(exist_ok=True)
+    own_cache.write_text("not a folder")
+    assert "XDG_CACHE_HOME" in refusal(file, engine_weights="gguf")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_embedded_target_has_the_bits_of_its_unpacked_weights(
+    engine: str,
+) -> None:
+    text = "On 24 December 1984 it cost $1,299."
+    pair = load("embedded", "head", engine_weights="gguf")
+    pair.engine.use(engine, 1)
+    logits, ids = prefill_logits(pair.target), pair.tokenizer(text).input_ids
+    plain = load("embedded", "head")  # from its float32 folder
+    blocks = gguf_blocks.GgufBlocks(loading.embedded_gguf(print), plain.target)
+    unpacked = loading._engine(plain.target, plain.drafter, loading.EngineWeights("gguf", blocks))
+    unpacked.use(engine, 1)
+    assert torch.equal(prefill_logits(plain.target), logits)
+    assert plain.tokenizer(text).input_ids == ids
+    assert plain.tokenizer.backend_tokenizer.to_str() == pair.tokenizer.backend_tokenizer.to_str()

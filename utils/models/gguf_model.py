@@ -1,0 +1,179 @@
+"""Load a GGUF file without unpacking its linear weights: engines multiply with its blocks.
+
+What is not computed in blocks (embedding, output head, norms, biases, other types) is unpacked once, into a cache
+folder with the tokenizer, the config and an index of the blocks. Later starts map it and read nothing else. The linear
+weights of the model hold no data; transformers' own forward unpacks them if it is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+from utils.artifact_cache import build_folder, is_intact
+from utils.decode.generation_rules import GenerationRules
+from utils.engine.read_decoder import read_decoder
+from utils.errors import UserError
+from utils.freed_memory import release_memory
+from utils.models.checkpoints import load_tokenizer
+from utils.models.devices import Placement
+from utils.models.gguf import cache_entry
+from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, file_state, tensor_processor
+from utils.models.load_errors import explained_errors, quiet
+from utils.models.memory import free_bytes
+from utils.models.missing_weights import MissingWeights, placeholder
+from utils.models.progress import counted_seconds
+from utils.models.sources import Source
+from utils.text import byte_size
+
+INDEX, DENSE = "blocks.json", "model.safetensors"
+DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
+Adapt = Callable[[PreTrainedTokenizerBase], None]  # changes a tokenizer that was read from a GGUF file
+
+
+class InBlocks(NamedTuple):
+    """A model whose linear weights are in a file, its tokenizer and these weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    blocks: GgufBlocks
+
+
+def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda tokenizer: None) -> InBlocks | str:
+    """Load a GGUF file for engines that compute its blocks. adapt: what its tokenizer needs.
+
+    Returns a clause that says why the model must be unpacked instead, if no engine has a forward pass of its own for
+    it. Raises UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
+    """
+    path = Path(source.location, str(source.gguf))
+    with explained_errors(source.name), quiet():
+        folder, made_from = cache_entry(path, "blocks")
+        if not is_intact(folder, made_from):
+            model = _empty(AutoConfig.from_pretrained(source.location, **source.arguments))
+            if isinstance(reason := read_decoder(model), str):
+                return reason
+            where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
+            try:
+                with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
+                    made.mkdir()
+                    _unpack(source, made, model)
+                    tokenizer = _tokenizer(source)
+                    adapt(tokenizer)
+                    tokenizer.save_pretrained(made)
+            except OSError as error:
+                raise UserError(
+                    f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
+                    "there, set XDG_CACHE_HOME to a writable folder, or leave --engine-weights out."
+                ) from error
+            del model
+            release_memory()
+        _check_memory(source.name, path, folder)
+        where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(path.stat().st_size)}) ...")
+        return InBlocks(*_loaded(source.name, path, folder))
+
+
+def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
+    """Load from a prepared folder."""
+    stored = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = BlockIndex(stored["architecture"], {layer: Stored(*row) for layer, row in stored["tensors"].items()})
+    model = _empty(AutoConfig.from_pretrained(folder))
+    with safe_open(folder / DENSE, framework="pt") as file:  # pages of the file are read when they are needed
+        _set_weights(model, {part: file.get_tensor(part) for part in file.keys()}, index, file_state(path))  # noqa: SIM118
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = name
+    GenerationRules.of(model)  # raises UserError for rules that are not valid
+    blocks = GgufBlocks(path, model, index)
+    model.register_forward_pre_hook(MissingWeights(blocks))
+    return InBlocks(model, _tokenizer(Source(str(folder), name)), blocks)
+
+
+def _empty(config: Any) -> PreTrainedModel:
+    """A model with weights that were not initialized. Memory that was never written takes none of the machine's."""
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UserError(f"'{source.name}' has no tokenizer: use a different GGUF file of this model.")
+    return tokenizer
+
+
+def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
+    """Write everything but the tokenizer. Raises UserError if weights are missing or not finite."""
+    path = Path(source.location, str(source.gguf))
+    reader = GGUFReader(path)
+    index = block_index(reader, model)
+    dense = _dense_tensors(reader, model, index)
+    for name, tensor in dense.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(DAMAGED.format(source.name, name))
+    for name, block in GgufBlocks(path, model, index).items():
+        parts = (block.scales, block.minimums)
+        if not all(torch.isfinite(part).all() for part in parts if part is not None):
+            raise UserError(DAMAGED.format(source.name, name))
+    if missing := _set_weights(model, dense, index, ""):
+        raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
+    save_file(dense, folder / DENSE, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(index._asdict()), encoding="utf-8")
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+
+def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex) -> dict[str, Tensor]:
+    """The weights that are not computed in blocks, as transformers unpacks them, in float32."""
+    processor = tensor_processor(index.architecture, model)
+    names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
+    held = _layers_in_blocks(model, index)
+    dense = {}
+    for tensor in reader.tensors:
+        if names.get(tensor.name, "").removesuffix(".weight") in held:
+            continue
+        weights = dequantize(tensor.data, tensor.tensor_type)
+        made = processor.process(
+            weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        )
+        if made.name in names:
+            dense[names[made.name]] = torch.from_numpy(np.copy(made.weights)).float()
+    return dense
+
+
+def _layers_in_blocks(model: PreTrainedModel, index: BlockIndex) -> dict[str, nn.Linear]:
+    """The linear layers that hold no data. Draft heads read rows of the output head, so it is not among them."""
+    head, parts = model.get_output_embeddings(), dict(model.named_modules())
+    return {name: parts[name] for name in index.tensors if type(parts[name]) is nn.Linear and parts[name] is not head}
+
+
+def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], index: BlockIndex, origin: str) -> list[str]:
+    """Give a model its tensors, and placeholders for those in blocks. Returns the names of parameters without both."""
+    for layer in _layers_in_blocks(model, index).values():
+        layer.weight = placeholder(layer.weight, origin)
+    for name, tensor in dense.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    model.tie_weights()
+    return [name for name, part in model.named_parameters() if name not in dense and not part.is_meta]
+
+
+def _check_memory(name: str, path: Path, folder: Path) -> None:
+    """Raise UserError if the weights do not fit into memory."""
+    needed = path.stat().st_size + (folder / DENSE).stat().st_size
+    if (free := free_bytes("cpu")) < needed:
+        raise UserError(
+            f"'{name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: use a "
+            "smaller model, or a file with fewer bits per weight."
+        )
