@@ -5,6 +5,7 @@ Values, bounds and defaults are in `utils.config`; a setting without an entry he
 
 from dataclasses import dataclass
 
+from utils.bounds import ENGINES
 from utils.commands.registry import Page
 
 
@@ -198,10 +199,11 @@ SETTING_HELP = {
         "how layers are computed",
         Page(
             "Alone it shows what was measured of each engine. auto: the fastest one here; equal bits are given up for "
-            "more than 10 % of speed only. invariant: logits do not depend on how many tokens a forward pass verifies, "
-            "so greedy texts are equal bit for bit. Results are kept from one start to the next; test repeats all.",
+            "more than 10 % of speed only. invariant and openvino: logits do not depend on how many tokens a forward "
+            "pass verifies, so greedy texts are equal bit for bit. Results are kept from one start to the next; test "
+            "repeats all.",
             ("> /engine plain", "engine: plain"),
-            ("/engine auto|plain|invariant|cuda_graph", "/engine test    tests and measures again"),
+            (f"/engine {'|'.join(ENGINES)}", "/engine test    tests and measures again"),
             ("threads", "audit"),
         ),
         usage="NAME",

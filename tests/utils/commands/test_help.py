@@ -10,7 +10,9 @@ from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
 from utils.commands.registry import FIRST_PAGE, GROUPS, SECOND_PAGE
+from utils.commands.setting_pages import SETTING_HELP
 from utils.comparison.glossary import FIGURES
+from utils.config.settings import setting_fields
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -40,6 +42,12 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> ReplSession:
         (folder / name).write_bytes((folder / "runs.jsonl").read_bytes())
     session.folder = folder  # type: ignore[attr-defined]
     return session
+
+
+@pytest.mark.parametrize("name", ["engine", "verify"])
+def test_a_syntax_line_lists_every_word_of_its_setting(name: str) -> None:
+    listed = SETTING_HELP[name].page.syntax[0].split()[1].split("|")
+    assert set(listed) == set(setting_fields()[name].value_type.usage.split("|"))
 
 
 def shown(line: str) -> list[str]:
