@@ -13,7 +13,7 @@ from fixed_speeds import fix_speeds
 from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.engine_choice import choose, expected_speed, faster_baseline
+from utils.engine.engine_choice import NO_PROMISE, choose, expected_speed, faster_baseline
 from utils.engine.engine_figures import EngineFigures
 from utils.engine.layer_engine import BIT_IDENTICAL
 
@@ -54,6 +54,13 @@ def test_problems_are_the_reason_if_nothing_has_equal_bits() -> None:
     both = {"plain": OTHER, "exact": problem, "second": replace(problem, problem="no CPU")}
     assert choose(both).reason == "exact: it lacks memory; second: no CPU"
     assert choose({"exact": problem}).name == ""
+
+
+def test_problems_count_only_for_engines_that_promise_equal_bits() -> None:
+    exact, other = replace(EXACT, problem="it lacks memory"), replace(OTHER, problem="no CUDA device")
+    assert choose({"plain": OTHER, "other": other}).reason == NO_PROMISE
+    assert choose({"plain": OTHER, "second": OTHER, "other": other}).reason == NO_PROMISE
+    assert choose({"plain": OTHER, "second": OTHER, "other": other, "exact": exact}).reason == "it lacks memory"
 
 
 def test_a_faster_baseline_is_another_engine_with_a_clearly_shorter_step() -> None:
