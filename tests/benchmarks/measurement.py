@@ -181,7 +181,9 @@ class Bench:
         size, step = probes.bytes_per_step(self._ours, self._plain.target), median(seconds["ours"][1])
         read = probes.read_seconds(size, self._ours.engine.state.threads)
         peak = {"bytes": size, "read_seconds": read, "step_seconds": step, "share": read / step}
-        return {"verify_seconds": seconds, "roofline": peak}
+        result = {"verify_seconds": seconds, "roofline": peak, "engine_kind": self._ours.engine.state.kind}
+        products = probes.step_over_products(self._ours.target, ours, probes.PRODUCT_ROUNDS * self._flags.repeats)
+        return result | ({"step_over_products": products} if products else {})
 
     def _perplexity(self) -> dict[str, Any]:
         """Of every number format that the arms compute."""

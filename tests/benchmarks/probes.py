@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from arms import Arm
 
+from utils.decode.engine_forward import engine_forward
 from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
+from utils.engine.lean_decoder import LeanDecoder
 from utils.pairs.pair import Pair
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTHS = (1, 2, 5, 9, 17)
 CACHED = 200  # tokens before a verify pass
 VERIFY_ROUNDS = 9
+PRODUCT_ROUNDS = 25
 READS = 7
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 LONG_PROMPTS = {500: 3, 2000: 2, 6000: 1}  # number of tokens: rounds
@@ -55,6 +58,30 @@ def verify_seconds(
                 if repeat and width:
                     seconds[name][width].append(time.perf_counter() - started)
                 session.rewind(CACHED)
+    return seconds
+
+
+@torch.no_grad()
+def step_over_products(model: Any, threads: int, rounds: int = PRODUCT_ROUNDS) -> dict[str, list[float]] | None:
+    """Seconds of decode steps after CACHED tokens, and of their matrix products alone by the same kernels, in turns.
+
+    None if the model has no lean forward, whose products can be computed alone.
+    """
+    forward = engine_forward(model)
+    if not isinstance(forward, LeanDecoder):
+        return None
+    torch.set_num_threads(threads)
+    ids, session = sample_ids(CACHED + 1, model.config.vocab_size), ModelSession(model)
+    session.feed(ids[:CACHED], keep=1)
+    seconds: dict[str, list[float]] = {"step": [], "products": []}
+    passes: dict[str, Callable[[], Any]] = {"step": lambda: session.feed(ids, keep=1), "products": forward.run_products}
+    for repeat in range(rounds + 1):
+        for name, run in passes.items():
+            started = time.perf_counter()
+            run()
+            if repeat:
+                seconds[name].append(time.perf_counter() - started)
+        session.rewind(CACHED)
     return seconds
 
 

@@ -224,6 +224,8 @@ def test_bars_compare_turns_and_know_what_was_not_measured() -> None:
         {
             "setting": setting,
             "verify_seconds": {"ours": {1: [1.0, 2.0], 5: [1.5, 2.6], 9: [2.0, 4.0]}},
+            "step_over_products": {"step": [1.4, 2.8], "products": [1.0, 2.0]},
+            "engine_kind": "openvino",
             "long_prompts": {500: turns, 6000: turns},
             "program": {"resident": 550e6},
         }
@@ -232,10 +234,22 @@ def test_bars_compare_turns_and_know_what_was_not_measured() -> None:
     verify = by_name["verify cost v(5)"]
     assert verify.ratio == speedup_interval([[1.5, 1.3]]) and verify.bound == 1.45
     assert by_name["time to first token, 6000 tokens"].ratio == Interval(pytest.approx(1.5))
+    products = by_name["decode step / its products"]
+    assert products.ratio == speedup_interval([[1.4, 1.4]]) and products.verdict == "met"
     assert by_name["decode step at 6000 tokens"].verdict == "met"
     assert by_name["resident memory over 1.2 weights + 500 MB"].ratio == Interval(0.5)
     assert by_name["plain / generate"].verdict == "not measured"
     assert over([1.0, None], [2.0, 3.0]) == Interval(0.5)
+
+
+def test_steps_are_compared_with_their_products_in_a_lean_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CACHED", 20)
+    pair = tiny_pair(drafter=False)
+    assert probes.step_over_products(pair.target, 1) is None
+    assert pair.engine.use("invariant", 1).verified
+    found = probes.step_over_products(pair.target, 1, rounds=3)
+    assert found and len(found["step"]) == len(found["products"]) == 3
+    pair.engine.use("plain", 1)
 
 
 def test_a_step_reads_every_linear_weight_once() -> None:

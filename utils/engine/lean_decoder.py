@@ -119,6 +119,11 @@ class LeanDecoder:
         """An empty cache that keeps all tokens: a sliding window is cut out of it."""
         return new_cache(self._config, keeps_all=True)
 
+    def run_products(self) -> None:
+        """Compute the products of one decode step alone, to compare its time with theirs."""
+        with _torch_threads(self._segments.row_threads):
+            self._segments.run_products()
+
     def for_cut(self, cut: Any) -> "LeanDecoder":
         """The forward pass of the first layers, with the same segments."""
         depth = cut.config.get_text_config(decoder=True).num_hidden_layers

@@ -62,7 +62,7 @@ class OpenVinoSegments:
         with ThreadPoolExecutor(self._threads) as pool:
             self._graphs += pool.map(self._compiled, self._files(".xml"))
         # Some weights are copied into OpenVINO's layout at the first use, which would be the user's first token.
-        self._run_once()
+        self.run_products()
         drop_mapped_pages(self._folder)
         self._blocks = ChunkRequests(self._graphs, self._sizes, BOUND_ROWS)
         self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
@@ -70,7 +70,8 @@ class OpenVinoSegments:
     def _compiled(self, path: Path) -> Any:
         return compile_graph(core().read_model(path), self._threads, bfloat16=self._bfloat16)
 
-    def _run_once(self) -> None:
+    def run_products(self) -> None:
+        """With the norms and rotary positions of the same graphs."""
         sizes = self._sizes
         x, attended = torch.zeros(1, sizes.hidden), torch.zeros(1, sizes.attended)
         table = torch.zeros(1, sizes.rotary_dim)

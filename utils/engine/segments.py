@@ -37,3 +37,6 @@ class Segments(Protocol):
         """Return the products of the output head (rows, V) with x (rows, hidden), to which the final norm was applied.
         Scale and softcap are left to the caller.
         """
+
+    def run_products(self) -> None:
+        """Compute the products of one decode step alone, on inputs of zeros: the least time that a step can take."""

@@ -58,6 +58,16 @@ class TorchSegments:
     def logits(self, x: Tensor) -> Tensor:
         return self._head(x)
 
+    def run_products(self) -> None:
+        x = torch.zeros(1, self._spec.hidden_size)
+        attended = torch.zeros(1, self._spec.heads * self._spec.head_dim)
+        for products in self._products:
+            products.qkv(x)
+            products.output(attended)
+            gate, _ = products.gate_up(x).chunk(2, dim=-1)
+            products.down(gate)
+        self._head(x)
+
     def _qkv(self, index: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         spec, layer = self._spec, self._spec.layers[index]
         y = self._products[index].qkv(_norm(layer.input_norm, x))

@@ -11,6 +11,7 @@ from utils.decode.engine_forward import MAX_WIDTH, engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
+from utils.engine.kernels import PackedKernel
 
 IDS = [(7 * index + 3) % 150 for index in range(120)]
 
@@ -91,6 +92,18 @@ def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
     )
     session.feed(IDS[:MAX_WIDTH], keep=3)
     assert widths == [MAX_WIDTH]
+
+
+def test_the_products_alone_are_those_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, used = lean_model(), []
+    session, product = ModelSession(model), PackedKernel.product
+    session.feed(IDS[:20], keep=1)
+    monkeypatch.setattr(PackedKernel, "product", lambda self, x: used.append((id(self), len(x))) or product(self, x))
+    session.feed(IDS[:21], keep=1)
+    step = used.copy()
+    used.clear()
+    engine_forward(model).run_products()
+    assert used and used == step
 
 
 def test_a_cut_has_a_forward_pass_of_its_own() -> None:
