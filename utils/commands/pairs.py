@@ -1,12 +1,13 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
+from utils.commands.experiments.doctor import doctor
 from utils.commands.outcomes import Outcome, ShowRows, UsePair
 from utils.commands.registry import Command, CommandContext, Page, renamed
 from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import parse_request
 
-LIST = "list"
+LIST, DOCTOR = "list", "doctor"
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -16,8 +17,13 @@ def _load(argument: str, context: CommandContext) -> Outcome:
 def _pair(argument: str, context: CommandContext) -> Outcome:
     if argument.lower() == LIST:
         return _known(context)
+    if argument.lower() == DOCTOR:
+        return doctor(context)
     if argument:
-        raise UserError(f"'{argument}' is unknown; /pair checks the loaded pair, /pair {LIST} lists others for /load.")
+        raise UserError(
+            f"'{argument}' is unknown; /pair checks the loaded pair, /pair {DOCTOR} how its drafter is read, and "
+            f"/pair {LIST} lists others for /load."
+        )
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
@@ -56,7 +62,7 @@ PAIR_COMMANDS = (
     ),
     Command(
         "pair",
-        f"[{LIST}]",
+        f"[{LIST}|{DOCTOR}]",
         "whether the two models fit together",
         _pair,
         group="models",
@@ -64,11 +70,18 @@ PAIR_COMMANDS = (
             "Whether the two loaded models fit together, why, and what to change: vocabularies, special tokens, chat "
             "template, sizes, context lengths and caches.",
             ("> /pair", "verdict   fine"),
-            ("/pair", f"/pair {LIST}    the pairs that can be loaded by name"),
+            (
+                "/pair",
+                f"/pair {LIST}    the pairs that can be loaded by name",
+                f"/pair {DOCTOR}    whether a drafter that reads hidden states reads the right ones",
+            ),
             ("load",),
         ),
-        words=(LIST,),
-        meanings={LIST: "the pairs that can be loaded by name"},
+        words=(LIST, DOCTOR),
+        meanings={
+            LIST: "the pairs that can be loaded by name",
+            DOCTOR: "whether a drafter that reads hidden states reads the right ones",
+        },
     ),
     renamed("pairs", f"pair {LIST}"),
 )

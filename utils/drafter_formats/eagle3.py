@@ -6,7 +6,8 @@ The first layer attends with the embedding of a token and a state side by side; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import (
     DraftHead,
     check_feature_layers,
@@ -27,7 +29,7 @@ from utils.drafter_formats.target_parts import (
 )
 from utils.engine import attention
 from utils.errors import UserError
-from utils.models.feature_drafter import StepwiseDrafter
+from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
@@ -50,19 +52,6 @@ LAYER_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Conventions:
-    """What a checkpoint leaves to convention, or states in ways that differ between programs.
-
-    feature_layers: see utils.decode.features. norm_before_residual: the first residual is the normalised state.
-    norm_output: the next state is the one after the final norm.
-    """
-
-    feature_layers: tuple[int, ...]
-    norm_before_residual: bool
-    norm_output: bool
-
-
 class Eagle3(StepwiseDrafter):
     """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
 
@@ -71,7 +60,7 @@ class Eagle3(StepwiseDrafter):
 
     def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
         super().__init__()
-        self.config, self.conventions = config, conventions
+        self.config, self.conventions, self.target_layers = config, conventions, parts.target_layers
         hidden, eps, count = config.hidden_size, config.rms_norm_eps, len(conventions.feature_layers)
         total = count * parts.feature_size
         self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
@@ -92,9 +81,13 @@ class Eagle3(StepwiseDrafter):
         share_parts(self, embedding, head, target)
         return self
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a convention that can be corrected
-        return self.conventions.feature_layers
+    def readings(self) -> Mapping[str, Conventions]:
+        own = self.conventions
+        normed = "after" if not own.norm_output else "before"
+        return shifted_layers(own, self.target_layers) | {
+            f"states fed back {normed} the final norm": replace(own, norm_output=not own.norm_output),
+            "the other residual in the first layer": replace(own, norm_before_residual=not own.norm_before_residual),
+        }
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -130,8 +123,9 @@ class Eagle3(StepwiseDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which optional tensors a checkpoint has. feature_size: of one hidden state of the target."""
+    """Which optional tensors a checkpoint has. target_layers: of the target. feature_size: of its hidden states."""
 
+    target_layers: int
     feature_size: int
     fc_norm: bool
     norm_before_fc: bool
@@ -156,7 +150,7 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     checkpoint = with_common_names(checkpoint)
     given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
-    parts = _parts(checkpoint, feature_size)
+    parts = _parts(checkpoint, target, feature_size)
     config = layer_config(given, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
     drafter = Eagle3(config, conventions(checkpoint, target), parts)
@@ -220,8 +214,9 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     return tuple(count + 1 if layer == count else layer for layer in ids)
 
 
-def _parts(checkpoint: DrafterCheckpoint, feature_size: int) -> Parts:
+def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:
     return Parts(
+        layer_count(target),
         feature_size,
         fc_norm=checkpoint.has("fc_norm.0.weight"),
         norm_before_fc=checkpoint.has("input_norm.weight"),

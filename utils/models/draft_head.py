@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from utils.decode.model_info import vocabulary_size
 from utils.engine import attention
-from utils.models.feature_drafter import StepwiseDrafter
+from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 
 def feature_layers(count: int) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class TargetHead(StepwiseDrafter):
     def __init__(self, head: Head, target: PreTrainedModel, vocabulary: Tensor) -> None:
         super().__init__()
         self.head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        self.feature_layers = head.shape.layers
+        self.conventions = Conventions(head.shape.layers)
         self.head.rotary = LlamaRotaryEmbedding(head.config).to(target.device)  # its frequencies stay float32
         self.config = head.config
         # Sessions read the vocabulary off the config, and a head answers with logits over all of it.
@@ -149,7 +149,7 @@ class TargetHead(StepwiseDrafter):
         return next_states
 
     def logits(self, state: Tensor) -> Tensor:
-        drafted: Tensor = self.rows(self.head.norm(state))  # (1, V')
+        drafted: Tensor = self.rows(self.head.norm(state))  # (T, V')
         # Softmax gives minus infinity a probability of exactly 0, so q needs no second vocabulary.
-        logits = drafted.new_full((1, self.config.vocab_size), float("-inf"))
+        logits = drafted.new_full((len(drafted), self.config.vocab_size), float("-inf"))
         return logits.index_copy_(1, self.vocabulary, drafted)

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 
-class FeatureDrafter(nn.Module, ABC):
-    """A drafter that continues from hidden states (features) of its target.
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """What a checkpoint leaves to convention, or states in ways that differ between programs.
 
-    feature_layers: the hidden states that it reads, concatenated to a feature of size F. They are numbered as in
-    `utils.decode.features`. config: with the target's vocabulary size, and of the layers that have a cache. Like a
-    model it has a device, a dtype and a name_or_path.
+    feature_layers: the hidden states that are read, numbered as in `utils.decode.features`. norm_before_residual: the
+    first residual is the normalised state. norm_output: the state that is fed back is the one after the final norm.
     """
 
-    config: Any
     feature_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class FeatureDrafter(nn.Module, ABC):
+    """A drafter that continues from hidden states (features) of its target, concatenated to size F.
+
+    conventions: how its checkpoint is read; another value takes effect at once. config: with the target's vocabulary
+    size, and of the layers that have a cache. Like a model it has a device, a dtype and a name_or_path.
+    """
+
+    conventions: Conventions
+    config: Any
     device: Any
     dtype: Any
     name_or_path: str
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The hidden states that it reads."""
+        return self.conventions.feature_layers
+
+    def readings(self) -> Mapping[str, Conventions]:
+        """Return other conventions that programs use for this format, by a description. Empty if there are none."""
+        return {}
 
 
 class StepwiseDrafter(FeatureDrafter):
@@ -40,7 +63,7 @@ class StepwiseDrafter(FeatureDrafter):
 
     @abstractmethod
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits (1, V) over the target's vocabulary for a state (1, H). Tokens that are never drafted have
+        """Return logits (T, V) over the target's vocabulary for states (T, H). Tokens that are never drafted have
         minus infinity.
         """
 

@@ -15,7 +15,7 @@ from sampling.drafters.head import feature_session
 from utils.decode.model_session import ModelSession
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
-from utils.models.feature_drafter import BlockDrafter
+from utils.models.feature_drafter import BlockDrafter, Conventions
 
 SIZE, BLOCK = 8, 3
 
@@ -27,7 +27,7 @@ class RandomBlocks(BlockDrafter):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         width = target.config.hidden_size
-        self.config, self.feature_layers, self.block_size = target.config, (1, -1), BLOCK
+        self.config, self.conventions, self.block_size = target.config, Conventions((1, -1)), BLOCK
         self.device, self.dtype, self.name_or_path = target.device, target.dtype, "blocks"
         self.read = torch.randn(2 * width, BLOCK * SIZE, generator=generator) / width
         self.last, self.before = torch.randn(2, SIZE, SIZE, generator=generator)
