@@ -29,7 +29,7 @@ from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
 from utils.pairs.doctor import examine, sign_test
 
-LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 80, 4
+LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 100, 4
 RIGHT = Conventions((2, 4, 5), norm_output=True)
 
 
@@ -76,7 +76,7 @@ def fit(drafter: Eagle3, features: torch.Tensor, text: torch.Tensor) -> None:
     count = len(text)
     positions = torch.arange(count)[None]
     optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(120):
+    for _ in range(150):
         states = drafter.next_states(drafter.fuse_features(features[:, :-2]), text[None, 1:-1], positions[:, :-2], None)
         loss = cross_entropy(drafter.logits(states[0]), text[2:])
         fed = drafter.feedback(states)[:, :-1]
