@@ -114,6 +114,13 @@ def test_a_candidate_that_is_much_slower_is_given_up_after_its_decode_step(rows:
     assert {width for name, _, width in speeds.calls if name == "slow"} == {1}
 
 
+def test_a_slow_candidate_is_compared_with_the_fastest_one(rows: Callable[..., None]) -> None:
+    rows(middle=row(), slow=row())
+    engine, _ = started({"plain": 0.01, "middle": 0.012, "slow": 0.017})
+    engine.use("auto", 1)
+    assert "1.7 times that of plain" in engine.selection.table["slow"].problem
+
+
 def test_close_engines_are_measured_in_turns(rows: Callable[..., None]) -> None:
     rows(first=row(), second=row())
     engine, speeds = started({"plain": 0.03, "first": 0.010, "second": 0.0105})

@@ -14,7 +14,7 @@ from tiny import tiny_llama
 
 from utils.engine import Engine
 from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.seat import Seat, reason_of
+from utils.engine.seat import MAX_REASON, Seat, reason_of
 from utils.errors import UserError
 
 FAILURES = ["logits differ", MemoryError(), RuntimeError("no kernel\nsecond line"), ImportError("no module")]
@@ -56,6 +56,34 @@ def test_an_interrupted_installation_leaves_nothing_in_the_seat() -> None:
     with pytest.raises(KeyboardInterrupt):
         seat.install("half", [1])
     assert seat.name == "plain" and half.events[-1] == "remove"
+
+
+def test_an_engine_that_cannot_be_installed_again_is_tested_as_a_whole_the_next_time() -> None:
+    fake = type("Fake", (FakeEngine,), {"fails": ("", "gone")})()
+    seat, outcomes = Seat({"plain": FakeEngine(), "fake": fake}), []
+    for _ in range(3):
+        outcomes.append(seat.install("fake", [1]))
+        seat.remove()
+    assert outcomes == ["", "gone", ""]
+    assert [event for event in fake.events if "install" in event] == ["install", "install tested", "install"]
+
+
+def test_a_reason_is_short() -> None:
+    assert reason_of(RuntimeError("x" * 5000)) == "x" * MAX_REASON
+
+
+def test_an_error_of_the_plain_engine_is_not_hidden(rows: Callable[..., None]) -> None:
+    rows(quick=row())
+    engine = Engine([tiny_llama(vocab_size=96)])
+
+    def speed(name: str, threads: int, width: int) -> float:
+        if name == "plain":
+            raise RuntimeError("the model is broken")
+        return 0.01
+
+    fix_speeds(engine, speed)
+    with pytest.raises(RuntimeError, match="the model is broken"):
+        engine.use("auto", 1)
 
 
 def test_an_engine_that_fails_when_it_computes_is_skipped(rows: Callable[..., None]) -> None:

@@ -62,3 +62,12 @@ def test_an_error_restores_the_number_of_threads() -> None:
         torch.set_num_threads(before + 1)
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
+
+
+def test_the_median_of_all_rounds_but_the_first_counts() -> None:
+    seconds, now = iter([0, 100, 0, 1, 0, 2, 0, 9]), [0.0]  # each round wakes the threads before its timed step
+
+    def step() -> None:
+        now[0] += next(seconds)
+
+    assert threads.step_seconds(step, [1], lambda count: None, lambda: now[0]) == {1: 2}
