@@ -198,10 +198,8 @@ SETTING_HELP = {
         "decoding",
         "how layers are computed",
         Page(
-            "Alone it shows what was measured of each engine. auto: the fastest one here; equal bits are given up for "
-            "more than 10 % of speed only. invariant and openvino: logits do not depend on how many tokens a forward "
-            "pass verifies, so greedy texts are equal bit for bit. Results are kept from one start to the next; test "
-            "repeats all.",
+            "Alone it shows what was measured of each engine. auto: the fastest; equal bits are given up for more than "
+            "10 % of speed only. invariant, openvino: greedy texts are equal bit for bit. Results are kept for later.",
             ("> /engine plain", "engine: plain"),
             (f"/engine {'|'.join(ENGINES)}", "/engine test    tests and measures again"),
             ("threads", "audit"),

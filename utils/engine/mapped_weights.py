@@ -56,14 +56,17 @@ def release_weights(models: Iterable[nn.Module], folder: Path | None = None) -> 
     """Free the memory of all linear weights on the CPU that no embedding holds as well.
 
     folder: for the files, which are removed with the weights; None: the folder for temporary files. Elsewhere than on
-    Linux the weights stay in memory.
+    Linux, and if files cannot be written, the weights stay in memory.
     """
     if sys.platform != "linux":
         return
     ranges = [*mapped_ranges()]
     for weight in _weights(models):
         if not _is_mapped(weight, ranges):
-            weight.data = _in_file(weight, folder)
+            try:
+                weight.data = _in_file(weight, folder)
+            except OSError:
+                return
         drop_pages(*_whole_pages(weight))
 
 

@@ -41,8 +41,15 @@ def converted(spec: DecoderSpec, weights: EngineWeights, folder: Path) -> Path:
         with build_folder(made, key) as path:
             path.mkdir()
             for name, graph in _graphs(GraphBuilder(spec, storage(weights, spec.head))):
-                ov.save_model(graph, path / f"{name}.xml", compress_to_fp16=False)
+                _save(graph, path / f"{name}.xml")
     return made
+
+
+def _save(graph: Any, path: Path) -> None:
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:  # of a C++ stream, which does not say what went wrong
+        raise OSError(f"{path.parents[2]} cannot be written to; the disk may be full") from error
 
 
 def graph_names(layers: int) -> list[str]:

@@ -6,6 +6,7 @@ in chunks.
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,22 @@ class OpenVinoSegments:
         threads: int,
         folder: Path | None = None,
     ) -> None:
-        """folder: for converted graphs, which later starts read. With None they are removed with this object.
+        """folder: for converted graphs, which later starts read. With None, or if files cannot be written there, they
+        are in a temporary folder, which is removed with this object.
 
-        Raises OSError if files cannot be written.
+        Raises OSError if files cannot be written to a temporary folder either.
         """
         self._sizes = DecoderSizes.of(spec)
         self._bfloat16, self._threads = weights.format == "bfloat16", threads
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="openvino-")
-            folder = Path(self._temporary.name)
-        self._folder = converted(spec, weights, folder)
+        self._folder = self._converted(spec, weights, folder)
         self._compile()
+
+    def _converted(self, spec: DecoderSpec, weights: EngineWeights, folder: Path | None) -> Path:
+        if folder is not None:
+            with suppress(OSError):
+                return converted(spec, weights, folder)
+        self._temporary = tempfile.TemporaryDirectory(prefix="openvino-")
+        return converted(spec, weights, Path(self._temporary.name))
 
     def _compile(self) -> None:
         self._bound: dict[int, BoundRequests] = {}  # by the number of rows

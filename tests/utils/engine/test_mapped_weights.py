@@ -24,6 +24,13 @@ def test_released_weights_keep_their_values(dtype: torch.dtype, tmp_path: Path) 
     assert not any(tmp_path.iterdir())
 
 
+def test_weights_stay_in_memory_if_files_cannot_be_written(tmp_path: Path) -> None:
+    layer = nn.Linear(64, 4096)
+    before, address = layer.weight.detach().clone(), layer.weight.data_ptr()
+    release_weights([layer], tmp_path / "missing")
+    assert torch.equal(layer.weight, before) and layer.weight.data_ptr() == address
+
+
 @linux
 def test_an_embedding_that_shares_its_weight_stays_in_memory() -> None:
     table, head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)

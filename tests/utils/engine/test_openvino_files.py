@@ -92,6 +92,35 @@ def test_without_a_folder_nothing_is_left() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("problem", ["not a folder", "full disk"])
+def test_a_folder_that_cannot_be_written_to_is_replaced(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, folder = tiny_spec(), tmp_path / "folder"
+    expected = head_of(spec, tmp_path)
+    if problem == "not a folder":
+        folder.touch()
+    save = openvino_cache.ov.save_model
+
+    def save_elsewhere(graph: object, path: Path, **options: bool) -> None:
+        if folder in path.parents:
+            raise RuntimeError("basic_ios::clear: iostream error")
+        save(graph, path, **options)
+
+    monkeypatch.setattr(openvino_cache.ov, "save_model", save_elsewhere)
+    assert torch.equal(head_of(spec, folder), expected)
+    assert folder.is_file() or not any(folder.iterdir())
+
+
+def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: bool) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr(openvino_cache.ov, "save_model", fail)
+    with pytest.raises(OSError, match="disk may be full"):
+        OpenVinoSegments(tiny_spec(), threads=1, folder=tmp_path)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memory maps are read from /proc")
 def test_weights_are_not_held_twice(tmp_path: Path) -> None:
     spec = tiny_spec()
