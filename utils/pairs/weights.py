@@ -10,6 +10,7 @@ from utils.pairs.pair import Pair
 from utils.text import byte_size
 
 BNB_INT8 = "bnb-int8"
+ROUNDED = ("bfloat16", "int8", "int4")  # engine weights that differ from those of the checkpoint
 
 
 def describe_target(pair: Pair) -> str:
@@ -34,6 +35,8 @@ def weight_notes(pair: Pair) -> Iterator[str]:
     """Messages for the user: where equal texts cannot be guaranteed, and where quantization makes a model slower."""
     if is_tensor_parallel():
         yield f"{world_size()} processes compute {pair.target_name} together: its memory is that of each process"
+    if (kind := pair.request.engine_weights) in ROUNDED:
+        yield f"with {kind} weights {pair.target_name} is a different model, compared only with itself"
     if reason := _width_dependence(pair.quantize, pair.dtype, pair.target_name):
         yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
     weights = [(pair.quantize, pair.dtype, pair.device, pair.target_name)]
