@@ -1,6 +1,7 @@
 """Weights as small integers with scales: rounding, unpacking, and joining of layers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ def test_layers_with_the_same_input_are_joined_unless_their_forms_differ() -> No
     assert both is not None
     assert torch.equal(both.dense(), torch.cat([round_int4(first).dense(), round_int4(second).dense()]))
     assert joined([round_int4(first), round_int8(second)]) is None
+    block = round_int4(first)
+    assert joined([block, replace(block, minimums=None)]) is None
 
 
 @pytest.mark.parametrize("rounding", [round_int8, round_int4])
