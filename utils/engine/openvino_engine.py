@@ -25,6 +25,7 @@ from utils.engine.read_decoder import read_decoder
 from utils.engine.weight_blocks import round_int8
 from utils.engine.weight_format import EngineWeights
 from utils.engine.weight_memory import tensor_bytes, weight_format
+from utils.freed_memory import release_memory
 
 SPARE = 3  # graphs are kept during trials if there is memory for this many more of them
 NOT_HERE = "the openvino engine computes float32 and bfloat16 models on CPUs only"
@@ -161,6 +162,7 @@ class OpenVinoEngine:
         if self._memory is None:
             self._swap_helpers()
         release_weights(self._models, self.folder)
+        release_memory()  # weights that another engine had restored: otherwise the allocator keeps their memory
 
     def _converted(self, model: PreTrainedModel, spec: DecoderSpec) -> Any:
         from utils.engine.openvino_segments import OpenVinoSegments  # takes half a second

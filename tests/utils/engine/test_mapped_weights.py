@@ -6,9 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_llama
 from torch import nn
 
+from utils.engine import openvino_engine
+from utils.engine.invariant import InvariantEngine
 from utils.engine.mapped_weights import mapped_ranges, release_weights
+from utils.engine.openvino_support import unsupported
+from utils.engine.weight_format import EngineWeights
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which memory is a file")
 
@@ -54,3 +59,25 @@ def test_weights_of_a_checkpoint_that_is_mapped_already(changed: bool, tmp_path:
     assert layer.weight[0, 0] == (-1.0 if changed else 0.0) and layer.weight[63, 1023] == values[63, 1023]
     files = [part.path for part in mapped_ranges() if part.start <= layer.weight.data_ptr() < part.end]
     assert (files == [str(tmp_path / "weights")]) is not changed
+
+
+@pytest.mark.skipif(bool(unsupported("float32")) or sys.platform != "linux", reason="openvino cannot run here")
+def test_memory_is_returned_after_the_weights_that_another_engine_restored_are_in_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator would otherwise keep what the restored weights of the embedded target took: 800 MB."""
+    model, in_files = tiny_llama(), list[bool]()
+
+    def count() -> None:
+        ranges = [*mapped_ranges()]
+        weights = [part.weight for part in model.modules() if isinstance(part, nn.Linear)]
+        in_files.extend(any(part.start <= weight.data_ptr() < part.end for part in ranges) for weight in weights)
+
+    before = InvariantEngine([model], [], EngineWeights())
+    assert before.install([1]) == ""
+    before.remove()
+    monkeypatch.setattr(openvino_engine, "release_memory", count)
+    engine = openvino_engine.OpenVinoEngine([model], [], EngineWeights())
+    assert engine.install([1]) == ""
+    assert len(in_files) > 10 and all(in_files)
+    engine.remove()
