@@ -54,6 +54,12 @@ class FeatureSession(ABC):
     def rewind(self, length: int) -> None:
         """Forget the drafts, and what was made from them."""
 
+    def confidence(self, context: list[int]) -> float | None:
+        """The drafter's own estimate that the draft after this context, which was fed last, is accepted; None if it has
+        no such estimate.
+        """
+        return None
+
     def begin(self, prompt: list[int]) -> list[int]:
         """Start a run."""
         self._reset()
@@ -157,6 +163,10 @@ class BlockSession(FeatureSession):
         row = len(context) - start
         return self.model.conditioned(rows[row : row + 1], context[-1])
 
+    def confidence(self, context: list[int]) -> float | None:
+        assert self._block is not None
+        return self.model.confidence(len(context) - self._block[0], context[-1], self._cache)
+
     def rewind(self, length: int) -> None:
         """Forget the block. The cache holds nothing of it."""
         self._block = None
@@ -203,6 +213,10 @@ class HeadDrafter(ModelDrafter):
         super().begin(prompt, context)
         if self._prefilled is not None:
             self._head.add_features(self._prefilled, 0, len(self._prefilled))
+
+    def _confidence(self, context: list[int], logits: Tensor) -> float:
+        own = self._head.confidence(context)
+        return super()._confidence(context, logits) if own is None else own
 
     def commit(self, context: list[int], verified: Verified) -> None:
         # Before the new features are added: this rewind drops the entries made from the head's own states.

@@ -66,7 +66,7 @@ class ModelDrafter:
             computed = max(computed + 1, self._block)
             q = self._decoding.probs(logits, self._session.name)[0]
             if adaptive is not None:
-                buckets.append(_confidence(logits))
+                buckets.append(_bucket(self._confidence(context + tokens, logits)))
                 if not adaptive.proposes(buckets):  # decided by the distribution, before a token is drawn from it
                     buckets.pop()
                     break
@@ -77,6 +77,12 @@ class ModelDrafter:
         self._round = tokens, buckets, computed
         evidence = DraftEvidence(logits=seen) if self._observed else None
         return Draft(tokens, self._probs(rows), computed - len(tokens), evidence=evidence)
+
+    def _confidence(self, context: list[int], logits: Tensor) -> float:
+        """How likely the draft after this context is to be accepted: the highest probability of its logits (1, V) at
+        temperature 1. It must not depend on the token that is drawn.
+        """
+        return float(torch.softmax(logits, dim=-1).max().item())
 
     def _probs(self, rows: list[Tensor]) -> Tensor | None:
         """q as (k, V). None if the drafts share the target's noise: accepting by p/q on top of that would be biased."""
@@ -100,6 +106,6 @@ class ModelDrafter:
         self._session.rewind(len(context) - 1)
 
 
-def _confidence(logits: Tensor) -> Bucket:
-    """The highest probability of logits (1, V) at temperature 1, in eighths."""
-    return "confidence", min(7, int(8 * torch.softmax(logits, dim=-1).max().item()))
+def _bucket(confidence: float) -> Bucket:
+    """A confidence in eighths."""
+    return "confidence", min(7, int(8 * confidence))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
 from utils.drafter_formats.eagle3 import is_eagle3, load_eagle3
 from utils.models.feature_drafter import FeatureDrafter
 
@@ -22,7 +23,11 @@ class DrafterFormat:
 
 
 # The first row that applies is used, so the specific ones come first.
-FORMATS = (DrafterFormat("EAGLE-3", is_eagle3, load_eagle3),)
+FORMATS = (
+    DrafterFormat("EAGLE-3", is_eagle3, load_eagle3),
+    DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
+    DrafterFormat("DFlash", is_dflash, load_dflash),
+)
 
 
 def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:

@@ -16,11 +16,13 @@ class Conventions:
 
     feature_layers: the hidden states that are read, numbered as in `utils.decode.features`. norm_before_residual: the
     first residual is the normalised state. norm_output: the state that is fed back is the one after the final norm.
+    from_anchor: the first slot of a block, which holds the last known token, predicts too.
     """
 
     feature_layers: tuple[int, ...]
     norm_before_residual: bool = False
     norm_output: bool = False
+    from_anchor: bool = False
 
 
 class FeatureDrafter(nn.Module, ABC):
@@ -91,10 +93,16 @@ class BlockDrafter(FeatureDrafter):
         """Return logits (K, V) of the next K tokens over the target's vocabulary.
 
         features: (T, F), those of the positions from `first` that are new since the last pass. tokens: (T,), the ones
-        that follow these positions; the last one ends the context. The cache gets what is known of these T positions,
-        and nothing of the drafts.
+        that follow these positions; the last one ends the context. The cache gets what is known of these T positions.
+        Nothing of the block may enter a later pass.
         """
 
     def conditioned(self, logits: Tensor, previous: int) -> Tensor:
         """Return a draft's logits (1, V) given the token before it, for drafters that draw from left to right."""
         return logits
+
+    def confidence(self, index: int, previous: int, cache: Any) -> float | None:
+        """Return the drafter's own estimate of the probability that draft `index` of the last block is accepted, given
+        the token before it; None if it has no such estimate. It must not depend on the draft's own token.
+        """
+        return None

@@ -1,0 +1,136 @@
+"""Blocks with a Markov head: sampled text follows the target's distribution, as every path of a run is enumerated.
+
+The drafter is a DSpark drafter whose drafts are drawn from left to right, and whose confidence head decides how many
+are proposed. Known mistakes in this are detected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dflash_checkpoints import built, tensors_of, zlab_config
+from drafter_checkpoints import HIDDEN, write_checkpoint
+from exact import distance, text_probs
+from samplers import SAMPLERS
+from tiny import tiny_llama
+from toys import ToyModel, decoding, joint_probs, toy
+
+from sampling import RULES, AdaptiveGamma, Draft, HeadDrafter, speculative_steps
+from sampling.drafters.head import BlockSession
+from utils.decode.model_session import ModelSession
+from utils.decode.steps import Step
+from utils.drafter_formats.dflash import DFlash
+from utils.metrics.costs import Costs
+
+SIZE, LENGTH, PROMPT = 3, 4, [1, 2, 0]
+ROUNDING, DETECTED = 1e-12, 0.02
+
+
+class FeatureToy(ToyModel):
+    """A toy model with three hidden states: each is a random vector of the token."""
+
+    def __init__(self) -> None:
+        super().__init__(toy(1, SIZE).table)
+        self.config.num_hidden_layers = 2
+        self.vectors = torch.randn(3, SIZE, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+    def forward(self, input_ids: Any, output_hidden_states: bool = False, **others: Any) -> SimpleNamespace:
+        output = super().forward(input_ids, **others)
+        output.hidden_states = tuple(vectors[input_ids] for vectors in self.vectors)
+        return output
+
+
+TARGET = FeatureToy()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DFlash:
+    tensors = tensors_of(markov=5, confidence=HIDDEN + 5, own=True, vocabulary=SIZE)
+    # The token before a draft must matter, and confidence must be on both sides of one half.
+    tensors["markov_head.markov_w1.weight"] *= 6
+    tensors["confidence_head.proj.weight"][:, :HIDDEN] *= 0.2
+    config = zlab_config(mask_token_id=0, target_layer_ids=[-1, 0, 1]) | {"block_size": 3}
+    folder = write_checkpoint(tmp_path_factory.mktemp("dspark"), config, tensors)
+    return built(folder, tiny_llama(vocab_size=SIZE), "DSpark")
+
+
+def decode(
+    noise: Any,
+    *,
+    model: DFlash,
+    processor: Any = SAMPLERS[0],
+    rule: str = "rejection",
+    adaptive: bool = False,
+    kind: type[HeadDrafter] = HeadDrafter,
+) -> Iterator[Step]:
+    plan = decoding(LENGTH, processor=processor, noise=noise)
+    gamma = AdaptiveGamma(Costs.of([0.45] * 4, {}), 0.01, block=model.block_size) if adaptive else None
+    drafter = kind(BlockSession(model), plan, SIZE, adaptive=gamma)
+    session = ModelSession(TARGET, use_cache=False, features=model.feature_layers)
+    return speculative_steps(PROMPT, drafter, session, plan, gamma=3, rule=RULES[rule])
+
+
+def error(processor: Any = SAMPLERS[0], **options: Any) -> float:
+    """Total variation distance of the run's texts from the target's joint distribution."""
+    texts = text_probs(partial(decode, processor=processor, **options))
+    return distance(texts, joint_probs(TARGET, processor, PROMPT[-1], LENGTH))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sampled_text_follows_the_targets_distribution(model, rule, adaptive):
+    assert error(model=model, rule=rule, adaptive=adaptive) < ROUNDING
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_processed_distributions_are_followed_too(model, rule):
+    assert error(SAMPLERS[2], model=model, rule=rule) < ROUNDING
+
+
+def test_runs_propose_blocks_of_different_lengths(model):
+    """Otherwise the enumeration of adaptive runs would not say much."""
+    lengths: set[tuple[int, int]] = set()
+
+    def watched(noise: Any) -> Iterator[Step]:
+        for step in decode(noise, model=model, adaptive=True):
+            lengths.add((len(step.drafted), step.accepted))
+            yield step
+
+    text_probs(watched)
+    assert lengths >= {(0, 0), (1, 0), (1, 1), (2, 2)}
+
+
+class Unconditioned(HeadDrafter):
+    """Draws with the Markov head, and reports the distributions without it."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = super().propose(context, count)
+        if not draft.tokens:
+            return draft
+        rows = self._session._block[1][: len(draft.tokens)]
+        return Draft(draft.tokens, self._decoding.probs(rows, "drafter"))
+
+
+class Peeking(HeadDrafter):
+    """Drops drafts from the first one on of which the confidence head, shown the draft's own token, thinks little."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = super().propose(context, count)
+        session = self._session
+        kept = [
+            index
+            for index, token in enumerate(draft.tokens)
+            if session.model.confidence(index, token, session._cache) >= 0.5
+        ]
+        length = next((index for index in range(len(draft.tokens)) if index not in kept), len(draft.tokens))
+        return Draft(draft.tokens[:length], None if draft.probs is None or not length else draft.probs[:length])
+
+
+@pytest.mark.parametrize("mistake", [Unconditioned, Peeking])
+def test_mistakes_are_detected(model, mistake):
+    assert error(model=model, kind=mistake) > DETECTED

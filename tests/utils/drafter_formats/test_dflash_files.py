@@ -1,0 +1,130 @@
+"""DFlash and DSpark checkpoints as files: layouts, pairs, texts, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dflash_checkpoints import BLOCK, VOCABULARY, built, speculators_config, target_model, tensors_of, zlab_config
+from drafter_checkpoints import HIDDEN, layer_keys, write_checkpoint
+from samplers import PROCESSORS
+from shelf import load, refusal
+from tiny import save_folder, tiny_tokenizer
+from toys import decoding
+
+from sampling import RULES, AdaptiveGamma, HeadDrafter, autoregressive_steps, speculative_steps
+from sampling.drafters.head import feature_session
+from utils.decode.model_session import ModelSession
+from utils.metrics.costs import Costs
+from utils.metrics.results import tokens_of
+
+DSPARK = {"markov_rank": 5, "markov_head_type": "vanilla", "confidence_head_with_markov": True}
+
+
+def dspark_tensors() -> Any:
+    return tensors_of(markov=5, confidence=HIDDEN + 5, own=True)
+
+
+def deepspec_config() -> dict[str, Any]:
+    return layer_keys(
+        architectures=["Qwen3DSparkModel"], block_size=BLOCK, mask_token_id=60, target_layer_ids=[1, 2, 3], **DSPARK
+    )
+
+
+def specforge_config() -> dict[str, Any]:
+    nested = {"projector_type": "dspark", "mask_token_id": 60, "target_layer_ids": [1, 2, 3]} | DSPARK
+    return layer_keys(architectures=["DSparkDraftModel"], dflash_config=nested | {"block_size": BLOCK})
+
+
+@pytest.mark.parametrize(
+    ("config", "prefix"), [(deepspec_config, ""), (deepspec_config, "model."), (specforge_config, "logit_head.")]
+)
+def test_layouts_give_the_same_dspark_drafter(tmp_path, config, prefix):
+    target, tensors = target_model(), dspark_tensors()
+    first = built(write_checkpoint(tmp_path / "a", speculators_config(kind="dspark"), tensors), target, "DSpark")
+    moved = (lambda name: "head." in name and "lm_head" not in name) if prefix == "logit_head." else (lambda name: True)
+    renamed = {f"{prefix}{name}" if moved(name) else name: tensor for name, tensor in tensors.items()}
+    second = built(write_checkpoint(tmp_path / "b", config(), renamed), target, "DSpark")
+    assert (first.block, first.conventions) == (second.block, second.conventions) and first.block_size == BLOCK
+    weights = second.state_dict()
+    assert all(torch.equal(part, weights[name]) for name, part in first.state_dict().items())
+
+
+def test_dspark_without_heads_is_recognised_by_name(tmp_path):
+    folder = write_checkpoint(tmp_path, zlab_config(projector_type="dspark", markov_rank=0), tensors_of())
+    assert built(folder, target_model(), "DSpark").block_size == BLOCK
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_text_is_the_targets_own(tmp_path, rule, adaptive):
+    """A drafter of a tiny vocabulary is often right, and often wrong. It reads both ends of the target."""
+    target, accepted = target_model(vocab_size=8), set()
+    tensors = tensors_of(markov=5, confidence=HIDDEN, own=True, vocabulary=8)
+    config = speculators_config(kind="dspark", mask_token_id=7, aux_hidden_state_layer_ids=[0, 3, 6])
+    drafter = built(write_checkpoint(tmp_path, config, tensors), target, "DSpark")
+    plan = decoding(12, processor=PROCESSORS[rule == "coupled"], seed=3)
+    for prompt in ([first, second] for first in range(8) for second in (2, 5)):
+        expected = tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))
+        session = ModelSession(target, features=drafter.feature_layers)
+        gamma = AdaptiveGamma(Costs.of([0.02] * 8, {}), 0.01, block=BLOCK) if adaptive else None
+        head = HeadDrafter(
+            feature_session(drafter), plan, session.vocab_size, shares_noise=RULES[rule].shares_noise, adaptive=gamma
+        )
+        steps = list(speculative_steps(prompt, head, session, plan, gamma=4, rule=RULES[rule]))
+        assert tokens_of(steps) == expected
+        accepted |= {step.accepted for step in steps}
+    assert accepted >= {0, 1}
+
+
+def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
+    save_folder(tmp_path / "target", target_model(vocab_size=300), tiny_tokenizer())
+    folder = write_checkpoint(tmp_path / "drafter", zlab_config(), tensors_of())
+    pair = load(tmp_path / "target", folder)
+    assert pair.drafter_kind == "head" and "DFlash" in str(pair.drafter_name)
+    assert pair.feature_layers == (2, 3, 5)
+
+
+CHANGES = [
+    (lambda tensors, config: tensors.pop("layers.0.mlp.up_proj.weight"), "up_proj"),
+    (lambda tensors, config: tensors.pop("layers.0.self_attn.q_norm.weight"), "q_norm"),
+    (lambda tensors, config: tensors["fc.weight"].fill_(float("nan")), "finite"),
+    (lambda tensors, config: tensors.update({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}), "numbers per token"),
+    (lambda tensors, config: tensors.update({"embed_tokens.weight": torch.zeros(20, HIDDEN)}), "embedding"),
+    (lambda tensors, config: tensors.update({"prefix_gru.weight_ih_l0": torch.zeros(3, 3)}), "Domino"),
+    (lambda tensors, config: tensors.update({"markov_head.gate_proj.weight": torch.zeros(3, 3)}), "gated"),
+    (lambda tensors, config: tensors.update({"markov_head.markov_w2.weight": torch.zeros(9, 5)}), "Markov head"),
+    (lambda tensors, config: tensors.update({"markov_head.markov_w1.weight": torch.zeros(9, 5)}), "Markov head"),
+    (lambda tensors, config: tensors.update({"markov_head.markov_w1.weight": torch.zeros(9)}), "markov_w1"),
+    (lambda tensors, config: tensors.update({"confidence_head.proj.weight": torch.zeros(1, 40)}), "confidence"),
+    (lambda tensors, config: config.update({"markov_head_type": "rnn"}), "rnn"),
+    (lambda tensors, config: config.update({"speculators_model_type": "dflash2"}), "dflash2"),
+    (lambda tensors, config: config.update({"speculators_model_type": "xpress"}), "xpress"),
+    (lambda tensors, config: config.update({"mask_token_id": None}), "mask_token_id"),
+    (lambda tensors, config: config.update({"mask_token_id": VOCABULARY}), f"mask token {VOCABULARY}"),
+    (lambda tensors, config: config.update({"block_size": 1, "sample_from_anchor": False}), "block_size"),
+    (lambda tensors, config: config.update({"block_size": "7"}), "block_size"),
+    (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
+    (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": ["1", 2, 3]}), "whole numbers"),
+    (lambda tensors, config: config["transformer_layer_config"].update({"layer_types": ["chunked"]}), "layer_types"),
+    (lambda tensors, config: config["transformer_layer_config"].update({"intermediate_size": 40}), "proj"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), CHANGES)
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, word):
+    save_folder(tmp_path / "target", target_model(vocab_size=VOCABULARY), tiny_tokenizer())
+    tensors, config = dspark_tensors(), speculators_config(kind="dspark")
+    change(tensors, config)
+    assert word in refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, tensors))
+
+
+def test_the_other_readings_of_a_checkpoint_take_effect(tmp_path):
+    drafter = built(write_checkpoint(tmp_path, zlab_config(), tensors_of()), target_model(), "DFlash")
+    readings = drafter.readings()
+    assert {reading.feature_layers for reading in readings.values()} == {(2, 3, 5), (3, 4, 7), (1, 2, 4)}
+    anchored = [reading for reading in readings.values() if reading.from_anchor]
+    assert len(anchored) == 1 and drafter.block_size == BLOCK - 1
+    drafter.conventions = anchored[0]
+    assert drafter.block_size == feature_session(drafter).block_size == BLOCK

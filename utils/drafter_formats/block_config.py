@@ -1,0 +1,156 @@
+"""What the config of a DFlash or DSpark checkpoint says of its blocks, and which of their relatives are not supported.
+
+Keys stand at the top level or under `dflash_config`. Layer ids are outputs of layers in `target_layer_ids` (z-lab,
+SpecForge, DeepSpec), and hidden states in `aux_hidden_state_layer_ids` (speculators).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from utils.decode.features import layer_count
+from utils.drafter_formats.block_layers import Window
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.target_parts import check_feature_layers
+from utils.errors import UserError
+from utils.models.feature_drafter import Conventions
+
+SPECULATORS = "speculators_model_type"
+TYPES = ("dflash", "dspark")
+# Beginnings of names of tensors that only these have.
+RELATIVES = {
+    "prefix_gru.": "Domino",
+    "embed_proj.": "Domino",
+    "candidate_selector.": "DFlash2",
+    "refiner_head.": "XPress",
+}
+MARKOV_HEADS = {"markov_head.gate_proj.": "gated", "markov_head.joint_proj.": "rnn"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """slots: tokens of a block, of which the first is the last known one and the others are mask tokens. windows: of
+    the layers with sliding attention; None for the others.
+    """
+
+    slots: int
+    mask_token: int
+    windows: tuple[Window | None, ...]
+
+
+def block_config(checkpoint: DrafterCheckpoint) -> BlockConfig:
+    """Read it. Raises UserError for keys that are missing or not usable."""
+    slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2)
+    return BlockConfig(slots, _number(checkpoint, "mask_token_id", 0), _windows(checkpoint))
+
+
+def block_conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
+    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
+    return Conventions(_feature_layers(checkpoint, target), from_anchor=_from_anchor(checkpoint))
+
+
+def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
+    declared = setting(checkpoint, "sample_from_anchor")
+    return is_dspark(checkpoint) if declared is None else bool(declared)
+
+
+def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
+    """A key of the config, at the top level or under `dflash_config`; None if it is in neither."""
+    found = checkpoint.config.get(key)
+    return (checkpoint.config.get("dflash_config") or {}).get(key) if found is None else found
+
+
+def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether it is a DSpark checkpoint: by its tensors, or by name if it has neither of the optional heads."""
+    names = [checkpoint.config.get(SPECULATORS), setting(checkpoint, "projector_type")]
+    names += [str(name) for name in checkpoint.config.get("architectures") or ()]
+    has_head = any(name.startswith(("markov_head.", "confidence_head.")) for name in checkpoint.shapes)
+    return has_head or any("dspark" in str(name).lower() for name in names)
+
+
+def check_supported(checkpoint: DrafterCheckpoint) -> None:
+    """Raise UserError for relatives of DFlash that compute something else."""
+    declared = [checkpoint.config.get(SPECULATORS), setting(checkpoint, "projector_type")]
+    found = next((str(name) for name in declared if name and str(name).lower() not in TYPES), None)
+    found = found or next(
+        (RELATIVES[old] for old in RELATIVES for name in checkpoint.shapes if name.startswith(old)), None
+    )
+    if found:
+        raise _unsupported(checkpoint, f"is a drafter of the kind {found}")
+    kind = setting(checkpoint, "markov_head_type")
+    heads = [MARKOV_HEADS[old] for old in MARKOV_HEADS for name in checkpoint.shapes if name.startswith(old)]
+    heads += [str(kind)] if kind and setting(checkpoint, "markov_rank") != 0 and str(kind).lower() != "vanilla" else []
+    if heads:
+        raise _unsupported(checkpoint, f"has a Markov head of the kind {heads[0]}")
+    if checkpoint.has("layers.0.pre_feedforward_layernorm.weight"):
+        raise _unsupported(checkpoint, "has layers of Gemma")
+
+
+def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:
+    return UserError(
+        f"'{checkpoint.name}' {what}, which is not supported: name a DFlash or DSpark drafter with Qwen3 layers."
+    )
+
+
+def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int) -> int:
+    value = setting(checkpoint, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        given = "no" if value is None else f"{value!r} as"
+        raise UserError(
+            f"'{checkpoint.name}' has {given} {key} in its config.json, and a block needs a whole number from {lowest}."
+        )
+    return value
+
+
+def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
+    """The hidden states that the drafter reads."""
+    count, states = layer_count(target), _layer_ids(checkpoint, "aux_hidden_state_layer_ids")
+    outputs = _layer_ids(checkpoint, "target_layer_ids")
+    if states:
+        ids = states
+    elif outputs:
+        ids = [layer + 1 for layer in outputs]
+    else:
+        made_for = setting(checkpoint, "num_target_layers")
+        ids = _default_ids(made_for if isinstance(made_for, int) else count, checkpoint.layer_count())
+    check_feature_layers(checkpoint, target, ids)
+    # As their own programs read the last layer: vLLM before the final norm, transformers after it.
+    return tuple(count + 1 if states and layer == count else layer for layer in ids)
+
+
+def _layer_ids(checkpoint: DrafterCheckpoint, key: str) -> list[int]:
+    ids = setting(checkpoint, key) or []
+    if not isinstance(ids, list) or not all(isinstance(layer, int) for layer in ids):
+        raise UserError(f"'{checkpoint.name}' has {key} in its config.json that are not a list of whole numbers.")
+    return ids
+
+
+def _default_ids(layers: int, drafter_layers: int) -> list[int]:
+    """As z-lab spreads them: as many as the drafter has layers, from the output of layer 1 to that of n - 3."""
+    if drafter_layers == 1:
+        return [layers // 2 + 1]
+    return [round(1 + index * (layers - 4) / (drafter_layers - 1)) + 1 for index in range(drafter_layers)]
+
+
+def _windows(checkpoint: DrafterCheckpoint) -> tuple[Window | None, ...]:
+    keys, count = checkpoint.config.get("transformer_layer_config") or checkpoint.config, checkpoint.layer_count()
+    types = keys.get("layer_types") or ["full_attention"] * count
+    if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"'{checkpoint.name}' has layer_types in its config.json that are not full_attention or sliding_attention"
+            f" for each of its {count} layers."
+        )
+    # A config may keep the size of a window that it turns off.
+    if "sliding_attention" not in types or keys.get("use_sliding_window") is False:
+        return (None,) * count
+    size = keys.get("sliding_window")
+    if not isinstance(size, int) or size < 1:
+        raise UserError(f"'{checkpoint.name}' has sliding layers but no sliding_window in its config.json.")
+    if SPECULATORS in checkpoint.config:
+        window = Window(size, moves=False, causal=not checkpoint.config.get("sliding_window_non_causal"))
+    else:
+        window = Window(size, moves=True, causal=True)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

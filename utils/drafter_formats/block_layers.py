@@ -1,0 +1,101 @@
+"""Layers whose queries are the slots of a block, and whose keys are those of the context and of the block.
+
+The context is given as states that enter every layer as they are. Its keys and values are kept, and those of the block
+are dropped. No row of the context has a query, so a prompt of T tokens needs no mask of T x T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import rotate_half
+
+from utils.decode.kv_cache import GrowingLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sliding attention of a block.
+
+    size: how many positions of the context a slot attends to. moves: whether these end at the slot, and include it and
+    the earlier ones of the block (SpecForge), or end before the block for all slots (speculators). causal: whether a
+    slot attends to no later slot.
+    """
+
+    size: int
+    moves: bool
+    causal: bool
+
+    def mask(self, context: int, slots: int, device: Any) -> Tensor:
+        """Which of `context` + `slots` keys each slot attends to: (slots, context + slots)."""
+        key = torch.arange(-context, slots, device=device)  # relative to the first slot
+        slot = torch.arange(slots, device=device)[:, None]
+        begin = slot - self.size + 1 if self.moves else slot.new_full((slots, 1), -self.size)
+        own = key <= slot if self.causal else key < slots
+        return ((key >= begin) | (key >= 0)) & own
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Cosines and sines (T, D) of rotary positions."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __getitem__(self, rows: slice) -> Tables:
+        return Tables(self.cos[rows], self.sin[rows])
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Apply to heads (T, heads, D)."""
+        rotated: Tensor = heads * self.cos[:, None] + rotate_half(heads) * self.sin[:, None]
+        return rotated
+
+
+def layer_pass(
+    layer: Any, states: Tensor, context: Tensor, tables: Tables, *, kept: GrowingLayer, window: Window | None
+) -> Tensor:
+    """Return states (B, H) of the slots after a layer with Qwen3's modules.
+
+    context: states (T, H) of new positions before the block, whose keys and values are added to `kept`. tables: of
+    these positions and of the block.
+    """
+    attention, new = layer.self_attn, len(context)
+    normed = layer.input_layernorm(states)
+    _remember(attention, context, tables[:new], kept)
+    keys, values = _remember(attention, normed, tables[new:], kept)
+    queries = tables[new:].rotate(attention.q_norm(_heads(attention.q_proj(normed), attention)))
+    attended = _attend(queries, keys, values, window)
+    kept.crop(-len(states))
+    states = states + attention.o_proj(attended)
+    output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
+    return output
+
+
+def _heads(projected: Tensor, attention: Any) -> Tensor:
+    """(T, heads x D) as (T, heads, D)."""
+    return projected.view(len(projected), -1, attention.head_dim)
+
+
+def _remember(attention: Any, states: Tensor, tables: Tables, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
+    """Append keys and values of states (T, H), and return all of them: (1, groups, K, D)."""
+    keys = tables.rotate(attention.k_norm(_heads(attention.k_proj(states), attention)))
+    values = _heads(attention.v_proj(states), attention)
+    return kept.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: Window | None) -> Tensor:
+    """Attention of the slots (B, heads, D) to all keys (1, groups, K, D), or to those in the window: (B, heads x D)."""
+    slots, heads, size = queries.shape
+    mask = None
+    if window is not None:
+        context = min(keys.shape[2] - slots, window.size)  # no slot sees more of it
+        keys, values = keys[:, :, -context - slots :], values[:, :, -context - slots :]
+        # The query heads of a group share its keys and take the place of further query rows.
+        mask = window.mask(context, slots, queries.device).repeat(heads // keys.shape[1], 1)
+    packed = queries.transpose(0, 1).reshape(1, keys.shape[1], -1, size)
+    attended = scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
+    return attended.view(heads, slots, size).transpose(0, 1).reshape(slots, -1)
