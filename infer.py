@@ -14,15 +14,19 @@ STARTED = time.monotonic()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+from utils.artifact_cache import check_newest_early
 from utils.config.arguments import parse_arguments
+from utils.files import user_folder
 from utils.models.embedded import check_embedded_early
 from utils.pairs.request import request_from_flags
 from utils.screen.starting import clear_importing, show_importing
 
+GRAPHS = "openvino"  # in the cache folder; converted weights, see utils.engine.openvino_cache
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
     if (asked := request_from_flags(parse_arguments())).target == "embedded":
         check_embedded_early(gguf=asked.engine_weights == "gguf")
+    check_newest_early(user_folder("cache") / GRAPHS)
     show_importing()
     gc.disable()  # the imports create a million objects that stay; looking through them takes a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
@@ -40,7 +44,6 @@ from utils.config.value_types import Limits
 from utils.distributed import broadcast_lines, is_rank_zero, reads_and_writes, shard_prompts, shutdown
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
-from utils.files import user_folder
 from utils.pairs.load_pair import load_pair
 from utils.pairs.weights import loaded_message
 from utils.prompts.prompt_files import read_prompts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.artifact_cache import build_folder, is_intact
+from utils.artifact_cache import build_folder, is_intact, mark_as_used
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.openvino_graph import GraphBuilder
 from utils.engine.openvino_runtime import ov
@@ -36,7 +36,9 @@ def converted(spec: DecoderSpec, weights: EngineWeights, folder: Path) -> Path:
     """
     recipe, key = _recipe(), _key(spec, weights)
     made = folder / f"{recipe}-{key[:32]}"
-    if not is_intact(made, key):
+    if is_intact(made, key):
+        mark_as_used(made)
+    else:
         _remove_outdated(folder, recipe)
         with build_folder(made, key) as path:
             path.mkdir()

@@ -1,5 +1,6 @@
 """Converted graphs: stored once, read by later starts, and not held in memory twice. OpenVINO reports nothing."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from openvino_specs import tiny_spec
 from paths import ROOT
 
+from utils import artifact_cache
 from utils.engine import openvino_cache, openvino_support
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.openvino_graph import GraphBuilder
@@ -38,6 +40,19 @@ def test_a_second_start_reads_the_files_of_the_first(tmp_path: Path, conversions
     first = head_of(spec, tmp_path)
     assert torch.equal(head_of(spec, tmp_path), first)
     assert len(conversions) == 1
+
+
+def test_graphs_that_were_used_last_are_checked_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny_spec()
+    turned = replace(spec, head=replace(spec.head, weight=spec.head.weight.flip(0)))
+    checked: list[Path] = []
+    monkeypatch.setattr(artifact_cache, "check_early", lambda folder, made_from: checked.append(folder))
+    for used in (spec, turned, spec):
+        for manifest in tmp_path.glob("*/manifest.json"):
+            os.utime(manifest, (1e9, 1e9))
+        head_of(used, tmp_path)
+        artifact_cache.check_newest_early(tmp_path)
+    assert checked[0] == checked[2] != checked[1]
 
 
 def test_files_of_other_weights_are_not_read(tmp_path: Path, conversions: list[GraphBuilder]) -> None:
