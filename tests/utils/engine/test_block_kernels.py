@@ -116,7 +116,10 @@ def test_every_format_has_its_kernels_and_a_head_in_float32(name: str, kind: typ
             part.weight.data.copy_(blocks[layer].dense())
     kernels = kernels_of(model, EngineWeights(name, blocks if name == "gguf" else None))
     assert kernels.keys() == linears.keys()
-    assert {type(kernel) for layer, kernel in kernels.items() if layer != "lm_head"} == {kind}
+    of_mlps = {type(kernel) for layer, kernel in kernels.items() if layer.endswith("down_proj")}
+    assert of_mlps == {Int8Kernel if name == "int4" else kind}
+    others = {type(kernel) for layer, kernel in kernels.items() if not layer.endswith(("lm_head", "down_proj"))}
+    assert others == {kind}
     assert type(kernels["lm_head"]) is PackedKernel
     ids = torch.arange(1, 13)[None]
     ours = model(ids).logits
