@@ -21,6 +21,7 @@ from utils.drafter_formats.formats import format_of
 from utils.models.sources import locate
 
 FIXTURES = Path(__file__).parent / "fixtures" / "speculators"
+PROGRAMS = {"speculators": "speculators_oracle.py", "speculators_blocks": "speculators_block_oracle.py"}
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
 
 
@@ -60,7 +61,8 @@ def test_logits_are_those_of_the_package(name, growth):
 
 
 @pytest.mark.full
-def test_the_package_computes_the_stored_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixtures", PROGRAMS)
+def test_the_package_computes_the_stored_logits(tmp_path: Path, fixtures: str) -> None:
     """In packages of its own, because speculators declares versions of transformers below the one used here."""
     packages = tmp_path / "packages"
     for words in PACKAGES:
@@ -69,13 +71,14 @@ def test_the_package_computes_the_stored_logits(tmp_path: Path) -> None:
         if installed.returncode:
             pytest.skip(f"{words[-1]} cannot be installed here: {installed.stderr.strip()[-200:]}")
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
-    program = [sys.executable, str(ROOT / "tests" / "speculators_oracle.py"), str(tmp_path / "folders")]
+    program = [sys.executable, str(ROOT / "tests" / PROGRAMS[fixtures]), str(tmp_path / "folders")]
     run = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
-    names = {path.name for path in FIXTURES.iterdir()}
+    folder = FIXTURES.parent / fixtures
+    names = {path.name for path in folder.iterdir()}
     assert names == {path.name for path in (tmp_path / "folders").iterdir()}
     for name in names:
         for file in ("model", "run"):
-            stored, made = (load_file(root / name / f"{file}.safetensors") for root in (FIXTURES, tmp_path / "folders"))
+            stored, made = (load_file(root / name / f"{file}.safetensors") for root in (folder, tmp_path / "folders"))
             assert stored.keys() == made.keys()
             assert all(torch.allclose(stored[key].double(), made[key].double(), atol=1e-4) for key in stored), name
