@@ -33,10 +33,10 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     yield LEGEND
     measured = {name: row for name, row in table.items() if row.is_candidate and row.step_seconds}
     if measured:
-        speeds = {name: expected_speed(row) for name, row in measured.items()}
+        speeds = {name: expected_speed(row, engine.selection.workload) for name, row in measured.items()}
         shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
         day = max(row.measured_on for row in measured.values())
-        yield f"Measured on {day}. Expected tokens/s of typical requests: {shown}."
+        yield f"Measured on {day}. Expected tokens/s of the enabled strategies: {shown}."
         fastest, used = max(speeds, key=lambda name: speeds[name]), engine.state.kind
         if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from utils.distributed import broadcast
 from utils.engine import threads
-from utils.engine.engine_choice import Choice, FasterEngine, faster_baseline
+from utils.engine.engine_choice import Choice, FasterEngine, choose, faster_baseline
 from utils.engine.engine_selection import EngineSelection
 from utils.engine.engine_state import EngineState
 from utils.engine.engine_table import LAYER_ENGINES
@@ -171,6 +171,9 @@ class Engine:
         """Use a stored result. Returns False if there is none, or one that does not hold any more."""
         stored = self._stored.get(name, thread_count)
         if stored is None or stored.kind not in self.selection.candidates() or name not in (AUTO, stored.kind):
+            return False
+        if name == AUTO and stored.table and choose(stored.table, self.selection.workload).name != stored.kind:
+            self.selection.table = dict(stored.table)  # other strategies are enabled now: choose anew, measure nothing
             return False
         engine = self._seat.engines[stored.kind]
         with threads.restored_on_error():

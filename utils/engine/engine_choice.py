@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
 
 from utils.engine.engine_figures import EngineFigures
 
@@ -31,8 +30,19 @@ class FasterEngine:
     factor: float
 
 
-def expected_speed(figures: EngineFigures) -> float:
-    """Return the expected tokens per second of whole runs, the geometric mean of two strategies.
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How many strategies that run on every prompt decode without drafts, and how many verify drafts."""
+
+    alone: int = 1
+    drafted: int = 2
+
+
+TYPICAL = Workload()  # what is enabled by default
+
+
+def expected_speed(figures: EngineFigures, workload: Workload = TYPICAL) -> float:
+    """Return the expected tokens per second of whole runs, the geometric mean of the strategies of a workload.
 
     A run reads PROMPT_TOKENS tokens and generates n = NEW_TOKENS at r tokens per second:
     n / (PROMPT_TOKENS / prefill + n / r). The target alone has r = 1 / s with a decode step of s seconds. With drafts,
@@ -41,10 +51,10 @@ def expected_speed(figures: EngineFigures) -> float:
     width 1 included. The time of drafting is left out: it hardly depends on the engine.
     """
     step = max(figures.step_seconds, 1e-9)
-    drafted = max([1.0, *(_tokens(width) / cost for width, cost in figures.costs if cost)])
+    best = max([1.0, *(_tokens(width) / cost for width, cost in figures.costs if cost)])
     reading = PROMPT_TOKENS / figures.prefill if figures.prefill else 0.0
-    alone, with_drafts = (NEW_TOKENS / (reading + NEW_TOKENS * step / gain) for gain in (1.0, drafted))
-    return sqrt(alone * with_drafts)
+    alone, drafted = (NEW_TOKENS / (reading + NEW_TOKENS * step / gain) for gain in (1.0, best))
+    return float((alone**workload.alone * drafted**workload.drafted) ** (1 / (workload.alone + workload.drafted)))
 
 
 def _tokens(width: int) -> float:
@@ -52,7 +62,7 @@ def _tokens(width: int) -> float:
     return float(sum(ACCEPTANCE**accepted for accepted in range(width)))
 
 
-def choose(table: Table) -> Choice:
+def choose(table: Table, workload: Workload = TYPICAL) -> Choice:
     """Return the fastest engine, or the fastest with equal bits if no other is more than MAX_LOSS times as fast.
 
     What an engine promises counts until its self-test fails: only the chosen engine need be tested.
@@ -63,7 +73,7 @@ def choose(table: Table) -> Choice:
     if len(rows) == 1:  # it need not be measured
         name = next(iter(rows))
         return Choice(name, "" if rows[name].promise else _problems(table) or NO_PROMISE)
-    speeds = {name: expected_speed(figures) for name, figures in rows.items()}
+    speeds = {name: expected_speed(figures, workload) for name, figures in rows.items()}
     fastest = max(speeds, key=lambda name: speeds[name])
     promised = [name for name in speeds if table[name].promise]
     if not promised:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from utils.engine.engine_choice import expected_speed
+from utils.engine.engine_choice import Workload, expected_speed
 from utils.engine.engine_figures import EngineFigures
 
 Samples = Mapping[int, Sequence[float]]  # seconds of forward passes by width
@@ -24,7 +24,7 @@ def with_samples(figures: EngineFigures, samples: Samples) -> EngineFigures:
     return replace(figures, step_seconds=step, costs=costs)
 
 
-def speed_ratio(figures: Mapping[str, EngineFigures], samples: Mapping[str, Samples]) -> float:
+def speed_ratio(figures: Mapping[str, EngineFigures], samples: Mapping[str, Samples], workload: Workload) -> float:
     """Return the expected speed of the fastest engine in units of that of the slowest one, with these samples."""
-    speeds = [expected_speed(with_samples(figures[name], samples[name])) for name in samples]
+    speeds = [expected_speed(with_samples(figures[name], samples[name]), workload) for name in samples]
     return max(speeds) / min(speeds) if min(speeds) else inf

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from utils.engine import threads
-from utils.engine.engine_choice import NO_PROMISE, Choice, choose
+from utils.engine.engine_choice import NO_PROMISE, TYPICAL, Choice, choose
 from utils.engine.engine_figures import EngineFigures
 from utils.engine.engine_trials import FAILED, Meter, Trials
 from utils.engine.forward_timing import ForwardProbe
@@ -21,10 +21,11 @@ class EngineSelection:
     """The engines in a seat as candidates for a target. weights: the loaded number format, the only one compared.
 
     table: the figures of the engines that were compared, and why the others were not; empty before `install_best`.
+    workload: which engine is the best depends on what it will do.
     """
 
     def __init__(self, seat: Seat, target: PreTrainedModel, weights: str) -> None:
-        self.meter = Meter()
+        self.meter, self.workload = Meter(), TYPICAL
         self.memory: Callable[[], int] = lambda: int(psutil.virtual_memory().available)  # bytes, for trials
         self.table: dict[str, EngineFigures] = {}
         self._seat, self._target, self._format = seat, target, weights
@@ -64,14 +65,14 @@ class EngineSelection:
         try:
             if not self.table:
                 self.table = self._measured(thread_count, report, tests_all=tests_all)
-            while (choice := choose(self.table)).name:
+            while (choice := choose(self.table, self.workload)).name:
                 row = self.table[choice.name]
                 failure = self._installed(choice.name, thread_count, report)
                 verified = not failure and self._seat.is_verified(torch.get_num_threads())
                 problem = FAILED.format(failure) if failure else ""
                 self.table[choice.name] = replace(row, problem=problem, failed=bool(failure), verified=verified)
                 if not failure:
-                    return choose(self.table)
+                    return choose(self.table, self.workload)
         finally:
             self._seat.end_trials()
         raise UserError(f"No engine computes {self._format} weights here: {choice.reason}.")
@@ -113,7 +114,7 @@ class EngineSelection:
             return table
         chosen = thread_count or threads.requested_threads()
         counts = [chosen] if chosen else self._thread_counts()
-        trials = Trials(self._seat, self._target, counts, tests_all, report, self.meter)
+        trials = Trials(self._seat, self._target, counts, tests_all, report, self.meter, self.workload)
         return table | trials.run(names)
 
     def _thread_counts(self) -> list[int]:

@@ -8,7 +8,7 @@ from datetime import date
 from transformers import PreTrainedModel
 
 from utils.engine import threads
-from utils.engine.engine_choice import expected_speed
+from utils.engine.engine_choice import TYPICAL, Workload, expected_speed
 from utils.engine.engine_figures import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures
 from utils.engine.engine_samples import speed_ratio, with_samples
 from utils.engine.forward_timing import ForwardProbe, width_seconds
@@ -58,6 +58,7 @@ class Trials:
     tests_all: bool = False
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
+    workload: Workload = TYPICAL
     table: dict[str, EngineFigures] = field(default_factory=dict)
     _probes: dict[str, ForwardProbe] = field(default_factory=dict)
 
@@ -120,7 +121,7 @@ class Trials:
 
     def _finalists(self) -> list[str]:
         """The fastest engines if they are close. The installed one is first, since it need not be installed again."""
-        speeds = {name: expected_speed(row) for name, row in self.table.items() if row.is_candidate}
+        speeds = {name: expected_speed(row, self.workload) for name, row in self.table.items() if row.is_candidate}
         order = sorted(speeds, key=lambda name: speeds[name])[-2:]
         close = [name for name in order if speeds[order[-1]] <= CLOSE * speeds[name]]
         return sorted(close, key=lambda name: name != self.seat.name)
@@ -135,7 +136,9 @@ class Trials:
                 if not self.table[name].is_candidate:
                     return
             enough = MIN_TURNS if self.seat.can_switch(names) else SLOW_TURNS
-            separate = turn + 1 >= enough and (enough == SLOW_TURNS or speed_ratio(self.table, samples) > SEPARATE)
+            separate = turn + 1 >= enough and (
+                enough == SLOW_TURNS or speed_ratio(self.table, samples, self.workload) > SEPARATE
+            )
             if separate or self.meter.clock() - start > LATEST_TURN:
                 break
         for name in names:

@@ -12,6 +12,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
+from utils.engine.engine_choice import TYPICAL, Workload
 from utils.models.progress import Count
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair
@@ -60,6 +61,7 @@ class LoadedPair:
         pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
+        pair.engine.selection.workload = _workload(harness, settings)
         fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
 
         def warmed(stopped: Callable[[], bool]) -> None:
@@ -78,6 +80,14 @@ class LoadedPair:
     def warm_up(self) -> None:
         """Run every strategy once, so that no measured run pays for a first use."""
         warm_up(self.harness, self.settings.current)
+
+
+def _workload(harness: Harness, settings: Settings) -> Workload:
+    """What the target's engine will do: the enabled strategies, without those that leave the target out."""
+    enabled = [strategy for strategy in harness.runnable(settings) if strategy.is_on(settings)]
+    alone = sum(strategy.is_baseline for strategy in enabled)
+    drafted = sum(strategy.drafts for strategy in enabled)
+    return Workload(alone, drafted) if alone + drafted else TYPICAL
 
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:

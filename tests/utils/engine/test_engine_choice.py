@@ -13,7 +13,7 @@ from fixed_speeds import fix_speeds
 from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.engine_choice import NO_PROMISE, choose, expected_speed, faster_baseline
+from utils.engine.engine_choice import NO_PROMISE, Workload, choose, expected_speed, faster_baseline
 from utils.engine.engine_figures import EngineFigures
 from utils.engine.layer_engine import BIT_IDENTICAL
 
@@ -26,7 +26,9 @@ EXACT, OTHER = replace(MEASURED, verified=True), replace(MEASURED, promise="")
 def test_the_expected_speed_is_that_of_whole_runs() -> None:
     # 256 / 500 s of reading; 128 tokens at 20 a second, or at (1 - 0.6^5) / 0.4 / (0.05 * 1.2) = 38.42 a second
     alone, drafted = 128 / (0.512 + 6.4), 128 / (0.512 + 128 / 38.4266667)
-    assert expected_speed(MEASURED) == pytest.approx((alone * drafted) ** 0.5)
+    assert expected_speed(MEASURED, Workload(1, 0)) == pytest.approx(alone)
+    assert expected_speed(MEASURED, Workload(0, 1)) == pytest.approx(drafted)
+    assert expected_speed(MEASURED) == pytest.approx((alone * drafted**2) ** (1 / 3))
 
 
 @pytest.mark.parametrize("change", [{"step_seconds": 0.06}, {"costs": ((5, 1.4),)}, {"prefill": 100.0}])
@@ -159,3 +161,12 @@ def test_a_single_candidate_is_not_measured(rows: Callable[..., None]) -> None:
     engine, speeds = started({"plain": 0.01})
     state = engine.use("auto", 1)
     assert (state.kind, state.reason) == ("plain", "no CPU") and not speeds.calls
+
+
+def test_the_enabled_strategies_decide_which_engine_is_the_fastest() -> None:
+    """One with a fast decode step, one with flat verify costs."""
+    quick = EngineFigures(promise="bits", step_seconds=0.020, costs=((2, 1.8), (5, 2.6), (9, 3.4)), prefill=2000.0)
+    flat = EngineFigures(promise="bits", step_seconds=0.026, costs=((2, 1.0), (5, 1.1), (9, 1.2)), prefill=2000.0)
+    table = {"quick": quick, "flat": flat}
+    assert choose(table, Workload(1, 0)).name == "quick"
+    assert choose(table, Workload(0, 1)).name == choose(table, Workload(1, 2)).name == "flat"

@@ -13,6 +13,7 @@ from fixed_speeds import fix_speeds
 from tiny import tiny_llama
 
 from utils.engine import Engine
+from utils.engine.engine_choice import TYPICAL
 from utils.engine.engine_figures import EngineFigures
 from utils.engine.engine_samples import speed_ratio, typical, with_samples
 from utils.engine.engine_trials import MAX_TURNS, MIN_TURNS
@@ -133,7 +134,7 @@ def test_figures_of_samples() -> None:
     figures = with_samples(EngineFigures(prefill=500.0), {1: [0.5, 0.25], 2: [0.125], 5: [0.75, 0.5]})
     assert figures.step_seconds == 0.25 and figures.costs == ((2, 1.0), (5, 2.0)), "no pass is cheaper than a step"
     twice = {1: [0.05], 5: [0.075]}
-    ratio = speed_ratio({"a": EngineFigures(), "b": EngineFigures()}, {"a": {1: [0.1], 5: [0.15]}, "b": twice})
+    ratio = speed_ratio({"a": EngineFigures(), "b": EngineFigures()}, {"a": {1: [0.1], 5: [0.15]}, "b": twice}, TYPICAL)
     assert ratio == pytest.approx(2.0)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 from fake_engines import row, started
+
+from utils.engine.engine_choice import Workload
 
 
 def test_the_table_is_stored_and_nothing_is_measured_again(rows: Callable[..., None], tmp_path: Path) -> None:
@@ -56,3 +59,24 @@ def test_a_failure_is_tried_again_on_another_day(
     tomorrow = date.today() + timedelta(days=1)
     monkeypatch.setattr("utils.engine.stored_engine.date", type("Later", (date,), {"today": lambda: tomorrow}))
     assert started(times, tmp_path / "engine.json")[0].use("auto", 1).kind == "quick"
+
+
+def test_a_start_with_other_strategies_chooses_anew_from_the_stored_figures(
+    rows: Callable[..., None], tmp_path: Path
+) -> None:
+    rows(quick=row(), flat=row())
+    file = tmp_path / "engine.json"
+    first, _ = started({"plain": 0.05, "quick": 0.01, "flat": 0.012}, file)
+    assert first.use("auto", 1).kind == "quick"
+    table = first.selection.table
+    first.selection.table = {
+        "quick": replace(table["quick"], costs=((2, 1.9), (5, 3.0), (9, 5.0))),
+        "flat": replace(table["flat"], costs=((2, 1.0), (5, 1.0), (9, 1.0))),
+    }
+    first.selection.workload = Workload(1, 0)
+    first.store()
+    for workload, expected in ((Workload(1, 0), "quick"), (Workload(0, 2), "flat"), (Workload(0, 2), "flat")):
+        again, _ = started({"plain": 0.05, "quick": 0.01, "flat": 0.012}, file)
+        again.selection.workload = workload
+        assert again.use("auto", 1).kind == expected
+        assert again.selection.table["quick"].costs == first.selection.table["quick"].costs
