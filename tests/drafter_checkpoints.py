@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, WIDTH, HEADS, GROUPS, SIZE = 32, 48, 4, 2, 16  # of tiny drafters; SIZE: of a head, not HIDDEN / HEADS
+VOCABULARY = 64  # of tiny targets
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -59,6 +60,27 @@ def layer_keys(**others: Any) -> dict[str, Any]:
         "rope_theta": 5000.0,
         "max_position_embeddings": 256,
     } | others
+
+
+def eagle3_tensors(flags: dict[str, Any], *, layers: int = 1, head_norms: bool = False, every: int = 2) -> Any:
+    """Weights in the speculators layout. every: the draft vocabulary has one of so many tokens."""
+    shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "norm.weight": (HIDDEN,), "layers.0.hidden_norm.weight": (HIDDEN,)}
+    shapes["lm_head.weight"] = (VOCABULARY // every, HIDDEN)
+    for index in range(layers):
+        entrance = HIDDEN if index else 2 * HIDDEN
+        shapes |= layer_shapes(f"layers.{index}.", entrance=entrance, head_norms=head_norms)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * HIDDEN,)
+    tensors = random_tensors(shapes, seed=1)
+    return tensors | (draft_vocabulary(VOCABULARY, every, seed=2) if every > 1 else {})
+
+
+def speculators_config(flags: dict[str, Any], **others: Any) -> dict[str, Any]:
+    keys = layer_keys(vocab_size=VOCABULARY, model_type="llama")
+    flags = {"norm_before_residual": False} | flags
+    return {"speculators_model_type": "eagle3", "transformer_layer_config": keys} | flags | others
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -1,6 +1,6 @@
 """EAGLE-3 in plain tensor operations, without a cache, written from the equations alone.
 
-Compared with the package speculators 0.9.0 (its logits are in tests/utils/drafter_formats/).
+The package speculators 0.9.0 computes the same: its logits are in tests/utils/drafter_formats/fixtures/.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
+
+
 def attention(weights: Weights, prefix: str, x: Tensor, keys: dict[str, Any], *, causal: bool = True) -> Tensor:
     """Self-attention of x (T, E) at positions 0 .. T - 1. keys: of config.json."""
     size, eps, count = keys["head_dim"], keys["rms_norm_eps"], len(x)
-    query, key, value = ((x @ weights[f"{prefix}{name}_proj.weight"].T).view(count, -1, size) for name in "qkv")
+    query, key, value = (linear(weights, f"{prefix}{name}_proj", x).view(count, -1, size) for name in "qkv")
     if f"{prefix}q_norm.weight" in weights:
         query = rms_norm(query, weights[f"{prefix}q_norm.weight"], eps)
         key = rms_norm(key, weights[f"{prefix}k_norm.weight"], eps)
@@ -67,8 +71,7 @@ class Eagle3Reference:
         if count:
             parts = features.chunk(count, dim=-1)
             features = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)], dim=-1)
-        fused = features @ self.weights["fc.weight"].T
-        return fused + self.weights["fc.bias"] if "fc.bias" in self.weights else fused
+        return linear(self.weights, "fc", features)
 
     def pass_(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Draft logits (T, V') and the states that are fed back (T, H), all rows anew."""
@@ -94,3 +97,10 @@ class Eagle3Reference:
             rows.append(logits[-1])
             states = torch.cat([states, fed[-1:]])
         return rows
+
+    def block(self, features: Tensor, embedded: Tensor, count: int) -> Tensor:
+        """Draft logits (K, V') of P-EAGLE. features: as for `drafts`. embedded: T + K - 1 embeddings, the last ones of
+        the mask token.
+        """
+        unknown = self.weights["mask_hidden"].view(1, -1).expand(count - 1, -1)
+        return self.pass_(self.fused(torch.cat([features, unknown])), embedded)[0][-count:]

@@ -46,8 +46,6 @@ LAYER_KEYS = (
     "rope_scaling",
     "rope_parameters",
     "hidden_act",
-    "attention_bias",
-    "mlp_bias",
     "max_position_embeddings",
 )
 
@@ -65,13 +63,13 @@ class Eagle3(StepwiseDrafter):
         total = count * parts.feature_size
         self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
-        self.fc = nn.Linear(total, hidden, bias=parts.fc_bias)
+        self.fc = nn.Linear(total, hidden, bias=False)
         layer_class = Qwen3DecoderLayer if parts.head_norms else LlamaDecoderLayer
         self.layers = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
         first = cast(Any, self.layers[0])
         for name in ("q_proj", "k_proj", "v_proj"):
             size = getattr(first.self_attn, name).out_features
-            setattr(first.self_attn, name, nn.Linear(2 * hidden, size, bias=bool(config.attention_bias)))
+            setattr(first.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
         first.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -129,7 +127,6 @@ class Parts:
     feature_size: int
     fc_norm: bool
     norm_before_fc: bool
-    fc_bias: bool
     head_norms: bool
 
 
@@ -176,9 +173,17 @@ def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_n
 
 
 def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: tuple[str, ...]) -> None:
-    """Fill a module with the tensors of a checkpoint. Raises UserError if names or shapes differ."""
+    """Fill a module with the tensors of a checkpoint, which decide about biases. Raises UserError if other names or
+    shapes differ.
+    """
+    for name, part in module.named_modules():  # configs name biases in several ways, some by default
+        if isinstance(part, nn.Linear):
+            bias = nn.Parameter(torch.empty(part.out_features)) if checkpoint.has(f"{name}.bias") else None
+            part.register_parameter("bias", bias)
     expected = {name: tuple(part.shape) for name, part in module.state_dict().items()}
-    stored = {name: shape for name, shape in checkpoint.shapes.items() if name not in besides}
+    # Old exports store the frequencies of rotary embeddings, which follow from the config.
+    ignored = {name for name in checkpoint.shapes if name in besides or name.endswith("rotary_emb.inv_freq")}
+    stored = {name: shape for name, shape in checkpoint.shapes.items() if name not in ignored}
     if odd := next(iter(sorted(expected.items() ^ stored.items())), None):
         name = odd[0]
         raise UserError(
@@ -220,6 +225,5 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         feature_size,
         fc_norm=checkpoint.has("fc_norm.0.weight"),
         norm_before_fc=checkpoint.has("input_norm.weight"),
-        fc_bias=checkpoint.has("fc.bias"),
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
     )

@@ -9,7 +9,10 @@ from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
+from utils.drafter_formats.eagle1 import is_eagle1, load_eagle1
 from utils.drafter_formats.eagle3 import is_eagle3, load_eagle3
+from utils.drafter_formats.peagle import is_peagle, load_peagle
+from utils.drafter_formats.relatives import refuse_relatives
 from utils.models.feature_drafter import FeatureDrafter
 
 
@@ -24,12 +27,17 @@ class DrafterFormat:
 
 # The first row that applies is used, so the specific ones come first.
 FORMATS = (
+    DrafterFormat("P-EAGLE", is_peagle, load_peagle),
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3),
+    DrafterFormat("EAGLE", is_eagle1, load_eagle1),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
 )
 
 
 def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
-    """The format of a checkpoint, or None if it is a model or is not known."""
-    return next((row for row in FORMATS if row.recognises(checkpoint)), None)
+    """The format of a checkpoint, or None if it is a model. Raises UserError for a drafter that is not supported."""
+    known = next((row for row in FORMATS if row.recognises(checkpoint)), None)
+    if known is None:
+        refuse_relatives(checkpoint, [row.name for row in FORMATS])
+    return known

@@ -66,7 +66,8 @@ CAUSES = {
         "has truncated or corrupt weights: fetch or copy them again", classes=("SafetensorError",)
     ),
     "pickled weights": Cause(
-        "has no safetensors weights, and pickled ones are never loaded: convert it to safetensors",
+        "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
         phrases=("named model.safetensors",),
     ),
     "shapes": Cause(

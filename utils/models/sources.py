@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+CONVERSION = "safetensors.torch.save_file(torch.load('{}', weights_only=True), 'model.safetensors')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,10 @@ def _check_folder(path: Path) -> None:
     if odd := next((file for file in path.glob("*.safetensors") if not file.is_file()), None):
         raise UserError(f"'{odd}' is not a regular file: copy the weights again.")
     if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
-        content = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
-        raise UserError(f"The folder '{path}' holds {content}: name a folder with .safetensors files.")
+        pickled = next((file.name for end in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{end}"))), None)
+        if pickled:
+            raise UserError(
+                f"The folder '{path}' holds only pickled weights, which are never loaded because they can run code: "
+                f"convert them in Python with {CONVERSION.format(pickled)}."
+            )
+        raise UserError(f"The folder '{path}' holds no weights: name a folder with .safetensors files.")

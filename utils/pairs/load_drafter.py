@@ -114,7 +114,8 @@ def _head_folder(drafter: str, request: PairRequest) -> Path | None:
 def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:
     """The checkpoint of a drafter that reads hidden states, and its format. None if the source is a model."""
     checkpoint = read_checkpoint(source)
-    known = None if checkpoint is None else format_of(checkpoint)
+    with explained_errors(source.name):
+        known = None if checkpoint is None else format_of(checkpoint)
     return None if checkpoint is None or known is None else (checkpoint, known)
 
 
@@ -135,7 +136,8 @@ def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target:
     _check_one_device(target)
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
-    drafter = known.load(checkpoint, target.model)
+    with explained_errors(checkpoint.name):
+        drafter = known.load(checkpoint, target.model)
     drafter.name_or_path = checkpoint.name
     return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", HEAD)
 

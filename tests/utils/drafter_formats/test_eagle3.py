@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import copy
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, draft_vocabulary, layer_keys, layer_shapes, random_tensors, write_checkpoint
+from drafter_checkpoints import (
+    HIDDEN,
+    VOCABULARY,
+    eagle3_tensors,
+    layer_keys,
+    random_tensors,
+    speculators_config,
+    write_checkpoint,
+)
+from drafter_runs import TOKENS, check_texts, draft_rounds, hidden_states, loaded
 from eagle3_reference import Eagle3Reference
-from samplers import PROCESSORS
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
-from toys import decoding
 
-from sampling import RULES, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
 from utils.decode.model_session import ModelSession
-from utils.drafter_formats.checkpoint import read_checkpoint
-from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
-from utils.drafter_formats.formats import format_of
-from utils.metrics.results import tokens_of
-from utils.models.sources import locate
 
-VOCABULARY, LAYERS, READ = 64, 6, (2, 3, 4)
-TOKENS = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
+LAYERS, READ = 6, (2, 3, 4)
 FLAGS = (
     {},
     {"norm_before_residual": True},
@@ -39,75 +38,34 @@ def target_model(**overrides: Any) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS, **overrides)
 
 
-def tensors_of(flags: dict[str, Any], *, layers: int = 1, head_norms: bool = False, every: int = 2) -> Any:
-    """Weights in the speculators layout. every: the draft vocabulary has one of so many tokens."""
-    shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "norm.weight": (HIDDEN,), "layers.0.hidden_norm.weight": (HIDDEN,)}
-    shapes["lm_head.weight"] = (VOCABULARY // every, HIDDEN)
-    for index in range(layers):
-        entrance = HIDDEN if index else 2 * HIDDEN
-        shapes |= layer_shapes(f"layers.{index}.", entrance=entrance, head_norms=head_norms)
-    if flags.get("fc_norm"):
-        shapes |= {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}
-    if flags.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * HIDDEN,)
-    tensors = random_tensors(shapes, seed=1)
-    return tensors | (draft_vocabulary(VOCABULARY, every, seed=2) if every > 1 else {})
-
-
-def speculators_config(flags: dict[str, Any], **others: Any) -> dict[str, Any]:
-    keys = layer_keys(vocab_size=VOCABULARY, model_type="llama")
-    flags = {"norm_before_residual": False} | flags
-    return {"speculators_model_type": "eagle3", "transformer_layer_config": keys} | flags | others
-
-
-def built(folder: Path, target: Any) -> Eagle3:
-    checkpoint = read_checkpoint(locate(str(folder), print))
-    assert checkpoint is not None
-    row = format_of(checkpoint)
-    assert row is not None and row.name == "EAGLE-3"
-    return load_eagle3(checkpoint, target)
-
-
-def hidden_states(target: Any, layers: tuple[int, ...]) -> torch.Tensor:
-    """Features (T, F) of TOKENS, read off one forward pass by hooks on the layers themselves."""
-    seen: dict[int, torch.Tensor] = {}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, index=index: seen.setdefault(index, inputs[0]))
-        for index, layer in enumerate((*target.model.layers, target.model.norm))
-    ]
-    with torch.no_grad():
-        target(torch.tensor([TOKENS]))
-    for hook in hooks:
-        hook.remove()
-    return torch.cat([seen[layer][0] for layer in layers], dim=-1)
-
-
 @pytest.mark.parametrize(
     ("flags", "layers", "head_norms"), [*product(FLAGS, [1, 2], [False]), *product(FLAGS, [1], [True])]
 )
 def test_drafts_are_those_of_the_equations(tmp_path, flags, layers, head_norms):
     """Over rounds of different lengths: the entries of rejected drafts must be dropped and computed anew."""
-    target, tensors = target_model(), tensors_of(flags, layers=layers, head_norms=head_norms)
+    target, tensors = target_model(), eagle3_tensors(flags, layers=layers, head_norms=head_norms)
     config = speculators_config(flags, eagle_aux_hidden_state_layer_ids=list(READ))
-    drafter = built(write_checkpoint(tmp_path, config, tensors), target)
+    drafter = loaded(write_checkpoint(tmp_path, config, tensors), target, "EAGLE-3")
     features, embedded = hidden_states(target, READ), target.model.embed_tokens.weight
     reference = Eagle3Reference(tensors, layer_keys(), flags, layers)
     chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    session = HeadSession(drafter)
-    session.begin(TOKENS[:4])
-    known = 0
-    for end in (3, 4, 7):  # features of so many positions have arrived
-        session.rewind(end)
-        session.add_features(features[known:end], known, end)
-        known = end
-        drafted = TOKENS[1:end] + [TOKENS[end], 50, 9]
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
         expected = reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3)
-        for step in range(3):
-            logits = session.feed(TOKENS[: end + 1] + [50, 9][:step], keep=1)
-            assert torch.allclose(logits[0, chosen], expected[step], atol=2e-4, rtol=1e-4)
-            others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, chosen, False)
-            assert torch.isneginf(logits[0, others]).all()
-        session.rewind(end)
+        assert torch.allclose(logits[:, chosen], torch.stack(expected), atol=2e-4, rtol=1e-4)
+        others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, chosen, False)
+        assert torch.isneginf(logits[:, others]).all()
+
+
+def test_biases_are_those_of_the_tensors(tmp_path):
+    target, tensors = target_model(), eagle3_tensors({})
+    names = ("fc", *(f"layers.0.self_attn.{part}_proj" for part in "qkv"), "layers.0.mlp.up_proj")
+    biases = {f"{name}.bias": (len(tensors[f"{name}.weight"]),) for name in names}
+    tensors |= random_tensors(biases, seed=5)
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # as in old exports
+    folder = write_checkpoint(tmp_path, speculators_config({"attention_bias": True}), tensors)
+    weights = loaded(folder, target, "EAGLE-3").state_dict()
+    assert {name for name in weights if name.endswith("bias")} == set(biases)
+    assert all(torch.equal(weights[name], tensors[name]) for name in biases)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +81,8 @@ def test_drafts_are_those_of_the_equations(tmp_path, flags, layers, head_norms):
 )
 def test_layer_ids_are_read_as_their_programs_write_them(tmp_path, config, read):
     target = target_model()
-    folder = write_checkpoint(tmp_path, layer_keys() | config, tensors_of({}))
-    assert built(folder, target).feature_layers == read
+    folder = write_checkpoint(tmp_path, layer_keys() | config, eagle3_tensors({}))
+    assert loaded(folder, target, "EAGLE-3").feature_layers == read
 
 
 @pytest.mark.parametrize("layers", [(1, 3, 5), (2, 4, LAYERS + 1), (0, LAYERS, -1)])
@@ -151,11 +109,11 @@ def renamed(tensors: Any, layout: str) -> Any:
 
 @pytest.mark.parametrize("layout", ["safeailab", "nemo"])
 def test_layouts_give_the_same_drafter(tmp_path, layout):
-    target, tensors = target_model(), tensors_of({}, every=1)
+    target, tensors = target_model(), eagle3_tensors({}, every=1)
     config = speculators_config({}, eagle_aux_hidden_state_layer_ids=list(READ))
-    first = built(write_checkpoint(tmp_path / "a", config, tensors), target)
+    first = loaded(write_checkpoint(tmp_path / "a", config, tensors), target, "EAGLE-3")
     flat = layer_keys(eagle_aux_hidden_state_layer_ids=list(READ), draft_vocab_size=VOCABULARY)
-    second = built(write_checkpoint(tmp_path / "b", flat, renamed(tensors, layout)), target)
+    second = loaded(write_checkpoint(tmp_path / "b", flat, renamed(tensors, layout)), target, "EAGLE-3")
     assert first.conventions == second.conventions
     weights = second.state_dict()
     assert all(torch.equal(part, weights[name]) for name, part in first.state_dict().items())
@@ -165,25 +123,16 @@ def test_layouts_give_the_same_drafter(tmp_path, layout):
 def test_the_text_is_the_targets_own(tmp_path, rule):
     """A drafter of a tiny vocabulary is often right, and often wrong."""
     target = target_model(vocab_size=8)
-    tensors = tensors_of({"norm_output": True}, every=1)
+    tensors = eagle3_tensors({"norm_output": True}, every=1)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:8].clone()
     config = speculators_config({"norm_output": True}, eagle_aux_hidden_state_layer_ids=[1, 3, LAYERS])
-    drafter = built(write_checkpoint(tmp_path, config, tensors), target)
-    plan, accepted = decoding(12, processor=PROCESSORS[rule == "coupled"], seed=3), set()
-    for prompt in ([first, second] for first in range(8) for second in (2, 5)):
-        expected = tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))
-        session = ModelSession(target, features=drafter.feature_layers)
-        shares = RULES[rule].shares_noise
-        head = HeadDrafter(HeadSession(drafter), plan, session.vocab_size, shares_noise=shares)
-        steps = list(speculative_steps(prompt, head, session, plan, gamma=4, rule=RULES[rule]))
-        assert tokens_of(steps) == expected
-        accepted |= {step.accepted for step in steps}
-    assert accepted >= {0, 1}
+    drafter = loaded(write_checkpoint(tmp_path, config, tensors), target, "EAGLE-3")
+    check_texts(target, drafter, rule)
 
 
 def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     save_folder(tmp_path / "target", target_model(vocab_size=300), tiny_tokenizer())
-    tensors = tensors_of({}, every=1)
+    tensors = eagle3_tensors({}, every=1)
     tensors["lm_head.weight"] = torch.randn(300, HIDDEN)
     folder = write_checkpoint(tmp_path / "drafter", speculators_config({}), tensors)
     pair = load(tmp_path / "target", folder)
@@ -205,6 +154,6 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, word):
     save_folder(tmp_path / "target", target_model(vocab_size=VOCABULARY), tiny_tokenizer())
-    tensors, config = tensors_of({}), copy.deepcopy(speculators_config({}))
+    tensors, config = eagle3_tensors({}), copy.deepcopy(speculators_config({}))
     change(tensors, config)
     assert word in refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, tensors))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from speculators_oracle import EAGLE3, HIDDEN, READ, VOCABULARY
+from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, VOCABULARY
 from tiny import tiny_llama
 
 from sampling.drafters.head import FeatureSession, feature_session
@@ -55,7 +55,7 @@ def check_logits(folder: Path, growth: int) -> None:
 
 
 @pytest.mark.parametrize("growth", [1, 3])
-@pytest.mark.parametrize("name", EAGLE3)
+@pytest.mark.parametrize("name", EAGLE3 | PEAGLE)
 def test_logits_are_those_of_the_package(name, growth):
     check_logits(FIXTURES / name, growth)
 

@@ -54,7 +54,7 @@ def trained() -> tuple[Any, list[int], Eagle3]:
         empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {})
         config = layer_config(layer_keys(), empty, head_norms=False)
         config.vocab_size = SIZE
-        parts = Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, fc_bias=False, head_norms=False)
+        parts = Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
         drafter = Eagle3(config, RIGHT, parts)
         head = DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE)
         drafter.share(target.get_input_embeddings(), head, target)
