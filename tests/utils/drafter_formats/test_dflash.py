@@ -20,6 +20,8 @@ from dflash_checkpoints import (
 )
 from dflash_reference import DFlashReference
 from drafter_checkpoints import HIDDEN, layer_keys, write_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import MuseGlimmerAssistantConfig
 from transformers.cache_utils import DFlashCache
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
@@ -160,3 +162,26 @@ def test_layer_ids_are_read_as_their_programs_write_them(tmp_path, config, count
     layers = len((keys.get("transformer_layer_config") or keys)["layer_types"])
     tensors = tensors_of(layers=layers) | {"fc.weight": torch.zeros(HIDDEN, count * HIDDEN)}
     assert built(write_checkpoint(tmp_path, keys, tensors), target_model(), "DFlash").feature_layers == read
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that one tensor holds of those that are computed."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **kwargs or {})
+        sizes = [part.numel() for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return output
+
+
+@pytest.mark.parametrize("keys", [{}, SLIDING])
+def test_a_long_prompt_needs_no_mask_of_its_square(tmp_path, keys):
+    """The first pass reads the features of the whole prompt at once. Nothing is larger than these."""
+    drafter = built(write_checkpoint(tmp_path, zlab_config(2) | keys, tensors_of(layers=2)), target_model(), "DFlash")
+    length = 1500
+    features, tokens = features_of(length), torch.zeros(length, dtype=torch.long)
+    with torch.no_grad(), Largest() as largest:
+        drafter.block_logits(features, tokens, 0, drafter.new_cache())
+    assert largest.numbers <= 1.5 * features.numel() < length**2 / 10
