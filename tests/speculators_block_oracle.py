@@ -30,6 +30,8 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dflash-sliding-both-ways": ("dflash", SLIDING, {"sliding_window_non_causal": True}),
     "dspark": ("dspark", {}, {}),
     "dspark-full": ("dspark", SLIDING, {"draft_vocab_size": VOCABULARY, "confidence_head_with_markov": False}),
+    "dspark-gated": ("dspark", {}, {"markov_head_type": "gated", "draft_vocab_size": VOCABULARY}),
+    "dspark-rnn": ("dspark", {}, {"markov_head_type": "rnn"}),
     "dspark-not-from-anchor": ("dspark", {}, {"sample_from_anchor": False, "enable_confidence_head": False}),
 }
 

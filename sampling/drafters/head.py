@@ -161,7 +161,7 @@ class BlockSession(FeatureSession):
             self._cached, self._pending = end, None
         start, rows = self._block
         row = len(context) - start
-        return self.model.conditioned(rows[row : row + 1], context[-1])
+        return self.model.conditioned(rows[row : row + 1], row, context[-1], self._cache)
 
     def confidence(self, context: list[int]) -> float | None:
         assert self._block is not None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from dflash_checkpoints import built, tensors_of, zlab_config
-from drafter_checkpoints import HIDDEN, write_checkpoint
+from drafter_checkpoints import HIDDEN, random_tensors, write_checkpoint
 from exact import distance, text_probs
 from samplers import SAMPLERS
 from tiny import tiny_llama
@@ -27,7 +28,7 @@ from utils.decode.steps import Step
 from utils.drafter_formats.dflash import DFlash
 from utils.metrics.costs import Costs
 
-SIZE, LENGTH, PROMPT = 3, 4, [1, 2, 0]
+SIZE, LENGTH, RANK, PROMPT = 3, 4, 5, [1, 2, 0]
 ROUNDING, DETECTED = 1e-12, 0.02
 
 
@@ -48,15 +49,26 @@ class FeatureToy(ToyModel):
 TARGET = FeatureToy()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DFlash:
-    tensors = tensors_of(markov=5, confidence=HIDDEN + 5, own=True, vocabulary=SIZE)
+def random_model(folder: Path, **others: tuple[int, ...]) -> DFlash:
+    """A drafter with a Markov head. others: shapes of further tensors of that head."""
+    tensors = tensors_of(markov=RANK, confidence=HIDDEN + RANK, own=True, vocabulary=SIZE)
     # The token before a draft must matter, and confidence must be on both sides of one half.
     tensors["markov_head.markov_w1.weight"] *= 6
     tensors["confidence_head.proj.weight"][:, :HIDDEN] *= 0.2
+    tensors |= random_tensors({f"markov_head.joint_proj.{name}": shape for name, shape in others.items()}, seed=3)
     config = zlab_config(mask_token_id=0, target_layer_ids=[-1, 0, 1]) | {"block_size": 3}
-    folder = write_checkpoint(tmp_path_factory.mktemp("dspark"), config, tensors)
-    return built(folder, tiny_llama(vocab_size=SIZE), "DSpark")
+    return built(write_checkpoint(folder, config, tensors), tiny_llama(vocab_size=SIZE), "DSpark")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DFlash:
+    return random_model(tmp_path_factory.mktemp("vanilla"))
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> DFlash:
+    shape = (3 * RANK, 2 * RANK + HIDDEN)
+    return random_model(tmp_path_factory.mktemp("recurrent"), weight=shape, bias=shape[:1])
 
 
 def decode(
@@ -103,6 +115,12 @@ def test_runs_propose_blocks_of_different_lengths(model):
 
     text_probs(watched)
     assert lengths >= {(0, 0), (1, 0), (1, 1), (2, 2)}
+
+
+def test_text_of_a_recurrent_markov_head_follows_the_targets_distribution(recurrent):
+    assert recurrent.markov_head.kind == "rnn"
+    assert error(model=recurrent, rule="block") < ROUNDING
+    assert error(model=recurrent, kind=Unconditioned) > DETECTED
 
 
 class Unconditioned(HeadDrafter):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from utils.decode.features import layer_count
 from utils.drafter_formats.block_layers import Window
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.dspark_heads import MARKOV_KINDS
 from utils.drafter_formats.target_parts import check_feature_layers
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions
@@ -27,7 +28,6 @@ RELATIVES = {
     "candidate_selector.": "DFlash2",
     "refiner_head.": "XPress",
 }
-MARKOV_HEADS = {"markov_head.gate_proj.": "gated", "markov_head.joint_proj.": "rnn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,16 @@ def check_supported(checkpoint: DrafterCheckpoint) -> None:
     )
     if found:
         raise _unsupported(checkpoint, f"is a drafter of the kind {found}")
-    kind = setting(checkpoint, "markov_head_type")
-    heads = [MARKOV_HEADS[old] for old in MARKOV_HEADS for name in checkpoint.shapes if name.startswith(old)]
-    heads += [str(kind)] if kind and setting(checkpoint, "markov_rank") != 0 and str(kind).lower() != "vanilla" else []
-    if heads:
-        raise _unsupported(checkpoint, f"has a Markov head of the kind {heads[0]}")
     if checkpoint.has("layers.0.pre_feedforward_layernorm.weight"):
         raise _unsupported(checkpoint, "has layers of Gemma")
+
+
+def markov_kind(checkpoint: DrafterCheckpoint) -> str | None:
+    """The declared kind of the Markov head, None if none is declared. Raises UserError for an unknown one."""
+    kind = setting(checkpoint, "markov_head_type")
+    if kind is None or str(kind).lower() in MARKOV_KINDS:
+        return kind if kind is None else str(kind).lower()
+    raise _unsupported(checkpoint, f"has a Markov head of the kind {kind}")
 
 
 def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:

@@ -1,8 +1,7 @@
 """DFlash and DSpark drafters in the layouts of z-lab, SpecForge, DeepSpec and speculators: all drafts of a round from
 one pass over a block of mask tokens (arXiv 2602.06036; arXiv 2607.05147).
 
-DSpark adds to the logits of a draft a bias for the token before it, so that drafts are drawn from left to right, and
-estimates whether a draft will be accepted. Both need only the block's states and that token.
+DSpark adds heads: see dspark_heads.
 """
 
 from __future__ import annotations
@@ -20,9 +19,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from utils.decode.features import layer_count
 from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import vocabulary_size
-from utils.drafter_formats.block_config import BlockConfig, block_config, block_conventions, check_supported, is_dspark
+from utils.drafter_formats.block_config import (
+    BlockConfig,
+    block_config,
+    block_conventions,
+    check_supported,
+    is_dspark,
+    markov_kind,
+)
 from utils.drafter_formats.block_layers import Tables, layer_pass
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.dspark_heads import ConfidenceHead, MarkovHead, MarkovShape, confidence_size, markov_shape
 from utils.drafter_formats.eagle3 import layer_config, load_exactly
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import (
@@ -35,46 +42,30 @@ from utils.drafter_formats.target_parts import (
 from utils.models.feature_drafter import BlockDrafter, Conventions
 
 RENAMED = {"logit_head.": ""}  # of early SpecForge files
-MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-CONFIDENCE = "confidence_head.proj.weight"
 # Tensors that are not those of the module: shared parts, and the target's own, which training keeps beside them.
 BESIDES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
-class MarkovHead(nn.Module):
-    """A bias of draft logits that depends on the token before: w2 . w1[token], of low rank."""
-
-    def __init__(self, vocabulary: int, rank: int, drafted: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size, 1)
-
-
 @dataclass(slots=True)
 class BlockCache:
-    """Keys and values of the context, and the last block's states (K, H)."""
+    """Keys and values of the context. Of the last block: its states (K, H), and what its Markov head remembers after
+    each draft.
+    """
 
     layers: list[GrowingLayer]
     states: Tensor = field(default_factory=lambda: torch.empty(0))
+    memories: list[Tensor | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that a drafter's config does not state. target_layers: of the target. feature: of a position. markov: rows,
-    rank and columns. confidence: inputs. None where there is no such head.
+    """Sizes that a drafter's config does not state. target_layers: of the target. feature: of a position. markov,
+    confidence: of the heads; None where there is no such head.
     """
 
     target_layers: int
     feature: int
-    markov: tuple[int, ...] | None
+    markov: MarkovShape | None
     confidence: int | None
 
 
@@ -94,7 +85,7 @@ class DFlash(BlockDrafter):
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.rotary = LlamaRotaryEmbedding(config)
-        self.markov_head = MarkovHead(*sizes.markov) if sizes.markov else None
+        self.markov_head = MarkovHead(sizes.markov) if sizes.markov else None
         self.confidence_head = ConfidenceHead(sizes.confidence) if sizes.confidence else None
 
     @property
@@ -120,29 +111,27 @@ class DFlash(BlockDrafter):
         tables = Tables(*(table[0] for table in self.rotary(states, positions[None])))
         for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
             states = layer_pass(layer, states, context, tables, kept=kept, window=window)
-        cache.states = self.norm(states)[-self.block_size :]
+        cache.states, cache.memories = self.norm(states)[-self.block_size :], []
         logits: Tensor = self.lm_head(cache.states)
         return logits
 
-    def conditioned(self, logits: Tensor, previous: int) -> Tensor:
+    def conditioned(self, logits: Tensor, index: int, previous: int, cache: BlockCache) -> Tensor:
         if self.markov_head is None:
             return logits
-        bias: Tensor = self.markov_head.markov_w2(self._before(previous))
+        memory = cache.memories[index - 1] if index else None
+        bias, memory = self.markov_head.bias(previous, cache.states[index : index + 1], memory)
+        cache.memories[index:] = [memory]
         return logits + self.lm_head.over_target(bias)
 
     def confidence(self, index: int, previous: int, cache: BlockCache) -> float | None:
         if self.confidence_head is None:
             return None
         known = cache.states[index : index + 1]
-        if self.confidence_head.proj.in_features > known.shape[-1]:
-            known = torch.cat([known, self._before(previous)], dim=-1)
-        return float(torch.sigmoid(self.confidence_head.proj(known).float()).item())
-
-    def _before(self, token: int) -> Tensor:
-        """What the Markov head knows of a token: (1, R)."""
-        assert self.markov_head is not None
-        row: Tensor = self.markov_head.markov_w1.weight[token : token + 1]
-        return row
+        if self.confidence_head.size > known.shape[-1]:
+            assert self.markov_head is not None
+            known = torch.cat([known, self.markov_head.before(previous)], dim=-1)
+        probability: float = self.confidence_head(known)
+        return probability
 
 
 def is_dflash(checkpoint: DrafterCheckpoint) -> bool:
@@ -166,7 +155,9 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     config = layer_config(given, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
-    drafter = DFlash(config, block, block_conventions(checkpoint, target), _sizes(checkpoint, layer_count(target)))
+    markov = markov_shape(checkpoint, markov_kind(checkpoint))
+    sizes = Sizes(layer_count(target), checkpoint.shapes["fc.weight"][1], markov, confidence_size(checkpoint))
+    drafter = DFlash(config, block, block_conventions(checkpoint, target), sizes)
     load_exactly(drafter, checkpoint, besides=BESIDES)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     head = load_head(checkpoint, target, config.hidden_size)
@@ -177,21 +168,13 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     return drafter
 
 
-def _sizes(checkpoint: DrafterCheckpoint, target_layers: int) -> Sizes:
-    shapes = checkpoint.shapes
-    first, second, confidence = (shapes.get(name, ()) for name in (*MARKOV, CONFIDENCE))
-    markov = (*first, second[0]) if len(first) == len(second) == 2 else None
-    return Sizes(target_layers, shapes["fc.weight"][1], markov, confidence[1] if len(confidence) == 2 else None)
-
-
 def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead) -> None:
     """Raise UserError unless the heads of DSpark fit the vocabularies and the states."""
-    markov, confidence, inputs = drafter.markov_head, drafter.confidence_head, [drafter.config.hidden_size]
-    if markov is not None:
-        known, rank, drafted = *markov.markov_w1.weight.shape, markov.markov_w2.out_features
-        inputs.append(inputs[0] + rank)
-        if known < head.size or drafted != head.rows.out_features:
-            vocabularies = f"{head.size} and {head.rows.out_features}"
-            raise misfit(checkpoint, f"its Markov head knows {known} tokens and drafts {drafted}, not {vocabularies}")
-    if confidence is not None and confidence.proj.in_features not in inputs:
-        raise misfit(checkpoint, f"its confidence head reads {confidence.proj.in_features} numbers, not {inputs[-1]}")
+    sizes, inputs = drafter.sizes, [drafter.config.hidden_size]
+    if (markov := sizes.markov) is not None:
+        inputs.append(inputs[0] + markov.rank)
+        known, drafted = f"{markov.tokens} tokens and drafts {markov.drafted}", head.rows.out_features
+        if markov.tokens < head.size or markov.drafted != drafted:
+            raise misfit(checkpoint, f"its Markov head knows {known}, not {head.size} and {drafted}")
+    if sizes.confidence is not None and sizes.confidence not in inputs:
+        raise misfit(checkpoint, f"its confidence head reads {sizes.confidence} numbers, not {inputs[-1]}")

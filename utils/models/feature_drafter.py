@@ -97,8 +97,10 @@ class BlockDrafter(FeatureDrafter):
         Nothing of the block may enter a later pass.
         """
 
-    def conditioned(self, logits: Tensor, previous: int) -> Tensor:
-        """Return a draft's logits (1, V) given the token before it, for drafters that draw from left to right."""
+    def conditioned(self, logits: Tensor, index: int, previous: int, cache: Any) -> Tensor:
+        """Return the logits (1, V) of draft `index` of the last block given the token before it, for drafters that draw
+        from left to right. logits: its row of the block. Drafts are asked for in order, each after the ones before it.
+        """
         return logits
 
     def confidence(self, index: int, previous: int, cache: Any) -> float | None:

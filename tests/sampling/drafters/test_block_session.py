@@ -42,7 +42,7 @@ class RandomBlocks(BlockDrafter):
         cache.append(features)
         return (torch.cat(cache).mean(0) @ self.read).view(BLOCK, SIZE) + self.last[tokens[-1]]
 
-    def conditioned(self, logits, previous):
+    def conditioned(self, logits, index, previous, cache):
         return logits + self.before[previous]
 
 
