@@ -31,8 +31,12 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
 
 
-def attention(weights: Weights, prefix: str, x: Tensor, keys: dict[str, Any], *, causal: bool = True) -> Tensor:
-    """Self-attention of x (T, E) at positions 0 .. T - 1. keys: of config.json."""
+def attention(
+    weights: Weights, prefix: str, x: Tensor, keys: dict[str, Any], *, causal: bool = True, window: int | None = None
+) -> Tensor:
+    """Self-attention of x (T, E) at positions 0 .. T - 1. keys: of config.json. window: positions that are attended
+    to, the row's own included.
+    """
     size, eps, count = keys["head_dim"], keys["rms_norm_eps"], len(x)
     query, key, value = (linear(weights, f"{prefix}{name}_proj", x).view(count, -1, size) for name in "qkv")
     if f"{prefix}q_norm.weight" in weights:
@@ -45,6 +49,8 @@ def attention(weights: Weights, prefix: str, x: Tensor, keys: dict[str, Any], *,
     scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
     if causal:
         scores = scores.masked_fill(positions[None] > positions[:, None], float("-inf"))
+    if window:
+        scores = scores.masked_fill(positions[None] <= positions[:, None] - window, float("-inf"))
     mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
     return mixed.reshape(count, -1) @ weights[f"{prefix}o_proj.weight"].T
 
@@ -82,7 +88,9 @@ class Eagle3Reference:
             if index == 0:
                 normed = self.norm(f"{name}.hidden_norm", states)
                 x, residual = torch.cat([x, normed], dim=-1), normed if before else states
-            states = residual + attention(weights, f"{name}.self_attn.", x, self.keys)
+            sliding = self.keys.get("layer_types", ["full_attention"] * self.layers)[index] == "sliding_attention"
+            window = self.keys["sliding_window"] if sliding else None
+            states = residual + attention(weights, f"{name}.self_attn.", x, self.keys, window=window)
             states = states + mlp(weights, f"{name}.mlp.", self.norm(f"{name}.post_attention_layernorm", states))
         normed = self.norm("norm", states)
         return normed @ weights["lm_head.weight"].T, normed if self.flags.get("norm_output") else states

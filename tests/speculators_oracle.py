@@ -67,6 +67,13 @@ PEAGLE: dict[str, tuple[str, int, dict[str, bool]]] = {
     "peagle": ("llama", 4, BEFORE_RESIDUAL | FC_NORM),
     "peagle-qwen3": ("qwen3", 2, BEFORE_FC),
 }
+# With sliding attention in the first layer.
+SLIDING: dict[str, tuple[str, int, dict[str, bool]]] = {
+    "llama-sliding": ("llama", 1, BEFORE_RESIDUAL | BEFORE_FC | OUTPUT),
+    "qwen3-sliding": ("qwen3", 2, OUTPUT),
+    "peagle-sliding": ("llama", 2, BEFORE_RESIDUAL),
+}
+WINDOW = 4
 
 
 class Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -85,17 +92,22 @@ class Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
-def random_model(algorithm: str, family: str, layers: int, flags: dict[str, bool]) -> Any:
-    """A drafter of the package with random weights and a random draft vocabulary."""
+def random_model(name: str, family: str, layers: int, flags: dict[str, bool]) -> Any:
+    """A drafter of the package with random weights and a random draft vocabulary. name: of its folder."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models import eagle3, peagle
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
+    algorithm = "peagle" if name.startswith("peagle") else "eagle3"
     config_class, model_class = {
         "eagle3": (eagle3.Eagle3SpeculatorConfig, eagle3.Eagle3DraftModel),
         "peagle": (peagle.PEagleSpeculatorConfig, peagle.PEagleDraftModel),
     }[algorithm]
-    layer_config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**SHAPE, num_hidden_layers=layers)
+    shape = SHAPE | {"num_hidden_layers": layers}
+    if name in SLIDING:
+        types = ["sliding_attention", *["full_attention"] * (layers - 1)]
+        shape |= {"layer_types": types, "sliding_window": WINDOW, "use_sliding_window": True}
+    layer_config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**shape)
     layer_config._attn_implementation = "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=BLOCK)
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
@@ -154,10 +166,10 @@ def block_logits(model: Any, inputs: dict[str, Tensor], seen: list[Tensor]) -> T
 
 
 def write(folder: Path) -> None:
-    for seed, (name, (family, layers, flags)) in enumerate((EAGLE3 | PEAGLE).items()):
+    for seed, (name, (family, layers, flags)) in enumerate((EAGLE3 | PEAGLE | SLIDING).items()):
         torch.manual_seed(seed)
         with torch.no_grad():
-            model = random_model("peagle" if name in PEAGLE else "eagle3", family, layers, flags)
+            model = random_model(name, family, layers, flags)
         features, tokens = torch.randn(TOKENS, len(READ) * HIDDEN), torch.randint(0, VOCABULARY, (TOKENS,))
         logits = logits_of(model, features, tokens)
         model.save_pretrained(folder / name)

@@ -15,6 +15,7 @@ from utils.decode.features import layer_count
 from utils.drafter_formats.block_layers import Window
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dspark_heads import MARKOV_KINDS
+from utils.drafter_formats.layer_types import sliding_sizes
 from utils.drafter_formats.target_parts import check_feature_layers
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions
@@ -139,21 +140,7 @@ def _default_ids(layers: int, drafter_layers: int) -> list[int]:
 
 
 def _windows(checkpoint: DrafterCheckpoint) -> tuple[Window | None, ...]:
-    keys, count = checkpoint.config.get("transformer_layer_config") or checkpoint.config, checkpoint.layer_count()
-    types = keys.get("layer_types") or ["full_attention"] * count
-    if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"'{checkpoint.name}' has layer_types in its config.json that are not full_attention or sliding_attention"
-            f" for each of its {count} layers."
-        )
-    # A config may keep the size of a window that it turns off.
-    if "sliding_attention" not in types or keys.get("use_sliding_window") is False:
-        return (None,) * count
-    size = keys.get("sliding_window")
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"'{checkpoint.name}' has sliding layers but no sliding_window in its config.json.")
-    if SPECULATORS in checkpoint.config:
-        window = Window(size, moves=False, causal=not checkpoint.config.get("sliding_window_non_causal"))
-    else:
-        window = Window(size, moves=True, causal=True)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    moves = SPECULATORS not in checkpoint.config
+    causal = moves or not checkpoint.config.get("sliding_window_non_causal")
+    sizes = sliding_sizes(checkpoint)
+    return tuple(None if size is None else Window(size, moves=moves, causal=causal) for size in sizes)

@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.layer_types import sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import (
     DraftHead,
@@ -64,8 +65,13 @@ class Eagle3(StepwiseDrafter):
         self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
         self.fc = nn.Linear(total, hidden, bias=False)
-        layer_class = Qwen3DecoderLayer if parts.head_norms else LlamaDecoderLayer
-        self.layers = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+        # Qwen3's layers without their head norms are Llama's, except that these know no sliding window.
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        for index, layer in enumerate(self.layers):
+            attends = cast(Any, layer).self_attn
+            attends.sliding_window = parts.windows[index] if parts.windows else None
+            if not parts.head_norms:
+                attends.q_norm, attends.k_norm = nn.Identity(), nn.Identity()
         first = cast(Any, self.layers[0])
         for name in ("q_proj", "k_proj", "v_proj"):
             size = getattr(first.self_attn, name).out_features
@@ -121,13 +127,16 @@ class Eagle3(StepwiseDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which optional tensors a checkpoint has. target_layers: of the target. feature_size: of its hidden states."""
+    """Which optional tensors a checkpoint has. target_layers: of the target. feature_size: of its hidden states.
+    windows: how many positions each layer attends to, None for all. Empty: all of them to all.
+    """
 
     target_layers: int
     feature_size: int
     fc_norm: bool
     norm_before_fc: bool
     head_norms: bool
+    windows: tuple[int | None, ...] = ()
 
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
@@ -226,4 +235,5 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         fc_norm=checkpoint.has("fc_norm.0.weight"),
         norm_before_fc=checkpoint.has("input_norm.weight"),
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
+        windows=sliding_sizes(checkpoint),
     )

@@ -56,6 +56,19 @@ def test_drafts_are_those_of_the_equations(tmp_path, flags, layers, head_norms):
         assert torch.isneginf(logits[:, others]).all()
 
 
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_sliding_layers_attend_to_the_last_positions_only(tmp_path, head_norms):
+    target, tensors = target_model(), eagle3_tensors({}, layers=2, head_norms=head_norms)
+    keys = layer_keys(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=3)
+    folder = write_checkpoint(tmp_path, keys | {"eagle_aux_hidden_state_layer_ids": list(READ)}, tensors)
+    drafter, features = loaded(folder, target, "EAGLE-3"), hidden_states(target, READ)
+    chosen, embedded = tensors["d2t"] + torch.arange(len(tensors["d2t"])), target.model.embed_tokens.weight
+    reference = Eagle3Reference(tensors, keys, {}, 2)
+    for end, drafted, logits in draft_rounds(drafter, features, 4):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 4))
+        assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
+
+
 def test_biases_are_those_of_the_tensors(tmp_path):
     target, tensors = target_model(), eagle3_tensors({})
     names = ("fc", *(f"layers.0.self_attn.{part}_proj" for part in "qkv"), "layers.0.mlp.up_proj")
@@ -150,6 +163,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
         (lambda tensors, config: config.update({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
         (lambda tensors, config: tensors.update({"embed_tokens.weight": torch.zeros(20, HIDDEN)}), "embedding"),
         (lambda tensors, config: config["transformer_layer_config"].update({"intermediate_size": 40}), "proj"),
+        (lambda tensors, config: config["transformer_layer_config"].update({"layer_types": ["linear"]}), "layer_types"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, word):

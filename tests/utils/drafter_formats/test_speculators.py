@@ -12,7 +12,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, VOCABULARY
+from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
 from tiny import tiny_llama
 
 from sampling.drafters.head import FeatureSession, feature_session
@@ -48,14 +48,16 @@ def check_logits(folder: Path, growth: int) -> None:
         session.rewind(end)
         session.add_features(run["features"][known:end], known, end)
         known = end
-        for step, rows in enumerate(run["logits"]):
+        # While the package trains EAGLE-3, a window stays where the first draft has it; programs that draft move it.
+        first_only = folder.name in SLIDING and not folder.name.startswith("peagle")
+        for step, rows in enumerate(run["logits"][: 1 if first_only else None]):
             logits = session.feed(context[: end + 1 + step], keep=1)[0]
             assert torch.allclose(logits[chosen], rows[last], atol=5e-5, rtol=1e-5), (last, step)
             assert int(torch.isneginf(logits).sum()) == VOCABULARY - len(chosen)
 
 
 @pytest.mark.parametrize("growth", [1, 3])
-@pytest.mark.parametrize("name", EAGLE3 | PEAGLE)
+@pytest.mark.parametrize("name", EAGLE3 | PEAGLE | SLIDING)
 def test_logits_are_those_of_the_package(name, growth):
     check_logits(FIXTURES / name, growth)
 
