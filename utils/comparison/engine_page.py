@@ -12,6 +12,11 @@ LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
     "bits: whether a verify pass has those of decode steps. *: in use."
 )
+MUCH_FASTER = 1.5  # a decode step that is now so much faster: other engines or more threads might be chosen
+BUSY = (
+    "The engines were compared while this machine was busy (a decode step took {:.0f} ms, now {:.0f}): /engine test "
+    "compares them again."
+)
 NOT_COMPARED = "The engines were not compared: /engine auto does that, or /engine test where auto is set already."
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
@@ -43,8 +48,17 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     elif len(engine.selection.candidates()) > 1:
         yield NOT_COMPARED
     yield from (f"{name}: {row.problem}." for name, row in _with_problems(engine).items())
+    yield from busy_notes(engine)
     if other := engine.faster_baseline():
         yield ELSEWHERE.format(other.factor, other.name)
+
+
+def busy_notes(engine: Engine) -> tuple[str, ...]:
+    """A sentence if the engines were compared while this machine was much slower than now."""
+    row, now = engine.selection.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
+    if not now or row.step_seconds < MUCH_FASTER * now:
+        return ()
+    return (BUSY.format(1000 * row.step_seconds, 1000 * now),)
 
 
 def _with_problems(engine: Engine) -> dict[str, EngineFigures]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from utils.comparison.engine_page import busy_notes
 from utils.comparison.harness import Harness
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -74,7 +75,8 @@ class LoadedPair:
 
     def introduce(self, note: Callable[[str], None]) -> None:
         """Report what is loaded and which engine computes it."""
-        for line in (f"engine: {self.pair.engine.state.sentence()}", *self.pair.notes):
+        engine = self.pair.engine
+        for line in (f"engine: {engine.state.sentence()}", *busy_notes(engine), *self.pair.notes):
             note(line)
 
     def warm_up(self) -> None:
