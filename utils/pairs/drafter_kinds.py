@@ -6,7 +6,7 @@ A drafter is built from DrafterInputs alone; it never sees settings.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, SuffixAutomaton
@@ -14,9 +14,11 @@ from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDr
 from sampling.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
 from sampling.drafters.head import feature_session
+from sampling.drafters.masked import MaskedSession
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
+from utils.drafter_formats.pard import MaskedBlock, masked_block
 from utils.errors import UserError, check_choice
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
@@ -76,6 +78,8 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
     # A head is no session of its own: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
         return _head(inputs, pair.drafter, throughput)
+    if (block := parallel_block(pair)) is not None:
+        return _masked(inputs, block, throughput)
     adaptive = inputs.adaptive(pair.drafter_kind, throughput)
     target = inputs.open_session("target")
     if pair.drafter_tokenizer is not None:
@@ -103,6 +107,22 @@ def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEs
     return BuiltDrafter(drafter, target)
 
 
+def parallel_block(pair: Pair) -> MaskedBlock | None:
+    """The blocks of a PARD drafter, or None if the pair's drafter drafts token by token."""
+    # A cut of a target that is a PARD model has its config, but not its training.
+    usable = pair.drafter_kind == MODEL and pair.drafter_tokenizer is None
+    return masked_block(pair.drafter) if usable else None
+
+
+def _masked(inputs: DrafterInputs, block: MaskedBlock, throughput: ThroughputEstimate | None) -> BuiltDrafter:
+    """A PARD model, which drafts a block in one pass."""
+    adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=block.size)
+    target = inputs.open_session("target")
+    session = MaskedSession(inputs.open_session("drafter"), block.token, block.size)
+    # A draft depends on its place in the round, so drafts cannot be chained token by token.
+    return replace(_model(inputs, session, target, adaptive), replay=Replay.BY_ROUND)
+
+
 def _cut(inputs: DrafterInputs) -> BuiltDrafter:
     """The target's own first layers. The cut is cached."""
     if inputs.kind == inputs.pair.drafter_kind:
@@ -124,6 +144,7 @@ def _model(
         shares_noise=inputs.shares_noise,
         adaptive=adaptive,
         observed=inputs.observed,
+        block=session.block_size if isinstance(session, MaskedSession) else 1,
     )
     return BuiltDrafter(drafter, target, Replay.BY_TOKEN)
 

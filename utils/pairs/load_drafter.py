@@ -12,6 +12,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import DrafterFormat, format_of
+from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
@@ -153,11 +154,13 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
     with explained_errors(source.name), quiet():
         compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
     compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)
+    notes = remote_code_notes(model, source.name) + window_notes(model, source.name) + compatibility.notes()
+    notes += pard_notes(masked_block(model), source.name, translated=compatibility.needs_translation)
     return LoadedDrafter(
         model,
         source.name,
         "model",
-        remote_code_notes(model, source.name) + window_notes(model, source.name) + compatibility.notes(),
+        notes,
         stored_quantization(model.config) or plan.quantize,
         compatibility,
         # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.

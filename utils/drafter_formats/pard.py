@@ -1,0 +1,68 @@
+"""PARD models: causal language models that draft all tokens of a round in one pass over mask tokens (arXiv 2504.18583).
+
+They are loaded and checked like any model; only their config says what they are. PARD-2 models (arXiv 2605.08632) also
+draft without hidden states of the target, and are used in this way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from utils.decode.model_info import vocabulary_size
+from utils.errors import UserError
+from utils.text import count_of
+
+MASK, KIND, KINDS = "pard_token", "spd_type", ("pard", "pard2")
+BLOCK_KEYS = ("para_num", "block_size")  # the first is the name of the number of drafts in PARD's training
+DEFAULT_BLOCK = 8  # para_num in the published training configurations of PARD
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedBlock:
+    """What a PARD model's config says of its blocks.
+
+    token: the mask token. size: the number K of drafts that a pass gives. declared: the key of the config that says so;
+    empty for the default. version: 1 or 2.
+    """
+
+    token: int
+    size: int
+    declared: str
+    version: int
+
+
+def masked_block(model: Any) -> MaskedBlock | None:
+    """Return the blocks of a PARD model, or None for a different model. Raises UserError for unusable values."""
+    config = model.config.get_text_config(decoder=True)
+    token, kind = getattr(config, MASK, None), getattr(config, KIND, None)
+    if token is None and kind not in KINDS:
+        return None
+    name, tokens = model.name_or_path, vocabulary_size(model)
+    if not _is_whole(token) or not 0 <= token < tokens:
+        given = "no" if token is None else f"{token!r} as"
+        raise UserError(
+            f"'{name}' has {given} {MASK} in its config.json, and a PARD model needs an id from 0 to {tokens - 1}."
+        )
+    key = next((key for key in BLOCK_KEYS if getattr(config, key, None) is not None), "")
+    size = getattr(config, key) if key else DEFAULT_BLOCK
+    if not _is_whole(size) or size < 1:
+        raise UserError(f"'{name}' has {size!r} as {key} in its config.json, and it should be a whole number from 1.")
+    return MaskedBlock(token, size, key, 2 if kind == "pard2" or getattr(config, "pard2", False) else 1)
+
+
+def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tuple[str, ...]:
+    """Messages for the user about a PARD drafter. translated: whether its tokenizer differs from the target's."""
+    if block is None:
+        return ()
+    if translated:
+        return (f"{name} is a PARD model with a different tokenizer: it drafts token by token, like any model",)
+    origin = f"{block.declared} in its config" if block.declared else "as in PARD's training; its config has no number"
+    drafts = f"{name} is a PARD model: {count_of(block.size, 'draft')} in one pass ({origin})"
+    if block.version == 1:
+        return (drafts,)
+    return (drafts, f"{name} is used in PARD-2's target-independent mode: the target's hidden states are not read")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
