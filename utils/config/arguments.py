@@ -126,8 +126,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
     add(
         "--drafter",
-        metavar="ID|FOLDER|head|layers:K",
-        help="drafter: a model, a head, or the first K layers of the target",
+        metavar="ID|FOLDER|head|mtp|layers:K",
+        help="drafter: a model, a head, the MTP layers in the target's files, or the first K layers of the target",
     )
     add("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
     add("--config", type=Path, metavar="FILE", help=f"TOML file with pairs and settings (default: {config_file()})")

@@ -199,7 +199,8 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
             f"'{checkpoint.name}' has weights that differ from its config.json: {name} is {stored.get(name, 'missing')}"
             f" and should be {expected.get(name, 'absent')}."
         )
-    module.load_state_dict(checkpoint.tensors(stored))
+    on_meta = any(part.is_meta for part in module.parameters())  # then the read tensors take the place of its own
+    module.load_state_dict(checkpoint.tensors(stored), assign=on_meta)
 
 
 def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:

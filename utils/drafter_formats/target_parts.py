@@ -46,15 +46,17 @@ class DraftHead(nn.Module):
 
 
 def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: int) -> DraftHead:
-    """Return the drafter's output head, or the target's where the checkpoint has none. hidden: its input size.
+    """Return the drafter's output head, or the target's, which also takes the place of an equal copy. hidden: its input
+    size.
 
     Raises UserError if sizes or ids do not fit the target.
     """
-    size = vocabulary_size(target)
+    size, shared = vocabulary_size(target), target.get_output_embeddings().weight.detach()
     if checkpoint.has("lm_head.weight"):
         weight = checkpoint.tensors(["lm_head.weight"])["lm_head.weight"]
+        weight = shared if _same(weight, shared) else weight
     else:
-        weight = target.get_output_embeddings().weight.detach()
+        weight = shared
     vocabulary = _vocabulary(checkpoint, size)
     if vocabulary is not None and not checkpoint.has("lm_head.weight"):
         weight = weight[vocabulary.to(weight.device)]
@@ -80,8 +82,7 @@ def load_embedding(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidde
     weight = checkpoint.tensors(["embed_tokens.weight"])["embed_tokens.weight"]
     if weight.shape[1] != hidden or len(weight) < vocabulary_size(target):
         raise misfit(checkpoint, f"its embedding is {tuple(weight.shape)}")
-    own = shared.weight.detach()
-    if weight.shape == own.shape and torch.equal(weight.to(own.device, own.dtype), own):
+    if _same(weight, shared.weight.detach()):
         return shared
     embedding = nn.Embedding(len(weight), hidden, device="meta")
     embedding.weight = nn.Parameter(weight, requires_grad=False)
@@ -110,6 +111,10 @@ def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel,
 def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:
     """An error for a drafter of a different target."""
     return UserError(f"'{checkpoint.name}' was not made for this target: {reason}. Name a drafter of this target.")
+
+
+def _same(weight: Tensor, own: Tensor) -> bool:
+    return weight.shape == own.shape and torch.equal(weight.to(own.device, own.dtype), own)
 
 
 def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import DrafterFormat, format_of
+from utils.drafter_formats.mtp import load_mtp, mtp_layers, no_layers
 from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
@@ -25,9 +26,11 @@ from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
 from utils.pairs.compatibility import Compatibility, compare_models
-from utils.pairs.request import HEAD, LAYERS, PairRequest
+from utils.pairs.request import HEAD, LAYERS, MTP, PairRequest
 from utils.pairs.request_checks import layer_count
 from utils.text import first_of
+
+MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp)  # found in the target, not by its own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,17 @@ class DrafterPlan:
     published: tuple[DrafterCheckpoint, DrafterFormat] | None = None
 
 
-def plan_drafter(request: PairRequest, placement: Placement) -> DrafterPlan:
-    """Find the drafter before the target is loaded.
+def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> DrafterPlan:
+    """Find the drafter before the target is loaded. target: where the target comes from.
 
     Raises UserError if it does not exist or does not suit the request.
     """
     quantize, layers, source, published = str(request.drafter_quantize), layer_count(request.drafter), None, None
-    head = None if request.drafter is None else _head_folder(request.drafter, request)
+    head = None if request.drafter is None or request.drafter == MTP else _head_folder(request.drafter, request)
+    if request.drafter == MTP:
+        published = _own_layers(target)
     # A head is read from its folder and a cut shares the target's weights; neither is quantized.
-    if request.drafter is not None and head is None and layers is None:
+    elif request.drafter is not None and head is None and layers is None:
         check_quantization(quantize, placement.device)
         source = locate(request.drafter, placement.report)
         published = _published(source)
@@ -118,6 +123,14 @@ def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None
     with explained_errors(source.name):
         known = None if checkpoint is None else format_of(checkpoint)
     return None if checkpoint is None or known is None else (checkpoint, known)
+
+
+def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
+    """The MTP layers in the files of the target. Raises UserError if there are none."""
+    checkpoint = read_checkpoint(target)
+    if checkpoint is None:
+        raise no_layers(target.name, {})
+    return mtp_layers(checkpoint), MTP_FORMAT
 
 
 def _check_head_options(request: PairRequest) -> None:

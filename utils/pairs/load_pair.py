@@ -56,7 +56,8 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     check_quantization(str(resolved.quantize), device)
     source = _located(resolved, report)
     GUARD.start()  # it starts while the weights are read
-    plan = plan_drafter(resolved, drafter_placement)  # before the target is loaded, so that mistakes are reported early
+    # Before the target is loaded, so that mistakes are reported early.
+    plan = plan_drafter(resolved, drafter_placement, source)
     target = _load_target(source, resolved, placement)
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():

@@ -20,6 +20,7 @@ MODEL = "model"
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
 HEAD = "head"  # the drafter head of the embedded target
+MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
     "dtype": ("auto", *DTYPES),
     "quantize": QUANTIZATIONS,

@@ -8,7 +8,7 @@ import torch
 
 from utils.distributed import is_tensor_parallel
 from utils.errors import UserError
-from utils.pairs.request import EMBEDDED, HEAD, LAYERS, PairRequest
+from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest
 
 
 def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
@@ -81,5 +81,5 @@ def _check_tensor_parallel(request: PairRequest) -> None:
         raise UserError(
             f"torchrun shards the target over {accelerator} devices, not over {request.device}: leave --device out."
         )
-    if request.drafter == HEAD:
+    if request.drafter in (HEAD, MTP):
         raise UserError("A head needs all weights of the target, which torchrun shards: use a different --drafter.")

@@ -1,0 +1,206 @@
+"""Layers for multi-token prediction (MTP) that a target's own checkpoint holds, and which transformers leaves unused
+(DeepSeek-V3, arXiv 2412.19437).
+
+A layer joins the embedding of a token with the target's last hidden state before it. Then follow a decoder layer of the
+target's own kind and a norm. Drafting applies the first such layer again and again.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpLayer
+
+from utils.decode.features import final_norm, layer_count
+from utils.decode.model_info import vocabulary_size
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.eagle3 import load_exactly
+from utils.drafter_formats.experts import with_joined_experts
+from utils.drafter_formats.readings import shifted_layers
+from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
+from utils.engine import attention
+from utils.errors import UserError
+from utils.models.feature_drafter import Conventions, StepwiseDrafter
+
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+BLOCK = "layer.mtp_block."
+DEPTH_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in config.json
+QUANTIZED = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales")  # ends of names
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How checkpoints of a family name their first MTP layer.
+
+    prefix: a pattern of what its names begin with. join: the projection of token and state, without the prefix. names:
+    beginnings of names, and what this module calls them; other names belong to the decoder layer. model_types: of the
+    targets with which the layout was checked.
+    """
+
+    prefix: str
+    join: str
+    names: Mapping[str, str]
+    model_types: tuple[str, ...]
+
+
+LAYOUTS = (
+    Layout(
+        r"layers\.\d+\.",
+        "eh_proj.weight",
+        {
+            "enorm.": "layer.enorm.",
+            "hnorm.": "layer.hnorm.",
+            "eh_proj.": "layer.eh_proj.",
+            "shared_head.norm.": "norm.",
+            "shared_head.head.": "lm_head.",
+            "embed_tokens.": "embed_tokens.",
+        },
+        ("deepseek_v3", "glm4_moe"),
+    ),
+)
+
+
+class Mtp(StepwiseDrafter):
+    """An MTP layer of a target. config: of that layer, with the target's vocabulary size. target: only its classes are
+    used here.
+    """
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    rotary: nn.Module
+
+    def __init__(self, config: Any, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config, self.target_layers = config, layer_count(target)
+        # What is fed back takes the place of a feature, which is after the final norm too.
+        self.conventions = Conventions((self.target_layers,), norm_output=True)
+        norm_class, layer_class = type(final_norm(target)), type(cast(Any, target.get_decoder()).layers[-1])
+        with torch.device("meta"):  # without memory: the tensors of the checkpoint take the place of these
+            # Its norm comes below, because the state before it is needed as well.
+            self.layer = MtpLayer(config, layer_class, norm_class, 0, use_post_norm=False)
+            self.norm = cast(Any, norm_class)(config.hidden_size, eps=config.rms_norm_eps)
+
+    def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Mtp:
+        """Take the embedding and the output head, and move to the target's device and number format."""
+        self.embed_tokens, self.lm_head = embedding, head
+        kept = {name: part for name, part in self.layer.named_buffers() if part.is_floating_point()}
+        self.to(target.device, target.dtype).eval().requires_grad_(False)
+        for name, part in kept.items():  # transformers keeps the routers' corrections in float32
+            self.layer.get_submodule(name.rpartition(".")[0]).register_buffer(
+                name.rpartition(".")[2], part.to(target.device, torch.float32)
+            )
+        self.rotary = copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb)  # its frequencies stay float32
+        self.device, self.dtype = target.device, target.dtype
+        return self
+
+    def readings(self) -> Mapping[str, Conventions]:
+        own = self.conventions
+        return shifted_layers(own, self.target_layers) | {
+            "states fed back before the final norm": replace(own, norm_output=not own.norm_output)
+        }
+
+    def fuse_features(self, features: Tensor) -> Tensor:
+        return features
+
+    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        result: Tensor = self.layer(
+            self.embed_tokens(tokens).to(states.dtype),
+            states,
+            position_embeddings=self.rotary(states, positions),
+            attention_mask=None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return result
+
+    def logits(self, state: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(state))
+        return logits
+
+    def feedback(self, state: Tensor) -> Tensor:
+        normed: Tensor = self.norm(state)
+        return normed if self.conventions.norm_output else state
+
+
+def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
+    """The first MTP layer in a target's checkpoint, by the names of `Mtp`.
+
+    Raises UserError if it has none, or none that can be read.
+    """
+    found = _found_layout(checkpoint)
+    if found is None:
+        raise no_layers(checkpoint.name, checkpoint.config)
+    layout, prefix = found
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
+    if stored := next((name for name in shapes if name.endswith(QUANTIZED)), None):
+        raise UserError(
+            f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({stored}), which cannot be read: "
+            "name a copy in bfloat16 as --target, or use a different --drafter."
+        )
+    names = {f"{prefix}{old}": new for old, new in layout.names.items()} | {prefix: BLOCK}
+    part = replace(checkpoint, shapes=shapes, files={name: checkpoint.files[name] for name in shapes})
+    return with_joined_experts(part.renamed(names))
+
+
+def no_layers(name: str, config: Mapping[str, Any]) -> UserError:
+    """An error for a target without MTP layers. config: its config.json."""
+    text = config.get("text_config") or config
+    remedy = "use a different --drafter"
+    if any(text.get(key) for key in DEPTH_KEYS):
+        return UserError(
+            f"'{name}' was made from a model with MTP layers, but its files do not hold them, because many conversions "
+            f"leave them out: name the original checkpoint as --target, or {remedy}."
+        )
+    return UserError(f"'{name}' has no MTP layers in its files, which --drafter mtp needs: {remedy}.")
+
+
+def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
+    """Build the drafter from the result of `mtp_layers`. Raises UserError if it does not fit the target."""
+    config = target.config.get_text_config(decoder=True)
+    known = [model_type for layout in LAYOUTS for model_type in layout.model_types]
+    if config.model_type not in known:
+        raise UserError(
+            f"MTP layers of the model type {config.model_type} are not supported: use a different --drafter, or a "
+            f"target of one of the types {', '.join(known)}."
+        )
+    size = int(config.hidden_size)
+    if checkpoint.shapes["layer.eh_proj.weight"] != (size, 2 * size):
+        raise misfit(checkpoint, f"its projection of tokens and states is {checkpoint.shapes['layer.eh_proj.weight']}")
+    drafter = Mtp(_layer_config(target), target)
+    load_exactly(drafter, checkpoint, besides=SHARED)
+    return drafter.share(load_embedding(checkpoint, target, size), load_head(checkpoint, target, size), target)
+
+
+def _found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:
+    """The layout of the first MTP layer, and what its names begin with."""
+    for layout in LAYOUTS:
+        pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}")
+        # By length first, so that layer 9 comes before layer 10.
+        found = sorted((match[1] for match in map(pattern.fullmatch, checkpoint.shapes) if match), key=_in_order)
+        if found:
+            return layout, found[0]
+    return None
+
+
+def _in_order(prefix: str) -> tuple[int, str]:
+    return len(prefix), prefix
+
+
+def _layer_config(target: PreTrainedModel) -> Any:
+    """The target's config for one layer, which has the index 0, with row-invariant attention."""
+    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
+    config.num_hidden_layers, config.vocab_size = 1, vocabulary_size(target)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"]
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0  # MTP layers have experts
+    config._attn_implementation = attention.NAME
+    return config
