@@ -50,6 +50,8 @@ LAYER_KEYS = (
     "max_position_embeddings",
 )
 
+ROPE_KEYS = {"rope_scaling", "rope_parameters"}
+
 
 class Eagle3(StepwiseDrafter):
     """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
@@ -169,6 +171,8 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
 def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_norms: bool) -> Any:
     """The config of the drafter's layers, with row-invariant attention. given: the keys of config.json about them."""
     chosen = {name: given[name] for name in LAYER_KEYS if given.get(name) is not None}
+    for name in ROPE_KEYS & chosen.keys():
+        chosen[name] = _one_rope(chosen[name])
     try:
         config = (Qwen3Config if head_norms else LlamaConfig)(
             **chosen, num_hidden_layers=checkpoint.layer_count(), attn_implementation=attention.NAME
@@ -179,6 +183,16 @@ def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_n
             f"'{checkpoint.name}' has a config.json that does not describe its layers ({reason})."
         ) from error
     return config
+
+
+def _one_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of a text drafter, from those of a target with several kinds of layers or of inputs."""
+    rope = rope.get("sliding_attention") or rope.get("full_attention") or rope  # this order is speculators'
+    kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    for name in ("type", "rope_type"):  # of a text, the positions in height and width are those in time
+        if kept.get(name) == "mrope":
+            kept[name] = "default"
+    return kept
 
 
 def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: tuple[str, ...]) -> None:

@@ -69,6 +69,27 @@ def test_sliding_layers_attend_to_the_last_positions_only(tmp_path, head_norms):
         assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 300.0},
+        {"rope_theta": 300.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [2, 3, 3]}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": {"rope_theta": 300.0}}},
+    ],
+)
+def test_rotary_parameters_of_other_targets_are_read(tmp_path, rope):
+    target, tensors = target_model(), eagle3_tensors({})
+    keys = {name: value for name, value in layer_keys().items() if name != "rope_theta"} | rope
+    folder = write_checkpoint(tmp_path, keys | {"eagle_aux_hidden_state_layer_ids": list(READ)}, tensors)
+    drafter, features = loaded(folder, target, "EAGLE-3"), hidden_states(target, READ)
+    chosen, embedded = tensors["d2t"] + torch.arange(len(tensors["d2t"])), target.model.embed_tokens.weight
+    reference = Eagle3Reference(tensors, layer_keys(rope_theta=300.0), {}, 1)
+    for end, drafted, logits in draft_rounds(drafter, features, 2):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 2))
+        assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
+
+
 def test_biases_are_those_of_the_tensors(tmp_path):
     target, tensors = target_model(), eagle3_tensors({})
     names = ("fc", *(f"layers.0.self_attn.{part}_proj" for part in "qkv"), "layers.0.mlp.up_proj")

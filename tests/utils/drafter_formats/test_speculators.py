@@ -12,6 +12,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
+from speculators_eagle_oracle import FLAGS
 from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
 from tiny import tiny_llama
 
@@ -21,18 +22,28 @@ from utils.drafter_formats.formats import format_of
 from utils.models.sources import locate
 
 FIXTURES = Path(__file__).parent / "fixtures" / "speculators"
-PROGRAMS = {"speculators": "speculators_oracle.py", "speculators_blocks": "speculators_block_oracle.py"}
-PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
+# Programs that wrote the fixtures, and packages that they need besides those of requirements.txt.
+HELPERS = ["loguru", "pydantic-settings"]
+PACKAGES = ["--no-deps", "speculators==0.9.0"]
+OLD_PACKAGES = ["--no-deps", "speculators==0.3.0", "transformers==4.56.2", "huggingface-hub==0.36.2"]
+PROGRAMS = {
+    "speculators": ("speculators_oracle.py", PACKAGES),
+    "speculators_blocks": ("speculators_block_oracle.py", PACKAGES),
+    "speculators_eagle": ("speculators_eagle_oracle.py", [*OLD_PACKAGES, "tokenizers==0.22.2"]),
+}
 
 
-def session_of(folder: Path) -> FeatureSession:
-    target = tiny_llama(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_attention_heads=2, num_hidden_layers=6)
+def target_model() -> Any:
+    return tiny_llama(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_attention_heads=2, num_hidden_layers=6)
+
+
+def session_of(folder: Path, target: Any, layers: tuple[int, ...]) -> FeatureSession:
     checkpoint = read_checkpoint(locate(str(folder), print))
     assert checkpoint is not None
     row = format_of(checkpoint)
     assert row is not None
     drafter = row.load(checkpoint, target)
-    assert drafter.feature_layers == tuple(READ)
+    assert drafter.feature_layers == layers
     return feature_session(drafter)
 
 
@@ -41,7 +52,7 @@ def check_logits(folder: Path, growth: int) -> None:
     run, stored = load_file(folder / "run.safetensors"), load_file(folder / "model.safetensors")
     chosen = stored["d2t"] + torch.arange(len(stored["d2t"]))
     context, known = [0, *run["tokens"].tolist()], 0
-    session = session_of(folder)
+    session = session_of(folder, target_model(), tuple(READ))
     session.begin(context[:1])
     for last in range(growth - 1, run["logits"].shape[1], growth):
         end = last + 1
@@ -62,18 +73,32 @@ def test_logits_are_those_of_the_package(name, growth):
     check_logits(FIXTURES / name, growth)
 
 
+@pytest.mark.parametrize("name", FLAGS)
+def test_logits_of_the_old_layout_are_those_of_the_package(name):
+    folder, target = FIXTURES.parent / "speculators_eagle" / name, target_model()
+    run = load_file(folder / "run.safetensors")
+    target.model.embed_tokens.weight.data, target.lm_head.weight.data = run["embedding"], run["lm_head"]
+    session, context = session_of(folder, target, (6,)), [0, *run["tokens"].tolist()]
+    session.begin(context[:1])
+    for last, row in enumerate(run["logits"]):
+        session.add_features(run["features"][last : last + 1], last, last + 1)
+        scale = run["logits"].abs().mean()
+        assert torch.allclose(session.feed(context[: last + 2], keep=1)[0] / scale, row / scale, atol=1e-5, rtol=1e-5)
+        session.rewind(last + 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fixtures", PROGRAMS)
 def test_the_package_computes_the_stored_logits(tmp_path: Path, fixtures: str) -> None:
     """In packages of its own, because speculators declares versions of transformers below the one used here."""
-    packages = tmp_path / "packages"
-    for words in PACKAGES:
+    packages, (name, needed) = tmp_path / "packages", PROGRAMS[fixtures]
+    for words in (HELPERS, needed):
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages), *words]
         installed = subprocess.run(command, capture_output=True, text=True, check=False)
         if installed.returncode:
-            pytest.skip(f"{words[-1]} cannot be installed here: {installed.stderr.strip()[-200:]}")
+            pytest.skip(f"{words} cannot be installed here: {installed.stderr.strip()[-200:]}")
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
-    program = [sys.executable, str(ROOT / "tests" / PROGRAMS[fixtures]), str(tmp_path / "folders")]
+    program = [sys.executable, str(ROOT / "tests" / name), str(tmp_path / "folders")]
     run = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     folder = FIXTURES.parent / fixtures
