@@ -105,3 +105,37 @@ def test_adaptive_gamma_counts_the_whole_block(rule):
     adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
     steps, expected, model = run(rule, plan, [2, 7], adaptive)
     assert tokens_of(steps) == expected and len(model.passes) > 3
+
+
+class Unsure(RandomBlocks):
+    """With a confidence of its own."""
+
+    def confidence(self, index, previous, cache):
+        return (index + 1) * (previous + 1) / (BLOCK * SIZE)
+
+
+class Recording(AdaptiveGamma):
+    """Remembers the buckets of each round."""
+
+    def learn(self, buckets, accepted, computed=0):
+        self.rounds = [*getattr(self, "rounds", []), list(buckets)]
+        super().learn(buckets, accepted, computed)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_adaptive_gamma_takes_the_drafters_own_confidence(rule):
+    """It is that of the token before the draft, not of the draft."""
+    target, plan, prompt = tiny_llama(vocab_size=SIZE), decoding(30, processor=PROCESSORS[2], seed=2), [3, 1, 4]
+    model, adaptive = Unsure(target), Recording(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
+    shares = RULES[rule].shares_noise
+    drafter = HeadDrafter(feature_session(model), plan, SIZE, shares_noise=shares, adaptive=adaptive)
+    session = ModelSession(target, features=(1, -1))
+    steps = list(speculative_steps(prompt, drafter, session, plan, gamma=5, rule=RULES[rule]))
+    text, expected = list(prompt), []
+    for step in steps:
+        before = [text[-1], *step.drafted[:-1]] if step.drafted else []
+        eighths = [int(8 * model.confidence(index, token, None)) for index, token in enumerate(before)]
+        expected.append([("confidence", min(7, eighth)) for eighth in eighths])
+        text += step.tokens
+    assert [buckets for buckets in adaptive.rounds if buckets] == [buckets for buckets in expected if buckets]
+    assert len({bucket for buckets in expected for bucket in buckets}) > 3

@@ -153,6 +153,7 @@ def test_the_model_in_transformers_gives_the_same_states(tmp_path):
         (lambda: speculators_config(2), 3, (2, 3, 4)),
         (lambda: speculators_config(2, aux_hidden_state_layer_ids=[0, 3, LAYERS]), 3, (0, 3, LAYERS + 1)),
         (lambda: zlab_config(2, target_layer_ids=None), 2, (2, LAYERS - 2)),
+        (lambda: zlab_config(2, target_layer_ids=None, num_target_layers=5), 2, (2, 3)),
         (lambda: zlab_config(1, target_layer_ids=None), 1, (LAYERS // 2 + 1,)),
         (lambda: zlab_config(3, target_layer_ids=None, num_target_layers=LAYERS), 3, (2, LAYERS // 2, LAYERS - 2)),
     ],
