@@ -9,7 +9,18 @@ from drafter_checkpoints import random_tensors
 from safetensors.torch import load_file, save_file
 from tiny import DECODER, build, save_folder
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 LAYERS, HIDDEN, EXPERTS = 3, 32, 4
 SPARSE = {
@@ -39,6 +50,34 @@ def tiny_deepseek(seed: int = 0, **overrides: Any) -> DeepseekV3ForCausalLM:
     return build(DeepseekV3ForCausalLM, DeepseekV3Config(**DECODER | SPARSE | own | overrides), seed)
 
 
+LINEAR = {
+    "num_hidden_layers": LAYERS,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+    "rope_theta": 5000.0,
+    "rms_norm_eps": 1e-5,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+QWEN = {
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
+}
+
+
+def tiny_qwen(kind: str, seed: int = 0, **overrides: Any) -> Any:
+    """A hybrid target, whose last layer has linear attention. Its MTP layer has full attention."""
+    model_class, config_class = QWEN[kind]
+    return build(model_class, config_class(**DECODER | LINEAR | overrides), seed)
+
+
 def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors with one for each expert and projection."""
     found = {}
@@ -56,8 +95,8 @@ def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def layer_tensors(target: Any, seed: int = 5) -> dict[str, Tensor]:
-    """Random weights of one more of the target's last layers."""
-    layer = target.get_decoder().layers[-1]
+    """Random weights of one more of the target's layers with full attention."""
+    layer = next(layer for layer in reversed(target.get_decoder().layers) if hasattr(layer, "self_attn"))
     shapes = {name: tuple(part.shape) for name, part in separated(layer.state_dict()).items()}
     return random_tensors(shapes, seed)
 
@@ -72,6 +111,14 @@ def deepseek_layers(target: Any, *, copies: bool = True, number: int = LAYERS) -
             "shared_head.head.weight": target.lm_head.weight,
         }
     return {f"model.layers.{number}.{name}": tensor for name, tensor in own.items()}
+
+
+def qwen_layers(target: Any) -> dict[str, Tensor]:
+    """An MTP layer with the names of Qwen3-Next and Qwen3.5."""
+    norms = dict.fromkeys(("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"), (HIDDEN,))
+    own = random_tensors(norms | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, seed=6)
+    own |= {f"layers.0.{name}": tensor for name, tensor in layer_tensors(target).items()}
+    return {f"mtp.{name}": tensor for name, tensor in own.items()}
 
 
 def write_target(folder: Path, target: Any, layers: dict[str, Tensor], tokenizer: Any = None) -> Path:

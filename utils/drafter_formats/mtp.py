@@ -31,6 +31,7 @@ from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 BLOCK = "layer.mtp_block."
+SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
 DEPTH_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in config.json
 QUANTIZED = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales")  # ends of names
 
@@ -41,13 +42,15 @@ class Layout:
 
     prefix: a pattern of what its names begin with. join: the projection of token and state, without the prefix. names:
     beginnings of names, and what this module calls them; other names belong to the decoder layer. model_types: of the
-    targets with which the layout was checked.
+    targets with which the layout was checked. alone: the layer has files of its own, so the embedding and the output
+    head in them belong to it too.
     """
 
     prefix: str
     join: str
     names: Mapping[str, str]
     model_types: tuple[str, ...]
+    alone: bool = False
 
 
 LAYOUTS = (
@@ -63,6 +66,20 @@ LAYOUTS = (
             "embed_tokens.": "embed_tokens.",
         },
         ("deepseek_v3", "glm4_moe"),
+    ),
+    Layout(
+        r"mtp\.",
+        "fc.weight",
+        {
+            "pre_fc_norm_embedding.": "layer.enorm.",
+            "pre_fc_norm_hidden.": "layer.hnorm.",
+            "fc.": "layer.eh_proj.",
+            "norm.": "norm.",
+            "lm_head.": "lm_head.",
+            "embed_tokens.": "embed_tokens.",
+            "layers.0.": BLOCK,
+        },
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     ),
 )
 
@@ -198,9 +215,9 @@ def _layer_config(target: PreTrainedModel) -> Any:
     """The target's config for one layer, which has the index 0, with row-invariant attention."""
     config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
     config.num_hidden_layers, config.vocab_size = 1, vocabulary_size(target)
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = ["full_attention"]
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0  # MTP layers have experts
+    # Keys that name the target's layers by their indices: the MTP layers of sparse targets have experts.
+    for key, value in (("layer_types", ["full_attention"]), *SPARSE.items()):
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
     config._attn_implementation = attention.NAME
     return config

@@ -8,7 +8,18 @@ import pytest
 import torch
 from drafter_checkpoints import random_tensors
 from drafter_runs import check_texts, draft_rounds, hidden_states, read
-from mtp_checkpoints import HIDDEN, LAYERS, deepseek_layers, tiny_deepseek, tiny_glm, write_target
+from mtp_checkpoints import (
+    HIDDEN,
+    LAYERS,
+    QWEN,
+    deepseek_layers,
+    qwen_layers,
+    tiny_deepseek,
+    tiny_glm,
+    tiny_qwen,
+    write_target,
+)
+from mtp_reference import QWEN as QWEN_NAMES
 from mtp_reference import MtpReference
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -19,6 +30,7 @@ from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
 
 TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek}
+QWEN_KEYS = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 PREFIX = f"model.layers.{LAYERS}."
 
 
@@ -54,6 +66,36 @@ def test_drafts_are_those_of_the_equations(tmp_path, read_after, fed_after):
         embedded = target.model.embed_tokens.weight[torch.tensor(drafted)].detach()
         states = reference.drafts(features[:end], embedded, 3, fed_after=fed_after)
         check_close(logits, states @ target.lm_head.weight.T)
+
+
+@pytest.mark.parametrize("kind", QWEN)
+def test_drafts_of_qwens_layers_are_those_of_the_equations(tmp_path, kind):
+    """The norms add 1 to their weights, and the target's embedding and output head are used."""
+    target = tiny_qwen(kind)
+    layers = qwen_layers(target)
+    drafter = drafter_of(write_target(tmp_path, target, layers), target)
+    assert drafter.conventions == Conventions((LAYERS,), norm_output=True)
+    features = target.model.norm(hidden_states(target, (LAYERS,))).detach()
+    keys = target.config.to_dict() | QWEN_KEYS
+    reference = MtpReference({name.removeprefix("mtp."): part for name, part in layers.items()}, keys, QWEN_NAMES)
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        embedded = target.model.embed_tokens.weight[torch.tensor(drafted)].detach()
+        check_close(logits, reference.drafts(features[:end], embedded, 3) @ target.lm_head.weight.T)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("kind", QWEN)
+def test_the_text_of_a_hybrid_target_is_its_own(tmp_path, kind, rule):
+    """A rewind of its recurrent state computes accepted tokens again, and their features arrive twice."""
+    target = tiny_qwen(kind, vocab_size=8)
+    check_texts(target, drafter_of(write_target(tmp_path, target, qwen_layers(target)), target), rule)
+
+
+@pytest.mark.parametrize("kind", QWEN)
+def test_a_hybrid_target_and_its_mtp_layer_are_a_pair(tmp_path, kind):
+    target = tiny_qwen(kind, vocab_size=300)
+    pair = load(write_target(tmp_path, target, qwen_layers(target), tiny_tokenizer()), "mtp")
+    assert pair.feature_layers == (LAYERS,) and "MTP" in str(pair.drafter_name)
 
 
 @pytest.mark.parametrize("family", TARGETS)
