@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from utils.errors import UserError
 from utils.files import check_regular
 from utils.models.hub import verified_download
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import Source, found_file
+from utils.models.sources import CONVERSION, Source, found_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MEDUSA_KEY, MEDUSA_WEIGHTS, MEDUSA_PICKLE = "medusa_num_heads", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 PREFIX = "model."  # some exports put it before every name
 
 
@@ -82,17 +84,28 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         return None
     with explained_errors(source.name), quiet():
         config = _json(source, CONFIG)
-        index = found_file(source, INDEX)
-        names = sorted(set(_json(source, INDEX)["weight_map"].values())) if index else [WEIGHTS]
-        if source.hub_arguments is not None:
-            with verified_download(source.location):
-                found = [found_file(source, name) for name in names]
-        else:
-            found = [found_file(source, name) for name in names]
+        with nullcontext() if source.hub_arguments is None else verified_download(source.location):
+            found = _weight_files(source)
         if config is None or not all(found):
+            _check_not_pickled(source, config or {})
             return None
         shapes, files = _tensor_names([Path(path) for path in found if path])
     return DrafterCheckpoint(source.name, config, shapes, files)
+
+
+def _weight_files(source: Source) -> list[str | None]:
+    if found_file(source, INDEX):
+        return [found_file(source, name) for name in sorted(set(_json(source, INDEX)["weight_map"].values()))]
+    return [found_file(source, WEIGHTS) or found_file(source, MEDUSA_WEIGHTS)]
+
+
+def _check_not_pickled(source: Source, config: dict[str, Any]) -> None:
+    """Raise UserError for Medusa heads without safetensors weights, since no loader of models would explain it."""
+    if MEDUSA_KEY in config:
+        raise UserError(
+            f"'{source.name}' has only pickled Medusa heads, which are never loaded because they can run code: "
+            f"download {MEDUSA_PICKLE} and convert it in Python with {CONVERSION.format(MEDUSA_PICKLE)}."
+        )
 
 
 def _json(source: Source, name: str) -> Any:

@@ -16,6 +16,7 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.errors import UserError
 
 DRAFT_TO_TARGET = "d2t"  # target id = draft id + d2t[draft id]
+TOKEN_MAP = "token_map"  # target id = token_map[draft id], of heads that may have all rows
 
 
 class DraftHead(nn.Module):
@@ -58,7 +59,8 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     else:
         weight = shared
     vocabulary = _vocabulary(checkpoint, size)
-    if vocabulary is not None and not checkpoint.has("lm_head.weight"):
+    has_own, mapped = checkpoint.has("lm_head.weight"), checkpoint.has(TOKEN_MAP)
+    if vocabulary is not None and (not has_own or (mapped and len(weight) > len(vocabulary))):
         weight = weight[vocabulary.to(weight.device)]
     if weight.shape[1] != hidden or (vocabulary is None and len(weight) > size):
         raise misfit(checkpoint, f"its output head is {tuple(weight.shape)}, and the target has {size} tokens")
@@ -119,10 +121,12 @@ def _same(weight: Tensor, own: Tensor) -> bool:
 
 def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     """The target ids (V',) of the draft vocabulary, or None if it is the whole one."""
-    if not checkpoint.has(DRAFT_TO_TARGET) or checkpoint.shapes[DRAFT_TO_TARGET][0] >= size:
+    name = TOKEN_MAP if checkpoint.has(TOKEN_MAP) else DRAFT_TO_TARGET
+    if not checkpoint.has(name) or checkpoint.shapes[name][0] >= size:
         return None
-    offsets = checkpoint.tensors([DRAFT_TO_TARGET])[DRAFT_TO_TARGET].long()
-    ids = torch.arange(len(offsets)) + offsets
+    ids = checkpoint.tensors([name])[name].long()
+    if name == DRAFT_TO_TARGET:
+        ids = ids + torch.arange(len(ids))
     if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != len(ids):
         raise misfit(checkpoint, f"its draft vocabulary has ids outside 0..{size - 1}, or ids that occur twice")
     return ids
