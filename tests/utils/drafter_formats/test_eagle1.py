@@ -25,7 +25,8 @@ def tensors_of(*, layers: int = 1, biases: dict[str, Any] | None = None, norms: 
     del shapes["layers.0.input_layernorm.weight"]
     if norms:
         shapes |= {f"{name}.weight": (HIDDEN,) for name in NORMS}
-    return random_tensors(shapes, seed=1)
+    # Without norms, states would grow with every step until attention sees a single position.
+    return {name: part if "norm" in name else part * 0.4 for name, part in random_tensors(shapes, seed=1).items()}
 
 
 def speculators_names(tensors: Any) -> Any:
@@ -65,8 +66,8 @@ def test_drafts_are_those_of_the_equations(tmp_path, name, old):
     reference = Eagle1Reference(tensors, layer_keys(), target.lm_head.weight, parts.get("layers", 1))
     for end, drafted, logits in draft_rounds(drafter, features, 3):
         expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
-        scale = expected.abs().mean()
-        assert torch.allclose(logits / scale, expected / scale, atol=1e-4, rtol=1e-4)
+        assert 0.1 < expected.std() < 30
+        assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_an_embedding_of_its_own_is_used(tmp_path):
