@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from utils.bounds import MAX_GAMMA
 from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError
 from utils.text import count_of
@@ -46,8 +47,8 @@ def masked_block(model: Any) -> MaskedBlock | None:
         )
     key = next((key for key in BLOCK_KEYS if getattr(config, key, None) is not None), "")
     size = getattr(config, key) if key else DEFAULT_BLOCK
-    if not _is_whole(size) or size < 1:
-        raise UserError(f"'{name}' has {size!r} as {key} in its config.json, and it should be a whole number from 1.")
+    if not _is_whole(size) or not 1 <= size <= MAX_GAMMA:
+        raise UserError(f"'{name}' has {size!r} as {key} in its config.json, not a whole number from 1 to {MAX_GAMMA}.")
     return MaskedBlock(token, size, key, 2 if kind == "pard2" or getattr(config, "pard2", False) else 1)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes import tiny_pair
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
@@ -15,8 +17,13 @@ from ngram_assisted import NGramStorage
 from sampling import RULES, autoregressive_steps, speculative_steps
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from sampling.drafters.masked import MaskedSession
+from utils.bounds import MAX_GAMMA
+from utils.comparison.gamma_replay import replay_gammas
 from utils.comparison.job import Job
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
+from utils.engine import Engine
+from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
 from utils.pairs.drafter_inputs import Replay
 from utils.pairs.drafter_kinds import drafter_kind
@@ -85,6 +92,35 @@ def test_adaptive_gamma_knows_the_block(tmp_path, target):
     assert tokens_of(steps) == expected
 
 
+def perfect_first_drafts() -> Any:
+    """A pair whose first draft of each round is always right; those of the mask tokens are random."""
+    pair = tiny_pair()
+    pair.drafter = tiny_llama(vocab_size=300)
+    pair.drafter.config.pard_token, pair.drafter.config.para_num = 290, 5
+    pair.engine = Engine([pair.target, pair.drafter])
+    return pair
+
+
+def test_an_engine_gives_the_same_rounds():
+    pair = perfect_first_drafts()
+    _, steps, expected = run(pair, gamma=16)
+    assert tokens_of(steps) == expected and all(step.accepted for step in steps[:-1])
+    assert pair.engine.use("invariant", 1).verified
+    assert run(pair, gamma=16)[1:] == (steps, expected)
+
+
+@pytest.mark.parametrize("gamma", [2, 5, 9, None])
+def test_replayed_rounds_are_those_of_a_run(gamma):
+    pair = perfect_first_drafts()
+    job, costs = job_of(pair, gamma=gamma), Costs((0.05, 0.1, 0.2, 0.3), (("model", 0.02),))
+    job = replace(job, settings=replace(job.settings, costs=costs))
+    row = next(row for row in STRATEGIES if row.name == "speculative")
+    steps = list(row.steps(job))
+    replayed = {found.gamma: found.steps for found in replay_gammas(job, [row], tokens_of(steps))}
+    assert gamma is None or max(len(step.drafted) for step in steps) == min(gamma, 5)
+    assert replayed[gamma] == steps and any(step.accepted for step in steps)
+
+
 def test_other_drafters_of_the_pair_draft_token_by_token(tmp_path, target):
     """Neither a model without a mask token, nor a cut of a target that is a PARD model."""
     plain = load(target, drafter(tmp_path / "plain"))
@@ -121,6 +157,7 @@ def test_pard_2_is_used_without_the_targets_hidden_states(tmp_path, target, keys
         ({"pard_token": 300}, "300 as pard_token"),
         ({"pard_token": "290"}, "'290' as pard_token"),
         ({"pard_token": 290, "para_num": 0}, "0 as para_num"),
+        ({"pard_token": 290, "para_num": MAX_GAMMA + 1}, f"{MAX_GAMMA + 1} as para_num"),
         ({"pard_token": 290, "block_size": 2.5}, "2.5 as block_size"),
     ],
 )
