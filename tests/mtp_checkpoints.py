@@ -121,6 +121,22 @@ def qwen_layers(target: Any) -> dict[str, Tensor]:
     return {f"mtp.{name}": tensor for name, tensor in own.items()}
 
 
+def speculators_names(layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of `qwen_layers` with the names of the package speculators."""
+    names = {
+        "mtp.pre_fc_norm_embedding.": "token_layernorm.",
+        "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
+        "mtp.fc.": "input_proj.",
+        "mtp.norm.": "final_layernorm.",
+        "mtp.layers.0.": "",
+    }
+    found = {}
+    for name, part in layers.items():
+        old = next(old for old in names if name.startswith(old))
+        found[f"mtp_layers.0.{names[old]}{name.removeprefix(old)}"] = part
+    return found
+
+
 def write_target(folder: Path, target: Any, layers: dict[str, Tensor], tokenizer: Any = None) -> Path:
     """Write a target's folder, with further tensors in its file."""
     save_folder(folder, target, tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -80,6 +80,18 @@ LAYOUTS = (
             "layers.0.": BLOCK,
         },
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    ),
+    Layout(  # of the package speculators, for layers that were trained further (FastMTP, arXiv 2509.18362)
+        r"mtp_layers\.0\.",
+        "input_proj.weight",
+        {
+            "token_layernorm.": "layer.enorm.",
+            "hidden_layernorm.": "layer.hnorm.",
+            "input_proj.": "layer.eh_proj.",
+            "final_layernorm.": "norm.",
+        },
+        ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        alone=True,
     ),
 )
 
@@ -154,9 +166,10 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     """
     found = _found_layout(checkpoint)
     if found is None:
-        raise no_layers(checkpoint.name, checkpoint.config)
+        raise no_layers(checkpoint.name, checkpoint.config, checkpoint.shapes)
     layout, prefix = found
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
+    own = (prefix, *SHARED) if layout.alone else prefix
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(own)}
     if stored := next((name for name in shapes if name.endswith(QUANTIZED)), None):
         raise UserError(
             f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({stored}), which cannot be read: "
@@ -167,10 +180,12 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     return with_joined_experts(part.renamed(names))
 
 
-def no_layers(name: str, config: Mapping[str, Any]) -> UserError:
-    """An error for a target without MTP layers. config: its config.json."""
+def no_layers(name: str, config: Mapping[str, Any], tensors: Collection[str] = ()) -> UserError:
+    """An error for a target without MTP layers that can be read. config: its config.json. tensors: names of tensors."""
     text = config.get("text_config") or config
     remedy = "use a different --drafter"
+    if odd := next((tensor for tensor in sorted(tensors) if tensor.startswith("mtp")), None):
+        return UserError(f"'{name}' names the tensors of its MTP layers in an unknown way ({odd}): {remedy}.")
     if any(text.get(key) for key in DEPTH_KEYS):
         return UserError(
             f"'{name}' was made from a model with MTP layers, but its files do not hold them, because many conversions "
@@ -182,7 +197,7 @@ def no_layers(name: str, config: Mapping[str, Any]) -> UserError:
 def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
     """Build the drafter from the result of `mtp_layers`. Raises UserError if it does not fit the target."""
     config = target.config.get_text_config(decoder=True)
-    known = [model_type for layout in LAYOUTS for model_type in layout.model_types]
+    known = dict.fromkeys(model_type for layout in LAYOUTS for model_type in layout.model_types)
     if config.model_type not in known:
         raise UserError(
             f"MTP layers of the model type {config.model_type} are not supported: use a different --drafter, or a "
@@ -194,6 +209,21 @@ def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
     drafter = Mtp(_layer_config(target), target)
     load_exactly(drafter, checkpoint, besides=SHARED)
     return drafter.share(load_embedding(checkpoint, target, size), load_head(checkpoint, target, size), target)
+
+
+def is_mtp(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether a drafter's own files hold an MTP layer."""
+    found = _found_layout(checkpoint)
+    return found is not None and found[0].alone and checkpoint.config.get("speculators_model_type") == "mtp"
+
+
+def load_published_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
+    """Build the drafter of files of its own. Raises UserError if they do not fit the target."""
+    made_for = (checkpoint.config.get("transformer_layer_config") or {}).get("model_type")
+    own = target.config.get_text_config(decoder=True).model_type
+    if made_for != own:
+        raise misfit(checkpoint, f"its layer is of the model type {made_for}, and the target of the type {own}")
+    return load_mtp(mtp_layers(checkpoint), target)
 
 
 def _found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:

@@ -30,7 +30,7 @@ from utils.pairs.request import HEAD, LAYERS, MTP, PairRequest
 from utils.pairs.request_checks import layer_count
 from utils.text import first_of
 
-MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp)  # found in the target, not by its own name
+MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp)  # in the target's files, so not in the table
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_checkpoints import random_tensors
-from drafter_runs import check_texts, draft_rounds, hidden_states, read
+from drafter_checkpoints import random_tensors, write_checkpoint
+from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, read
 from mtp_checkpoints import (
     HIDDEN,
     LAYERS,
     QWEN,
     deepseek_layers,
     qwen_layers,
+    speculators_names,
     tiny_deepseek,
     tiny_glm,
     tiny_qwen,
@@ -28,6 +29,7 @@ from transformers.modeling_layers import MtpModel
 
 from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
+from utils.pairs.doctor import examine, own_text
 
 TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek}
 QWEN_KEYS = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
@@ -36,6 +38,11 @@ PREFIX = f"model.layers.{LAYERS}."
 
 def drafter_of(folder: Any, target: Any) -> Any:
     return load_mtp(mtp_layers(read(folder)), target)
+
+
+def mtp_config(target: Any, **others: Any) -> dict[str, Any]:
+    keys = {"model_type": target.config.model_type, "hidden_size": HIDDEN}
+    return {"speculators_model_type": "mtp", "transformer_layer_config": keys | others}
 
 
 def check_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -68,12 +75,18 @@ def test_drafts_are_those_of_the_equations(tmp_path, read_after, fed_after):
         check_close(logits, states @ target.lm_head.weight.T)
 
 
+@pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize("kind", QWEN)
-def test_drafts_of_qwens_layers_are_those_of_the_equations(tmp_path, kind):
-    """The norms add 1 to their weights, and the target's embedding and output head are used."""
+def test_drafts_of_qwens_layers_are_those_of_the_equations(tmp_path, kind, published):
+    """The norms add 1 to their weights, and the target's embedding and output head are used. published: in files of
+    its own, as the package speculators writes them.
+    """
     target = tiny_qwen(kind)
     layers = qwen_layers(target)
-    drafter = drafter_of(write_target(tmp_path, target, layers), target)
+    if published:
+        drafter = loaded(write_checkpoint(tmp_path, mtp_config(target), speculators_names(layers)), target, "MTP")
+    else:
+        drafter = drafter_of(write_target(tmp_path, target, layers), target)
     assert drafter.conventions == Conventions((LAYERS,), norm_output=True)
     features = target.model.norm(hidden_states(target, (LAYERS,))).detach()
     keys = target.config.to_dict() | QWEN_KEYS
@@ -96,6 +109,33 @@ def test_a_hybrid_target_and_its_mtp_layer_are_a_pair(tmp_path, kind):
     target = tiny_qwen(kind, vocab_size=300)
     pair = load(write_target(tmp_path, target, qwen_layers(target), tiny_tokenizer()), "mtp")
     assert pair.feature_layers == (LAYERS,) and "MTP" in str(pair.drafter_name)
+
+
+def test_a_published_layer_is_a_drafter_of_a_pair(tmp_path):
+    target = tiny_qwen("qwen3_5", vocab_size=300)
+    folder = save_folder(tmp_path / "target", target, tiny_tokenizer())
+    layers = speculators_names(qwen_layers(target))
+    pair = load(folder, write_checkpoint(tmp_path / "drafter", mtp_config(target), layers))
+    assert pair.drafter_name == "drafter (MTP)"
+    other = write_checkpoint(tmp_path / "other", mtp_config(target, model_type="qwen3"), layers)
+    assert "model type qwen3," in refusal(folder, other)
+
+
+def test_embeddings_in_published_files_are_the_drafters_own(tmp_path):
+    target, own = tiny_qwen("qwen3_5"), random_tensors({"e": (64, HIDDEN), "h": (64, HIDDEN)}, seed=8)
+    layers = speculators_names(qwen_layers(target)) | {"embed_tokens.weight": own["e"], "lm_head.weight": own["h"]}
+    drafter = loaded(write_checkpoint(tmp_path, mtp_config(target), layers), target, "MTP")
+    assert torch.equal(drafter.embed_tokens.weight, own["e"]) and torch.equal(drafter.lm_head.rows.weight, own["h"])
+
+
+def test_the_doctor_compares_all_readings(tmp_path):
+    target = tiny_qwen("qwen3_next")
+    drafter = drafter_of(write_target(tmp_path, target, qwen_layers(target)), target)
+    found = examine(drafter, target, own_text(target, [3, 5], 40), 2)
+    read = {reading.conventions.feature_layers for reading in found.readings}
+    assert read == {(LAYERS - 1,), (LAYERS,), (LAYERS + 1,)}
+    assert {reading.conventions.norm_output for reading in found.readings} == {True, False}
+    assert drafter.conventions == found.readings[0].conventions
 
 
 @pytest.mark.parametrize("family", TARGETS)
@@ -187,6 +227,12 @@ def test_layers_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, change
 def test_a_target_without_such_layers_is_refused(tmp_path):
     folder = save_folder(tmp_path, tiny_llama(vocab_size=300), tiny_tokenizer())
     assert "has no MTP layers" in refusal(folder, "mtp")
+
+
+def test_layers_with_unknown_names_are_refused(tmp_path):
+    target = tiny_llama(vocab_size=300)
+    layers = {"model.mtp.layers.0.eh_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN)}
+    assert "mtp.layers.0.eh_proj" in refusal(write_target(tmp_path, target, layers, tiny_tokenizer()), "mtp")
 
 
 def test_a_target_of_an_unknown_family_is_refused(tmp_path):

@@ -13,10 +13,13 @@ import torch
 from paths import ROOT
 from safetensors.torch import load_file
 from speculators_eagle_oracle import FLAGS
+from speculators_mtp_oracle import MTP, target_config
 from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
-from tiny import tiny_llama
+from tiny import build, tiny_llama
+from transformers import AutoModelForCausalLM
 
 from sampling.drafters.head import FeatureSession, feature_session
+from utils.decode.features import layer_count
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.models.sources import locate
@@ -29,6 +32,7 @@ OLD_PACKAGES = ["--no-deps", "speculators==0.3.0", "transformers==4.56.2", "hugg
 PROGRAMS = {
     "speculators": ("speculators_oracle.py", PACKAGES),
     "speculators_blocks": ("speculators_block_oracle.py", PACKAGES),
+    "speculators_mtp": ("speculators_mtp_oracle.py", PACKAGES),
     "speculators_eagle": ("speculators_eagle_oracle.py", [*OLD_PACKAGES, "tokenizers==0.22.2"]),
 }
 
@@ -75,10 +79,23 @@ def test_logits_are_those_of_the_package(name, growth):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_logits_of_the_old_layout_are_those_of_the_package(name):
-    folder, target = FIXTURES.parent / "speculators_eagle" / name, target_model()
+    run = load_file(FIXTURES.parent / "speculators_eagle" / name / "run.safetensors")
+    check_first_drafts(f"speculators_eagle/{name}", target_model(), [0, *run["tokens"].tolist()])
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_logits_of_mtp_layers_are_those_of_the_package(name):
+    run = load_file(FIXTURES.parent / "speculators_mtp" / name / "run.safetensors")
+    target = build(AutoModelForCausalLM.from_config, target_config(name), 0)
+    check_first_drafts(f"speculators_mtp/{name}", target, run["tokens"].tolist())
+
+
+def check_first_drafts(name: str, target: Any, context: list[int]) -> None:
+    """After each position's features. The target gets the embedding and the output head of the stored run."""
+    folder = FIXTURES.parent / name
     run = load_file(folder / "run.safetensors")
     target.model.embed_tokens.weight.data, target.lm_head.weight.data = run["embedding"], run["lm_head"]
-    session, context = session_of(folder, target, (6,)), [0, *run["tokens"].tolist()]
+    session = session_of(folder, target, (layer_count(target),))
     session.begin(context[:1])
     for last, row in enumerate(run["logits"]):
         session.add_features(run["features"][last : last + 1], last, last + 1)
