@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from utils.decode.features import layer_count
+from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.block_layers import Window
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dspark_heads import MARKOV_KINDS
@@ -22,6 +23,7 @@ from utils.models.feature_drafter import Conventions
 
 SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
+MOST_SLOTS = 1024  # published blocks have 7 to 16
 # Beginnings of names of tensors that only these have.
 RELATIVES = {
     "prefix_gru.": "Domino",
@@ -42,10 +44,11 @@ class BlockConfig:
     windows: tuple[Window | None, ...]
 
 
-def block_config(checkpoint: DrafterCheckpoint) -> BlockConfig:
+def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> BlockConfig:
     """Read it. Raises UserError for keys that are missing or not usable."""
-    slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2)
-    return BlockConfig(slots, _number(checkpoint, "mask_token_id", 0), _windows(checkpoint))
+    slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2, MOST_SLOTS)
+    mask_token = _number(checkpoint, "mask_token_id", 0, vocabulary_size(target) - 1)
+    return BlockConfig(slots, mask_token, _windows(checkpoint))
 
 
 def block_conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
@@ -60,14 +63,14 @@ def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
 
 def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
     """A key of the config, at the top level or under `dflash_config`; None if it is in neither."""
-    found = checkpoint.config.get(key)
-    return (checkpoint.config.get("dflash_config") or {}).get(key) if found is None else found
+    found, nested = checkpoint.config.get(key), checkpoint.config.get("dflash_config")
+    return nested.get(key) if found is None and isinstance(nested, dict) else found
 
 
 def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
     """Whether it is a DSpark checkpoint: by its tensors, or by name if it has neither of the optional heads."""
-    names = [checkpoint.config.get(SPECULATORS), setting(checkpoint, "projector_type")]
-    names += [str(name) for name in checkpoint.config.get("architectures") or ()]
+    names = [checkpoint.config.get(name) for name in (SPECULATORS, "architectures")]
+    names.append(setting(checkpoint, "projector_type"))
     has_head = any(name.startswith(("markov_head.", "confidence_head.")) for name in checkpoint.shapes)
     return has_head or any("dspark" in str(name).lower() for name in names)
 
@@ -99,12 +102,13 @@ def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:
     )
 
 
-def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int) -> int:
+def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int, highest: int) -> int:
     value = setting(checkpoint, key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-        given = "no" if value is None else f"{value!r} as"
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+        given = "no" if value is None else f"{value!r:.40} as"
         raise UserError(
-            f"'{checkpoint.name}' has {given} {key} in its config.json, and a block needs a whole number from {lowest}."
+            f"'{checkpoint.name}' has {given} {key} in its config.json, and a block needs a whole number from {lowest}"
+            f" to {highest}."
         )
     return value
 

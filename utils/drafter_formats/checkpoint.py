@@ -59,6 +59,16 @@ class DrafterCheckpoint:
         """Whether it has all of these tensors."""
         return all(name in self.shapes for name in names)
 
+    @property
+    def layer_keys(self) -> dict[str, Any]:
+        """The part of the config that describes the layers, which speculators nests. Raises UserError if it is not an
+        object.
+        """
+        keys = self.config.get("transformer_layer_config") or self.config
+        if not isinstance(keys, dict):
+            raise UserError(f"'{self.name}' has a transformer_layer_config in its config.json that is not an object.")
+        return keys
+
     def renamed(self, prefixes: Mapping[str, str]) -> DrafterCheckpoint:
         """The same checkpoint with other names: prefixes maps beginnings of names to what takes their place."""
 

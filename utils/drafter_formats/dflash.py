@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from utils.decode.features import layer_count
@@ -76,6 +76,7 @@ class DFlash(BlockDrafter):
 
     embed_tokens: nn.Module
     lm_head: DraftHead
+    rotary: nn.Module
 
     def __init__(self, config: Any, block: BlockConfig, conventions: Conventions, sizes: Sizes) -> None:
         super().__init__()
@@ -84,7 +85,6 @@ class DFlash(BlockDrafter):
         self.fc = nn.Linear(sizes.feature, hidden, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.rotary = LlamaRotaryEmbedding(config)
         self.markov_head = MarkovHead(sizes.markov) if sizes.markov else None
         self.confidence_head = ConfidenceHead(sizes.confidence) if sizes.confidence else None
 
@@ -150,18 +150,17 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     checkpoint = checkpoint.renamed(RENAMED)
     check_supported(checkpoint)
-    block = block_config(checkpoint)
-    given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
-    config = layer_config(given, checkpoint, head_norms=True)
+    block = block_config(checkpoint, target)
+    config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
     markov = markov_shape(checkpoint, markov_kind(checkpoint))
     sizes = Sizes(layer_count(target), checkpoint.shapes["fc.weight"][1], markov, confidence_size(checkpoint))
-    drafter = DFlash(config, block, block_conventions(checkpoint, target), sizes)
+    conventions = block_conventions(checkpoint, target)
+    with torch.device("meta"):  # random weights would take time and memory
+        drafter = DFlash(config, block, conventions, sizes)
     load_exactly(drafter, checkpoint, besides=BESIDES)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     head = load_head(checkpoint, target, config.hidden_size)
-    if block.mask_token >= embedding.num_embeddings:
-        raise misfit(checkpoint, f"its mask token {block.mask_token} has no embedding")
     _check_heads(checkpoint, drafter, head)
     share_parts(drafter, embedding, head, target)
     return drafter

@@ -103,8 +103,7 @@ def load_eagle1(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     size = int(target.config.get_text_config(decoder=True).hidden_size)
     if (stored := checkpoint.shapes["fc.weight"][0]) != size:
         raise misfit(checkpoint, f"its states have {stored} numbers, and those of the target {size}")
-    given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
-    config = layer_config(given, checkpoint, head_norms=False)
+    config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=False)
     config.vocab_size = vocabulary_size(target)
     norms = {name for name in (FIRST_NORM, EMBEDDING_NORM, OUTPUT_NORM) if checkpoint.has(f"{name}.weight")}
     drafter = Eagle1(config, norms, layer_count(target))

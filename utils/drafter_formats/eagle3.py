@@ -156,10 +156,9 @@ def with_common_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     checkpoint = with_common_names(checkpoint)
-    given = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
     parts = _parts(checkpoint, target, feature_size)
-    config = layer_config(given, checkpoint, head_norms=parts.head_norms)
+    config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
     drafter = Eagle3(config, conventions(checkpoint, target), parts)
     load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))

@@ -13,10 +13,10 @@ def sliding_sizes(checkpoint: DrafterCheckpoint) -> tuple[int | None, ...]:
 
     Raises UserError for layers of a different kind, or without a size.
     """
-    keys, count = checkpoint.config.get("transformer_layer_config") or checkpoint.config, checkpoint.layer_count()
+    keys, count = checkpoint.layer_keys, checkpoint.layer_count()
     types = keys.get("layer_types") or [FULL] * count
     # Some configs are copies of the target's, which has more layers.
-    if len(types) < count or not set(types[:count]) <= {FULL, SLIDING}:
+    if not isinstance(types, list) or len(types) < count or any(kind not in (FULL, SLIDING) for kind in types[:count]):
         raise UserError(
             f"'{checkpoint.name}' has layer_types in its config.json that are not {FULL} or {SLIDING} for each of its "
             f"{count} layers."

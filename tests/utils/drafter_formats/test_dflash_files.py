@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from toys import decoding
 from sampling import RULES, AdaptiveGamma, HeadDrafter, autoregressive_steps, speculative_steps
 from sampling.drafters.head import feature_session
 from utils.decode.model_session import ModelSession
+from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
 
@@ -103,7 +105,8 @@ CHANGES = [
     (lambda tensors, config: config.update({"speculators_model_type": "dflash2"}), "dflash2"),
     (lambda tensors, config: config.update({"speculators_model_type": "xpress"}), "xpress"),
     (lambda tensors, config: config.update({"mask_token_id": None}), "mask_token_id"),
-    (lambda tensors, config: config.update({"mask_token_id": VOCABULARY}), f"mask token {VOCABULARY}"),
+    (lambda tensors, config: config.update({"mask_token_id": VOCABULARY}), f"to {VOCABULARY - 1}"),
+    (lambda tensors, config: config.update({"block_size": 10**12}), "block_size"),
     (lambda tensors, config: config.update({"block_size": 1, "sample_from_anchor": False}), "block_size"),
     (lambda tensors, config: config.update({"block_size": "7"}), "block_size"),
     (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
@@ -129,3 +132,30 @@ def test_the_other_readings_of_a_checkpoint_take_effect(tmp_path):
     assert len(anchored) == 1 and drafter.block_size == BLOCK - 1
     drafter.conventions = anchored[0]
     assert drafter.block_size == feature_session(drafter).block_size == BLOCK
+
+
+KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type")
+KEYS += (
+    "dflash_config",
+    "layer_types",
+    "sliding_window",
+    "markov_head_type",
+    "architectures",
+    "transformer_layer_config",
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_any_value_of_a_key_is_read_or_refused(tmp_path, key):
+    target = target_model()
+    for nested, value in product(
+        [True, False], ["x", [], ["x"], [[1]], {}, {"x": 1}, -1, 0, 1.5, 10**30, True, [None]]
+    ):
+        config = specforge_config()
+        (config["dflash_config"] if nested else config)[key] = value
+        try:
+            drafter = built(write_checkpoint(tmp_path, config, dspark_tensors()), target, "DSpark")
+        except UserError as error:
+            assert str(error).endswith(".")
+        else:
+            assert drafter.feature_layers == (2, 3, 4) and drafter.block_size in (BLOCK, BLOCK - 1)
