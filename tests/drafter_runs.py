@@ -12,7 +12,7 @@ from torch import Tensor
 from toys import decoding
 
 from sampling import RULES, HeadDrafter, autoregressive_steps, speculative_steps
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import format_of

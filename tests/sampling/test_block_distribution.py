@@ -22,7 +22,7 @@ from tiny import tiny_llama
 from toys import ToyModel, decoding, joint_probs, toy
 
 from sampling import RULES, AdaptiveGamma, Draft, HeadDrafter, speculative_steps
-from sampling.drafters.head import BlockSession
+from sampling.drafters.feature_sessions import BlockSession
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.drafter_formats.dflash import DFlash

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sampling.autoregressive import autoregressive_steps
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.metrics.results import tokens_of

@@ -13,7 +13,7 @@ from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, SuffixAutom
 from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDrafter
 from sampling.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import MaskedSession
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession

@@ -11,7 +11,7 @@ from tiny import tiny_llama
 from toys import decoding
 
 from sampling import RULES, AdaptiveGamma, HeadDrafter, autoregressive_steps, speculative_steps
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.decode.model_session import ModelSession
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of

@@ -16,6 +16,7 @@ from ngram_assisted import NGramStorage
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
 from sampling.distill.generate import Page
 from sampling.distill.students import HeadStudent
+from sampling.drafters import feature_sessions
 from utils.comparison.job import Job, SharedPrefills
 from utils.config.settings import Settings
 from utils.decode.model_info import hidden_features
@@ -202,3 +203,21 @@ def test_an_engine_computes_the_head_and_restores_it():
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert texts(target, model, "coupled", plan)[2] == before_engine[2]
+
+
+def test_a_long_prompt_is_read_in_chunks_and_gives_the_same_drafts(monkeypatch):
+    """Against rows one by one, as after short prompts: equal within rounding, also after the prompt."""
+    target = tiny_llama(max_position_embeddings=1024)
+    model, text = tiny_head(target), [*range(64)] * 10
+    features = features_of(target, text[:600])[0]
+    passes, original = [], model.next_states
+    monkeypatch.setattr(model, "next_states", lambda s, t, p, c: (passes.append(t.shape[1]), original(s, t, p, c))[1])
+    found = []
+    for width in (feature_sessions.MAX_WIDTH, 10_000):
+        monkeypatch.setattr(feature_sessions, "MAX_WIDTH", width)
+        session = HeadSession(model)
+        session.begin(text[:601])
+        session.add_features(features, 0, 600)
+        found.append([session.feed(text[: 601 + step], keep=1)[:, model.vocabulary] for step in range(3)])
+    assert passes == [512, 88, 1, 1] * 2
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(*found, strict=True))

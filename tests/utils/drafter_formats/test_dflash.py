@@ -26,7 +26,7 @@ from transformers import MuseGlimmerAssistantConfig
 from transformers.cache_utils import DFlashCache
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from sampling.drafters.head import BlockSession
+from sampling.drafters.feature_sessions import BlockSession
 
 TOKENS = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1, 22, 13]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}

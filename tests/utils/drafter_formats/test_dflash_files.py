@@ -15,7 +15,7 @@ from tiny import save_folder, tiny_tokenizer
 from toys import decoding
 
 from sampling import RULES, AdaptiveGamma, HeadDrafter, autoregressive_steps, speculative_steps
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.costs import Costs

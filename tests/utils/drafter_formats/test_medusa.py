@@ -13,7 +13,7 @@ from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from sampling import AdaptiveGamma, HeadDrafter
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.drafter_formats.formats import format_of
 from utils.metrics.costs import Costs
 

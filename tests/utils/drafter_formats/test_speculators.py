@@ -18,7 +18,7 @@ from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
 from tiny import build, tiny_llama
 from transformers import AutoModelForCausalLM
 
-from sampling.drafters.head import FeatureSession, feature_session
+from sampling.drafters.feature_sessions import FeatureSession, feature_session
 from utils.decode.features import layer_count
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of

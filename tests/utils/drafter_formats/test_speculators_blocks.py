@@ -14,7 +14,7 @@ from speculators_block_oracle import BLOCKS
 from speculators_oracle import BLOCK, HIDDEN, READ, VOCABULARY
 from tiny import tiny_llama
 
-from sampling.drafters.head import BlockSession
+from sampling.drafters.feature_sessions import BlockSession
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.dflash import DFlash
 from utils.drafter_formats.formats import format_of

@@ -8,7 +8,8 @@ from decoder_families import FAMILIES, tiny_model
 from graphs_on_cpu import MODELS, VOCABULARY, attached, equal, ids, replays
 from tiny import tiny_head
 
-from sampling.drafters.head import HeadDrafter, HeadSession
+from sampling.drafters.feature_sessions import HeadSession
+from sampling.drafters.head import HeadDrafter
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession

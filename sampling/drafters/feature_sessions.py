@@ -1,0 +1,185 @@
+"""Sessions of drafters that read the target's hidden states: one pass for each draft, or one for all drafts of a round.
+
+They answer like those of a model, so drawing drafts and sharing noise work as for any model.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
+from utils.decode.kv_cache import new_cache
+from utils.decode.model_info import context_length, model_name, vocabulary_size
+from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
+
+PREFILL_ROWS = 512  # of a prompt in one pass, which bounds the mask of attention
+
+
+class FeatureSession(ABC):
+    """One run's use of a drafter that reads the target's hidden states.
+
+    It has room for drafts once `add_features` has brought it features of the target.
+    """
+
+    block_size = 1  # drafts that a pass gives
+
+    def __init__(self, model: FeatureDrafter) -> None:
+        self.name = f"the head of {model_name(model)}"
+        self.vocab_size = vocabulary_size(model)
+        self.context_length = context_length(model)
+        self._device = model.device
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cache = self._new_cache()
+        self._cached = 0  # entries in the cache
+        self._known = 0  # positions whose features have arrived
+        self._pending: Tensor | None = None  # features (T, F) of positions that have no entry yet
+
+    @abstractmethod
+    def _new_cache(self) -> Any: ...
+
+    @abstractmethod
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        """Logits (1, V) for the next token; `keep` is 1. Each call adds at most one token that was not in the last
+        context.
+        """
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forget the drafts, and what was made from them."""
+
+    def confidence(self, context: list[int]) -> float | None:
+        """The drafter's own estimate that the draft after this context, which was fed last, is accepted; None if it has
+        no such estimate.
+        """
+        return None
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        """Start a run."""
+        self._reset()
+        return list(prompt)
+
+    def room(self, context: list[int]) -> int | None:
+        """How many more tokens it can predict."""
+        if not self._known:
+            return 0
+        return None if self.context_length is None else self.context_length - len(context)
+
+    def add_features(self, features: Tensor, first: int, known: int) -> None:
+        """Add features (T, F) of the positions from `first`. Those that are new and below `known` are kept."""
+        new = features[self._known - first : known - first]
+        self._pending = new if self._pending is None else torch.cat([self._pending, new])
+        self._known = known
+
+    def _tokens_after(self, context: list[int], end: int) -> Tensor:
+        """The tokens (T,) that follow the positions from the last entry to `end` - 1."""
+        return torch.tensor(context[self._cached + 1 : end + 1], device=self._device)
+
+
+class HeadSession(FeatureSession):
+    """A session of a stepwise drafter. Cache entry i joins what is known after token i with token i + 1, and predicts
+    token i + 2.
+    """
+
+    def __init__(self, model: StepwiseDrafter) -> None:
+        self.model = model
+        super().__init__(model)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._state: Tensor | None = None  # (1, H) of the last entry
+
+    def _new_cache(self) -> Any:
+        return new_cache(self.model.config)
+
+    @torch.no_grad()
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        assert keep == 1
+        end = len(context) - 1  # n tokens give n - 1 entries: each needs the token after it
+        if end > self._cached:
+            states, tokens = self._states_before(end), self._tokens_after(context, end)
+            # As for the target: a prompt is read by the same operations in every run, which may be faster ones.
+            with prefill_pass(len(tokens) > MAX_WIDTH):
+                for part in zip(states.split(PREFILL_ROWS), tokens.split(PREFILL_ROWS), strict=True):
+                    self._add_entries(*part)
+        assert self._state is not None
+        return self.model.logits(self._state)
+
+    def _add_entries(self, states: Tensor, tokens: Tensor) -> None:
+        """Extend the cache by states (T, H) and the tokens (T,) that follow."""
+        end = self._cached + len(tokens)
+        positions = torch.arange(self._cached, end, device=self._device)[None]  # (1, T)
+        self._state = self.model.next_states(states[None], tokens[None], positions, self._cache)[0, -1:]
+        self._cached = end
+
+    def _states_before(self, end: int) -> Tensor:
+        """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the head's
+        own last one.
+        """
+        if self._pending is None:
+            assert self._state is not None and end == self._cached + 1
+            return self.model.feedback(self._state)
+        features, self._pending = self._pending, None
+        assert len(features) == end - self._cached
+        return self.model.fuse_features(features)
+
+    def rewind(self, length: int) -> None:
+        """Forget the entries made from the head's own states, and those after the first `length` positions."""
+        kept = min(self._cached, self._known, length)
+        if kept < self._cached:
+            self._cache.crop(kept - self._cached)
+            self._cached = kept
+
+
+class BlockSession(FeatureSession):
+    """A session of a block drafter. The first feed after a rewind computes the drafts' logits, and further ones look
+    them up.
+    """
+
+    def __init__(self, model: BlockDrafter) -> None:
+        self.model, self.block_size = model, model.block_size
+        super().__init__(model)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._block: tuple[int, Tensor] | None = None  # context length, and logits (K, V) of what follows
+
+    def _new_cache(self) -> Any:
+        return self.model.new_cache()
+
+    def room(self, context: list[int]) -> int | None:
+        """How many more tokens it can predict: at most a block."""
+        room = super().room(context)
+        return self.block_size if room is None else min(room, self.block_size)
+
+    @torch.no_grad()
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        assert keep == 1
+        if self._block is None:
+            end, features = len(context) - 1, self._pending
+            assert features is not None and len(features) == end - self._cached
+            tokens = self._tokens_after(context, end)
+            self._block = len(context), self.model.block_logits(features, tokens, self._cached, self._cache)
+            self._cached, self._pending = end, None
+        start, rows = self._block
+        row = len(context) - start
+        return self.model.conditioned(rows[row : row + 1], row, context[-1], self._cache)
+
+    def confidence(self, context: list[int]) -> float | None:
+        assert self._block is not None
+        return self.model.confidence(len(context) - self._block[0], context[-1], self._cache)
+
+    def rewind(self, length: int) -> None:
+        """Forget the block. The cache holds nothing of it."""
+        self._block = None
+
+
+def feature_session(model: FeatureDrafter) -> FeatureSession:
+    """A session of a drafter that reads hidden states."""
+    if isinstance(model, BlockDrafter):
+        return BlockSession(model)
+    assert isinstance(model, StepwiseDrafter)
+    return HeadSession(model)
