@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -36,6 +38,15 @@ SPARSE = {
     "initializer_range": 0.3,
 }
 
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+
 
 def tiny_glm(seed: int = 0, **overrides: Any) -> Glm4MoeForCausalLM:
     """A sparse target with norms on the heads of queries and keys."""
@@ -45,9 +56,13 @@ def tiny_glm(seed: int = 0, **overrides: Any) -> Glm4MoeForCausalLM:
 
 def tiny_deepseek(seed: int = 0, **overrides: Any) -> DeepseekV3ForCausalLM:
     """A sparse target with multi-head latent attention and groups of experts."""
-    own = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    own |= {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
-    return build(DeepseekV3ForCausalLM, DeepseekV3Config(**DECODER | SPARSE | own | overrides), seed)
+    own = {"n_group": 2, "topk_group": 1}
+    return build(DeepseekV3ForCausalLM, DeepseekV3Config(**DECODER | SPARSE | LATENT | own | overrides), seed)
+
+
+def tiny_glm_lite(seed: int = 0, **overrides: Any) -> Glm4MoeLiteForCausalLM:
+    """GLM-4.7-Flash: layers as in DeepSeek-V3, described by other keys."""
+    return build(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**DECODER | SPARSE | LATENT | overrides), seed)
 
 
 LINEAR = {
@@ -102,7 +117,7 @@ def layer_tensors(target: Any, seed: int = 5) -> dict[str, Tensor]:
 
 
 def deepseek_layers(target: Any, *, copies: bool = True, number: int = LAYERS) -> dict[str, Tensor]:
-    """An MTP layer with the names of DeepSeek-V3 and GLM-4.5. copies: with the embedding and the output head."""
+    """An MTP layer with the names of DeepSeek-V3 and GLM. copies: with the embedding and the output head."""
     norms = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (HIDDEN,))
     own = random_tensors(norms | {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)}, seed=6) | layer_tensors(target)
     if copies:

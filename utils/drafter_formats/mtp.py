@@ -31,7 +31,9 @@ from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 BLOCK = "layer.mtp_block."
-SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+# Keys of configs about single layers, for one layer that has experts.
+SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
+SPARSE |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 DEPTH_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in config.json
 QUANTIZED = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales")  # ends of names
 
@@ -65,7 +67,7 @@ LAYOUTS = (
             "shared_head.head.": "lm_head.",
             "embed_tokens.": "embed_tokens.",
         },
-        ("deepseek_v3", "glm4_moe"),
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     ),
     Layout(
         r"mtp\.",

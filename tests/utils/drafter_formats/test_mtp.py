@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from mtp_checkpoints import (
     QWEN,
     deepseek_layers,
     qwen_layers,
+    separated,
     speculators_names,
     tiny_deepseek,
     tiny_glm,
+    tiny_glm_lite,
     tiny_qwen,
     write_target,
 )
@@ -31,7 +34,8 @@ from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
 from utils.pairs.doctor import examine, own_text
 
-TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek}
+TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "glm_lite": tiny_glm_lite}
+KEYS = {"rms_norm_eps": 1e-5}
 QWEN_KEYS = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 PREFIX = f"model.layers.{LAYERS}."
 
@@ -138,7 +142,29 @@ def test_the_doctor_compares_all_readings(tmp_path):
     assert drafter.conventions == found.readings[0].conventions
 
 
-@pytest.mark.parametrize("family", TARGETS)
+def test_the_block_is_a_layer_of_the_target(tmp_path):
+    """With the weights of the target's last layer, which runs as in the target: in one pass with a causal mask."""
+    target = tiny_glm_lite()
+    last = {f"{PREFIX}{name}": part for name, part in separated(target.model.layers[-1].state_dict()).items()}
+    layers = deepseek_layers(target) | last
+    drafter = drafter_of(write_target(tmp_path, target, layers), target)
+    reference = MtpReference({name.removeprefix(PREFIX): part.detach() for name, part in layers.items()}, KEYS)
+    reference.names = replace(reference.names, block=(lambda _, __, x, ___: layer_pass(target, x), ""))
+    features = target.model.norm(hidden_states(target, (LAYERS,))).detach()
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        embedded = target.model.embed_tokens.weight[torch.tensor(drafted)].detach()
+        check_close(logits, reference.drafts(features[:end], embedded, 3) @ target.lm_head.weight.T)
+
+
+@torch.no_grad()
+def layer_pass(target: Any, x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(x))[None]
+    mask = torch.full((1, 1, len(x), len(x)), float("-inf")).triu(1)
+    tables = target.model.rotary_emb(x[None], positions)
+    return target.model.layers[-1](x[None], attention_mask=mask, position_embeddings=tables)[0]
+
+
+@pytest.mark.parametrize("family", ["glm", "deepseek"])
 def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
     target = TARGETS[family]()
     write_target(tmp_path, target, deepseek_layers(target))
