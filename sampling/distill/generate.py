@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
-from utils.decode.model_info import hidden_features
+from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
 
@@ -28,8 +28,8 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters
 class Page:
     """B conversations of T tokens.
 
-    tokens (B, T) int32. features (B, T, F): hidden states at each position. sources (B, T): TEMPLATE, QUESTION or
-    ANSWER of chat_script. temperatures (B,): of the answers.
+    tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
+    norm. sources (B, T): TEMPLATE, QUESTION or ANSWER of chat_script. temperatures (B,): of the answers.
     """
 
     tokens: Tensor
@@ -56,7 +56,7 @@ class Page:
 class PageGenerator:
     """Generates pages of `rows` conversations of `length` tokens with a target.
 
-    layers: the hidden states that become features, see utils.models.draft_head.feature_layers.
+    layers: the hidden states that become features, see utils.decode.features. The last one must be -1.
     """
 
     def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, rows: int, length: int) -> None:
@@ -89,7 +89,8 @@ class PageGenerator:
         features: Tensor | None = None
         cache = empty_cache(self._model)
         sampled = [0] * self._rows  # a placeholder: rows begin with tokens of the template
-        with torch.no_grad():
+        reader = FeatureReader(self._model, self._layers)
+        with torch.no_grad(), reader.watching():
             # Every row gets one token per pass, inserted or sampled. So rows stay equally long, and nothing is padded.
             for position in range(self._length):
                 column = [row.next_token(token) for row, token in zip(conversations, sampled, strict=True)]
@@ -97,7 +98,7 @@ class PageGenerator:
                 sources[:, position] = torch.tensor([source for _, source in column])
                 ids = tokens[:, position : position + 1].long().to(self._model.device)
                 output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
-                hidden = hidden_features(output, self._layers)[:, 0]  # (B, F)
+                hidden = reader.features(output)[:, 0]  # (B, F)
                 if features is None:
                     features = torch.empty(self._rows, self._length, hidden.shape[-1], dtype=torch.bfloat16)
                 features[:, position] = hidden

@@ -19,6 +19,8 @@ from utils.errors import UserError
 KINDS = {
     "head": "one decoder layer that reads the target's hidden states and drafts with rows of its output layer "
     "(EAGLE, arXiv 2401.15077, 2503.01840)",
+    "eagle3": "one decoder layer in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992); "
+    "target.json tells its target apart",
     "lm": "a small causal language model with the target's tokenizer",
 }
 

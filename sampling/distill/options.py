@@ -13,7 +13,7 @@ from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
-KINDS = ("head", "lm")
+KINDS = ("head", "eagle3", "lm")
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 MAX_STEPS = 8
@@ -35,6 +35,18 @@ rate_flag = flag_type(RealRange("learning rate", 0, 1, excludes_low=True).parse)
 hours_flag = flag_type(RealRange("number of hours", 0, 9999, excludes_low=True).parse)
 
 
+def _layers(text: str) -> str:
+    """Numbers that ascend, separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    numbers = [int(word) for word in words if word.isascii() and word.isdigit()]
+    if len(numbers) < len(words) or numbers != sorted(set(numbers)):
+        raise UserError(f"'{text}' does not name hidden states: write ascending numbers, for example 2,15,27")
+    return ",".join(map(str, numbers))
+
+
+layers_flag = flag_type(_layers)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The settings of a distillation. The field names are the keys of plan.json.
@@ -51,6 +63,7 @@ class Plan:
     device: str = "auto"
     prompts: str | None = None
     start: str | None = None
+    layers: str | None = None
     seed: int = 0
     rows: int = 96
     length: int = 320
@@ -97,6 +110,8 @@ def parse_options(argv: list[str] | None = None) -> Options:
         parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
     if flags.width % 64:
         parser.error(f"--width {flags.width} is not a multiple of 64")
+    if flags.layers and (flags.start or flags.measure or flags.kind != "eagle3"):
+        parser.error("--layers is for a new drafter of --kind eagle3: leave it out")
     if flags.steps > MAX_STEPS:
         parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
     values = {field.name: getattr(flags, field.name) for field in fields(Plan) if hasattr(flags, field.name)}
@@ -176,7 +191,8 @@ def _parser() -> argparse.ArgumentParser:
         "--kind",
         choices=KINDS,
         default="head",
-        help="head: one decoder layer on the target's hidden states; lm: a small language model (default: head)",
+        help="head: one decoder layer on the target's hidden states; eagle3: the same in the EAGLE-3 format, which "
+        "other programs load too; lm: a small language model (default: head)",
     )
     add(
         "--hours",
@@ -188,6 +204,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
+    add(
+        "--layers",
+        type=layers_flag,
+        metavar="N,N,N",
+        help="eagle3: hidden states to read, 0 (embeddings) to n, of n layers (default: 2,n/2,n-3)",
+    )
     add("--resume", action="store_true", help="continue interrupted work in the --out folder")
     add("--keep", action="store_true", help="keep generated text and checkpoints in FOLDER/work when finished")
     add("--measure", action="store_true", help="only measure the drafter in the --out folder, on its held-out page")

@@ -14,6 +14,16 @@ from pathlib import Path
 from sampling.distill.acceptance import measure_acceptance
 from sampling.distill.chat_script import Script
 from sampling.distill.dataset import Corpus
+from sampling.distill.estimate import (
+    TRIAL_STEPS,
+    Workload,
+    estimate_text,
+    estimated,
+    space_text,
+    step_seconds,
+    weight_count,
+    written_bytes,
+)
 from sampling.distill.generate import Page, PageGenerator
 from sampling.distill.model_card import write_card
 from sampling.distill.options import Options, save_plan
@@ -26,16 +36,15 @@ from sampling.distill.progress import (
     missing_text,
     rates_text,
 )
-from sampling.distill.students import Student, create_student, load_student, save_student, target_layers
+from sampling.distill.student_files import create_student, load_student, planned_layers, save_student
+from sampling.distill.students import Student
 from sampling.distill.target import load_target
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
 from utils.decode.model_info import context_length
 from utils.errors import UserError
-from utils.models.head_file import is_head
 from utils.prompts.chat_template import end_ids
 from utils.prompts.prompt_files import read_prompts
 
-GENERATION_SHARE = 0.45  # of --hours
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
 EVALUATIONS, EVALUATION_ROWS = 20, 24  # during training, on part of the held-out page
@@ -59,11 +68,15 @@ class Distillation:
             raise UserError(
                 f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
-        self._generator = PageGenerator(model, script, target_layers(model), rows=plan.rows, length=self._plan.length)
-        self._has_questions = bool(questions)
-        self._evaluated = 0.0  # seconds of training at the last report of the held-out page
         if plan.start and not options.measure:
             self._check_start(Path(plan.start))
+        measured = load_student(options.out, self._target) if options.measure else None
+        layers = measured.layers if measured else planned_layers(plan, self._target)
+        self._generator = PageGenerator(model, script, layers, rows=plan.rows, length=self._plan.length)
+        units = len(layers) * self._target.lm_head.shape[1]
+        self._work = Workload.of(self._plan, self._generator.page_tokens, units)
+        self._has_questions = bool(questions)
+        self._evaluated = 0.0  # seconds of training at the last report of the held-out page
 
     def run(self) -> None:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
@@ -72,11 +85,11 @@ class Distillation:
         self._report(self._plan_text())
         progress = Progress.load(work)
         corpus = Corpus(work / "pages")
-        held_out = self._held_out_page(Corpus(work / "held-out"))
+        held_out = self._prepare(progress, len(corpus))
         self._generate(corpus, progress)
         trainer = self._trainer(corpus, held_out)
         self._train(trainer, progress)
-        save_student(trainer.student, options.out, self._target)
+        save_student(trainer.student, options.out, self._target, corpus)
         rates = self._measured(load_student(options.out, self._target), held_out)  # the stored weights are rounded
         write_card(
             options, progress, rates, generated=corpus.generated_tokens, steps=trainer.step, model=self._target.model
@@ -90,17 +103,42 @@ class Distillation:
     def _plan_text(self) -> str:
         """What will be generated, and in which number format. Only whole pages are generated."""
         plan, model = self._plan, self._target.model
-        total = self._pages * self._generator.page_tokens
+        total = self._work.pages * self._work.page_tokens
         asked = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
         dtype = str(model.dtype).removeprefix("torch.")
         return (
-            f"generating {self._pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all{asked}, "
-            f"and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {dtype} on {model.device}."
+            f"generating {self._work.pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all"
+            f"{asked}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {dtype} on "
+            f"{model.device}."
         )
 
-    @property
-    def _pages(self) -> int:
-        return -(-self._plan.tokens // self._generator.page_tokens)
+    def _prepare(self, progress: Progress, pages: int) -> Page:
+        """The held-out page. Before it the needed disk space is reported, and after it how long the rest will take.
+
+        pages: those that exist. Raises UserError if the disk is too full.
+        """
+        folder = self._options.work
+        corpus = Corpus(folder / "held-out")
+        student = create_student(self._target, corpus, self._plan)  # for its size and speed alone
+        needed = self._work.disk_bytes(weight_count(student.weights)) - written_bytes(folder)
+        self._report(space_text(folder, max(0, needed)))
+        started = time.monotonic()
+        if not len(corpus):
+            corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._work.page_tokens)))
+            progress.page_seconds = time.monotonic() - started
+        page = corpus.page(0)
+        if not progress.step_seconds:
+            trial = Trainer(student, TrainingData(corpus, page, self._target.lm_head), self._plan, TRIAL_STEPS)
+            progress.step_seconds = step_seconds(trial)
+            progress.save(folder)
+        if not (folder / STATE_FILE).is_file():
+            self._report(self._estimate_text(progress, pages))
+        return page
+
+    def _estimate_text(self, progress: Progress, pages: int) -> str:
+        page_seconds = progress.writing / pages if pages else progress.page_seconds
+        seconds = (max(page_seconds, 1e-9), max(progress.step_seconds, 1e-9))  # 0 in work of an earlier version
+        return estimate_text(self._work, pages, estimated(self._work, pages, progress.writing, seconds))
 
     def measure(self) -> None:
         """Report the acceptance of the drafter in the folder on the held-out page, which is generated again."""
@@ -109,8 +147,7 @@ class Distillation:
 
     def _check_start(self, folder: Path) -> None:
         """Raise UserError, before hours of generation, if the drafter in the folder cannot be trained further."""
-        kind = "head" if is_head(folder) else "lm"
-        load_student(folder, self._target)
+        kind = load_student(folder, self._target).kind
         if kind != self._plan.kind:
             raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to continue training it.")
 
@@ -127,27 +164,21 @@ class Distillation:
         seed = self._plan.seed * 100_000 + number
         return self._generator.generate(seed, complete=self._has_questions, on_tokens=reporter.advance)
 
-    def _held_out_page(self, corpus: Corpus) -> Page:
-        if not len(corpus):
-            corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._generator.page_tokens)))
-        return corpus.page(0)
-
     def _generate(self, corpus: Corpus, progress: Progress) -> None:
-        page_tokens = self._generator.page_tokens
-        pages = self._pages
-        # 0 hours means no limit.
-        limit = self._plan.hours * 3600 * GENERATION_SHARE or float("inf")
-        reporter = self._reporter("generating", len(corpus) * page_tokens, pages * page_tokens)
+        work, started_with = self._work, len(corpus)
+        reporter = self._reporter("generating", started_with * work.page_tokens, work.pages * work.page_tokens)
         # At least one page, however short the time: training needs text.
-        while len(corpus) < pages and (progress.writing < limit or not len(corpus)):
+        while len(corpus) < work.pages and (progress.writing < work.generation_limit or not len(corpus)):
             started = time.monotonic()
             corpus.add(self._page(FIRST_TRAINING_SEED + len(corpus), reporter))
             progress.writing += time.monotonic() - started
             progress.save(self._options.work)
+            if len(corpus) == started_with + 1 < work.pages:
+                self._report(self._estimate_text(progress, len(corpus)))
 
     def _trainer(self, corpus: Corpus, held_out: Page) -> Trainer:
         plan = self._plan
-        total = max(1, len(corpus) * (plan.rows // plan.batch) * plan.passes)
+        total = self._work.steps(len(corpus))
         data = TrainingData(corpus, held_out, self._target.lm_head)
         trainer = Trainer(create_student(self._target, corpus, plan), data, plan, total)
         if (self._options.work / STATE_FILE).is_file():

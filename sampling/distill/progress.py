@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections.abc import Callable
@@ -24,11 +25,16 @@ Rates = dict[
 
 @dataclass(slots=True)
 class Progress:
-    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation."""
+    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation.
+
+    page_seconds, step_seconds: of the held-out page and of a training step, as they were measured; 0 before.
+    """
 
     writing: float = 0.0
     training: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
+    page_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     def save(self, folder: Path) -> None:
         write_json(folder / PROGRESS_FILE, asdict(self))
@@ -95,9 +101,24 @@ def missing_text(rates: Rates, rows: int, length: int) -> list[str]:
     return []
 
 
+def expectation(rates: Rates) -> list[str]:
+    """What to expect of a drafter on text like the held-out one, as a sentence, or nothing if nothing was counted."""
+    greedy = [rate for rate in rates["greedy"] if rate is not None]
+    if not greedy:
+        return []
+    # A draft counts if those before it in its round are accepted too. The target adds a token of its own.
+    tokens = 1 + sum(math.prod(greedy[: count + 1]) for count in range(len(greedy)))
+    drafts = f"{len(greedy)} drafts" if len(greedy) > 1 else "1 draft"
+    return [
+        f"to expect on greedy text like the held-out conversations: {greedy[0]:.0%} of first drafts are accepted, and "
+        f"a round of {drafts} gives {tokens:.2f} tokens"
+    ]
+
+
 def advice(rates: Rates, out: Path, target: str) -> list[str]:
-    """What to do with a finished drafter: how to load it, and whether it is worth that."""
-    lines = [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
+    """What to do with a finished drafter: what to expect of it, how to load it, and whether it is worth that."""
+    lines = expectation(rates)
+    lines += [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
     first = [values[0] for values in rates.values() if values[0] is not None]
     if first and max(first) < LOW_ACCEPTANCE:
         lines.append(

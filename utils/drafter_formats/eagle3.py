@@ -21,6 +21,7 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_types import sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
+from utils.drafter_formats.target_file import check_target_file
 from utils.drafter_formats.target_parts import (
     DraftHead,
     check_feature_layers,
@@ -105,17 +106,29 @@ class Eagle3(StepwiseDrafter):
         return states
 
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache)
+        return next_states
+
+    def forward(
+        self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the next states (B, T, H) at `positions` (1, T).
+
+        states: those before (B, T, H). embedded: the embeddings of the tokens that follow them (B, T, H). mask: which
+        entries of the cache they may attend to, for training (1, 1, T, K); None for all up to their own.
+        """
         tables = self.rotary(states, positions)
         arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
+        arguments["attention_mask"] = mask
         first = cast(Any, self.layers[0])
-        embedded = first.input_layernorm(self.embed_tokens(tokens).to(states.dtype))
+        embedded = first.input_layernorm(embedded.to(states.dtype))
         normed = first.hidden_norm(states)
         residual = normed if self.conventions.norm_before_residual else states
-        attended, _ = first.self_attn(torch.cat([embedded, normed], dim=-1), attention_mask=None, **arguments)
+        attended, _ = first.self_attn(torch.cat([embedded, normed], dim=-1), **arguments)
         states = residual + attended
         states = states + first.mlp(first.post_attention_layernorm(states))
         for layer in self.layers[1:]:
-            states = layer(states, attention_mask=None, use_cache=True, **arguments)
+            states = layer(states, use_cache=True, **arguments)
         return states
 
     def logits(self, state: Tensor) -> Tensor:
@@ -155,6 +168,7 @@ def with_common_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
 
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
+    check_target_file(checkpoint, target)
     checkpoint = with_common_names(checkpoint)
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
     parts = _parts(checkpoint, target, feature_size)

@@ -73,10 +73,19 @@ class Head(nn.Module):
         self.norm = LlamaRMSNorm(size)
         self.rotary = LlamaRotaryEmbedding(self.config)
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The hidden states that it reads."""
+        return self.shape.layers
+
     def fuse_features(self, features: Tensor) -> Tensor:
         """Map features of the target (B, T, F) to states (B, T, H) like the head's own."""
         states: Tensor = self.read(features)
         return states
+
+    def feedback(self, state: Tensor) -> Tensor:
+        """The state itself: it is fed back before the final norm."""
+        return state
 
     def forward(
         self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, mask: Tensor | None = None

@@ -22,12 +22,11 @@ from utils.errors import UserError
 from utils.files import check_regular, os_reason, replacing
 from utils.models.draft_head import Head, HeadShape, TargetHead
 from utils.models.load_checks import check_finite
+from utils.models.target_identity import fingerprint, is_same_target, target_sizes
 
 FORMAT, VERSION = "speculative head", 1
 CONFIG, WEIGHTS = "head.json", "model.safetensors"
 REMEDY = "make one for it with `python -m sampling.distill`"
-# Number formats move a fingerprint by less than this share of its norm; different models are further apart.
-FINGERPRINT_TOLERANCE = 0.02
 MAX_SIZE = 1 << 31  # more than any width or context
 
 
@@ -158,33 +157,7 @@ def _check_vocabulary(vocabulary: Tensor, size: int) -> None:
         raise ValueError("vocabulary")
 
 
-def target_sizes(target: PreTrainedModel) -> list[int]:
-    """Return the vocabulary size, hidden size and number of blocks of a target."""
-    config = target.config.get_text_config(decoder=True)
-    return [*target.get_input_embeddings().weight.shape, int(config.num_hidden_layers)]
-
-
-def fingerprint(target: PreTrainedModel) -> Tensor:
-    """Return numbers (N,) that identify a target in any number format, sampled from its embedding and its norms.
-
-    These are never quantized. A target that was fine-tuned without changing them counts as the same.
-    """
-    embedding = target.get_input_embeddings().weight.detach()
-    rows = torch.linspace(0, embedding.shape[0] - 1, 64, device=embedding.device).long()
-    norms = [
-        part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name
-    ]
-    parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
-    # Embedding and norms have different scales. Normalised, both count the same.
-    return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])
-
-
 def _check_target(target: PreTrainedModel, stored: Tensor, about: dict[str, Any], folder: Path) -> None:
-    own = fingerprint(target)
-    fits = target_sizes(target) == about["size"] and own.shape == stored.shape
-    # NaN and infinity would make the comparison below meaningless.
-    if not stored.isfinite().all():
-        raise ValueError("mark")
-    if not fits or (own - stored).norm() > FINGERPRINT_TOLERANCE * stored.norm():
+    if not is_same_target(target, about["size"], stored):
         name = " ".join(str(about["target"]).split())[:80]
         raise UserError(f"The head in {folder} reads the hidden states of {name}, which is not this target: {REMEDY}.")

@@ -1,0 +1,206 @@
+"""New EAGLE-3 drafters, and folders of them in the layout of the package speculators.
+
+The layout numbers hidden states as inputs of layers, and the last one, n, is the state before the final norm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from utils.decode.features import final_norm, layer_count
+from utils.decode.model_info import vocabulary_size
+from utils.drafter_formats.checkpoint import CONFIG, WEIGHTS
+from utils.drafter_formats.eagle3 import LAYER_IDS, LAYER_KEYS, Eagle3, Parts
+from utils.drafter_formats.target_file import write_target_file
+from utils.engine import attention
+from utils.errors import UserError
+from utils.files import os_reason, replacing
+from utils.models.draft_head import shape_for
+from utils.models.feature_drafter import Conventions
+
+SPECULATORS_VERSION = "0.9.0"  # of the layout
+FEWEST_LAYERS = 7  # below them the usual hidden states coincide or do not exist
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a drafter has besides its layers.
+
+    embedding: its input embedding (V, H). rows: its output head (V', H). ids: the token ids of these rows, ascending
+    (V',). counts: how often each token occurs in the text that it was trained on (V,).
+    """
+
+    embedding: Tensor
+    rows: Tensor
+    ids: Tensor
+    counts: Tensor
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token can be drafted."""
+        return len(self.ids) == len(self.counts)
+
+
+def usual_layers(count: int) -> tuple[int, ...]:
+    """The hidden states that EAGLE-3 drafters of a target with `count` layers read: early, middle and late ones.
+
+    None of them is the last one, which programs take before or after the final norm.
+    """
+    if count >= FEWEST_LAYERS:
+        return 2, count // 2, count - 3
+    return tuple(sorted({count // 4, count // 2, count - 1}))
+
+
+def chosen_layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """The hidden states with these numbers in the layout, as `utils.decode.features` numbers them.
+
+    Raises UserError for one that the target does not have.
+    """
+    if odd := next((str(number) for number in numbers if not 0 <= number <= count), None):
+        raise UserError(f"The target has no hidden state {odd}: choose from 0, its embeddings, to {count}.")
+    return tuple(count + 1 if number == count else number for number in numbers)
+
+
+def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
+    """A drafter in float32, without embedding and output head, that at first repeats the target's last prediction.
+
+    layers: the hidden states that it reads. Each has a norm of its own (`fc_norm`), because they differ in scale.
+    """
+    shape = shape_for(target, layers)
+    config = LlamaConfig(
+        vocab_size=vocabulary_size(target),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        num_hidden_layers=1,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        head_dim=shape.hidden // shape.heads,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
+        max_position_embeddings=shape.positions,
+        attn_implementation=attention.NAME,
+    )
+    parts = Parts(layer_count(target), shape.hidden, fc_norm=True, norm_before_fc=False, head_norms=False)
+    drafter = Eagle3(config, Conventions(layers), parts)
+    _initialise(drafter, target)
+    return drafter
+
+
+@torch.no_grad()
+def _initialise(drafter: Eagle3, target: PreTrainedModel) -> None:
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    size = drafter.config.hidden_size
+    # The last feature passes through, and the drafter's last norm reads it as the target's does.
+    drafter.fc.weight[:, -size:] += torch.eye(size)
+    try:
+        scale = getattr(final_norm(target), "weight", None)
+    except UserError:  # it is not found
+        return
+    if scale is not None and scale.shape == (size,):
+        drafter.norm.weight.copy_(scale)
+
+
+def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> None:
+    """Write a drafter with weights in bfloat16, and target.json beside it.
+
+    Raises UserError if the folder cannot be written.
+    """
+    tensors = {name: _stored(part) for name, part in _tensors(drafter, target, around).items()}
+    config = json.dumps(_config(drafter, target, around), indent=1) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / WEIGHTS) as file:
+            file.write(save(tensors, metadata={"format": "pt"}))
+        write_target_file(folder, target, around.ids, around.counts)
+        # Last, because a folder with this file counts as a drafter.
+        with replacing(folder / CONFIG) as file:
+            file.write(config.encode())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({os_reason(error)}): choose a different folder.") from error
+
+
+def _tensors(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Tensor]:
+    tensors = drafter.state_dict() | {"lm_head.weight": around.rows}
+    if around.embedding is not target.get_input_embeddings().weight:  # otherwise programs take the target's
+        tensors["embed_tokens.weight"] = around.embedding
+    if not around.is_complete:
+        ids = around.ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(len(around.counts), dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+
+
+def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
+    """The content of config.json."""
+    conventions, count = drafter.conventions, drafter.target_layers
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "transformer_layer_config": _layer_config(drafter),
+        "draft_vocab_size": len(around.ids),
+        LAYER_IDS: [count if layer in (-1, count + 1) else layer for layer in conventions.feature_layers],
+        "norm_before_residual": conventions.norm_before_residual,
+        "norm_before_fc": drafter.input_norm is not None,
+        "fc_norm": len(drafter.fc_norm) > 0,
+        "norm_output": conventions.norm_output,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,  # that of the drafter
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": _verifier(target),
+        },
+        "dtype": "bfloat16",
+        "transformers_version": transformers.__version__,
+    }
+
+
+def _layer_config(drafter: Eagle3) -> dict[str, Any]:
+    config = drafter.config
+    keys = {name: getattr(config, name) for name in LAYER_KEYS if getattr(config, name, None) is not None}
+    keys.pop("rope_scaling", None)  # another name of rope_parameters
+    if theta := config.rope_parameters.get("rope_theta"):
+        keys["rope_theta"] = theta  # transformers 4 reads it here
+    has_bias = "layers.0.self_attn.q_proj.bias" in drafter.state_dict()
+    return keys | {
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "attention_bias": has_bias,
+        "tie_word_embeddings": False,
+    }
+
+
+def _verifier(target: PreTrainedModel) -> dict[str, Any]:
+    """The target as programs find it. Folders of this machine mean nothing elsewhere, so only hub ids are named."""
+    name = str(target.name_or_path)
+    is_hub_id = name.count("/") == 1 and not Path(name).exists()
+    architectures = list(target.config.architectures or [type(target).__name__])
+    return {"name_or_path": name if is_hub_id else None, "architectures": architectures}
