@@ -90,7 +90,7 @@ def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:
         if known and known.load is not load_eagle3:
             raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
         if known:
-            return _eagle3_student(load_eagle3(checkpoint, target.model))
+            return _eagle3_student(load_eagle3(checkpoint, target.model), folder)
     placement = Placement(str(target.model.device), torch.float32, lambda line: None)
     model = load_model(source, "none", placement)
     if (size := vocabulary_size(model)) != (expected := vocabulary_size(target.model)):
@@ -113,8 +113,10 @@ def save_student(student: Student, folder: Path, target: Target, corpus: Corpus)
             target.tokenizer.save_pretrained(folder)
 
 
-def _eagle3_student(drafter: Eagle3) -> HeadStudent:
+def _eagle3_student(drafter: Eagle3, folder: Path) -> HeadStudent:
     """A loaded drafter in float32. What it may share with its target stays as it is."""
+    if any(cast(Any, layer).self_attn.sliding_window for layer in drafter.layers):
+        raise UserError(f"The drafter in {folder} has layers with a sliding window, which this command does not train.")
     embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
     del drafter.embed_tokens, drafter.lm_head
     rows, ids = output.rows.weight, output.vocabulary

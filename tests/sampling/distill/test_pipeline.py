@@ -12,6 +12,7 @@ from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 
 from sampling.distill.__main__ import main
 from sampling.distill.dataset import Corpus
+from sampling.distill.options import KINDS
 from sampling.distill.trainer import Trainer
 
 FLAGS = "--tokens 1000 --rows 6 --length 96 --batch 3 --passes 2 --vocabulary 150 --width 64 --depth 1"
@@ -41,7 +42,7 @@ def finished(target, tmp_path_factory):
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
-        for kind in ("head", "lm"):
+        for kind in KINDS:
             assert run(target, root / kind, "--kind", kind, "--keep") == 0
     return root
 
@@ -57,13 +58,13 @@ def message_of(capsys):
     return message
 
 
-@pytest.mark.parametrize("kind", ["head", "lm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_is_trained_described_and_loaded(target, tmp_path, kind):
     assert run(target, tmp_path / "out", "--kind", kind) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1 | 2 | 3 |" in card and "--target TARGET" in card and str(target) not in card
     assert not (tmp_path / "out" / "work").exists()
-    assert load(target, tmp_path / "out").drafter_kind == ("head" if kind == "head" else "model")
+    assert load(target, tmp_path / "out").drafter_kind == ("model" if kind == "lm" else "head")
 
 
 def acceptance(messages, out):
@@ -123,7 +124,7 @@ def test_a_held_out_page_without_answers_is_explained(target, tmp_path, capsys):
     assert "no such answers" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", ["head", "lm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", ["generation", "training"])
 def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkeypatch, kind, when):
     """Bit for bit the weights of an uninterrupted run."""
@@ -145,9 +146,10 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_training_reduces_the_loss(target, tmp_path):
+@pytest.mark.parametrize("kind", ["head", "eagle3"])
+def test_training_reduces_the_loss(target, tmp_path, kind):
     """Many passes over little text."""
-    assert run(target, tmp_path, "--keep", "--passes", "15", "--rate", "0.05") == 0
+    assert run(target, tmp_path, "--keep", "--passes", "15", "--rate", "0.05", "--kind", kind) == 0
     curve = json.loads((tmp_path / "work" / "progress.json").read_text())["curve"]
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
 
@@ -160,6 +162,7 @@ def test_training_reduces_the_loss(target, tmp_path):
         (["--target", "./nowhere"], "nowhere"),
         (["--target", "embedded", "--device", "cuda:99"], "cuda"),
         (["--target", "embedded", "--prompts", "./nowhere"], "nowhere"),
+        (["--target", "embedded", "--kind", "eagle3", "--layers", "2,31"], "31"),
         (["--target", "embedded", "--prompts", "/dev/null"], "/dev/null"),
     ],
 )
@@ -226,7 +229,7 @@ def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monk
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["head", "lm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path, kind):
     """At a tiny learning rate the weights stay near those of the earlier drafter, and the card mentions it."""
     flags = ["--kind", kind, "--rate", "1e-7", "--seed", "1"]
@@ -259,6 +262,9 @@ def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys
         ["--hours", "nan"],
         ["--kind", "tree"],
         ["--device", "tpu"],
+        ["--layers", "1,2"],
+        ["--kind", "eagle3", "--layers", "2,1"],
+        ["--kind", "eagle3", "--layers", "1,2", "--start", "."],
     ],
 )
 def test_invalid_flags_exit_with_status_2(tmp_path, flags):

@@ -1,0 +1,190 @@
+"""Drafters that `--kind eagle3` writes: they draft what training computed, and the package speculators reads them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file, save_file
+from shelf import load, refusal
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+
+from sampling.distill.__main__ import main
+from sampling.distill.generate import Page
+from sampling.distill.student_files import load_student
+from sampling.distill.target import Target, output_weight
+from sampling.drafters.head import feature_session
+from utils.decode.features import FeatureReader
+from utils.drafter_formats.eagle3_file import chosen_layers, usual_layers
+from utils.errors import UserError
+
+FLAGS = "--tokens 500 --rows 6 --length 96 --batch 3 --passes 4 --rate 0.1 --vocabulary 150 --kind eagle3 --device cpu"
+FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
+PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """The folder of a tiny target."""
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    save_folder(folder, tiny_llama(vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
+    return folder
+
+
+def trained(target, out, *flags):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
+        assert main(["--target", str(target), "--out", str(out), *FLAGS.split(), *flags]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory):
+    """Folders of trained drafters, by the layers that they read. The last one is read before the final norm."""
+    root = tmp_path_factory.mktemp("trained")
+    return {"usual": trained(target, root / "usual"), "last": trained(target, root / "last", "--layers", "0,3,8")}
+
+
+def changed(folder, out, **keys):
+    """A copy with other keys in config.json."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | keys))
+    return out
+
+
+@pytest.mark.parametrize("keys", [{}, {"norm_output": True}, {"norm_before_residual": True}])
+@pytest.mark.parametrize("name", ["usual", "last"])
+def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys):
+    """The unrolled steps of training against a session that drafts along the same text, after every position."""
+    pair = load(target, changed(folders[name], tmp_path / "out", **keys))
+    page = page_of(pair.target, pair.drafter.feature_layers)
+    with torch.no_grad():
+        student = load_student(tmp_path / "out", Target(pair.target, None, output_weight(pair.target)))
+        steps = [part.states[0] @ part.rows.T for part in student.predictions(page, 3)]
+    assert student.layers == (*pair.drafter.feature_layers, -1) and steps[0].std() > 0.1
+    session, tokens, known = feature_session(pair.drafter), page.tokens[0].tolist(), 0
+    session.begin(tokens[:1])
+    for end in range(1, len(steps[0]) + 1):
+        session.rewind(end)
+        session.add_features(page.features[0, known:end, : -page.features.shape[-1] // 4], known, end)
+        known = end
+        for step, logits in enumerate(steps):
+            drafted = session.feed(tokens[: end + 1 + step], keep=1)[0]
+            assert torch.allclose(drafted[student.ids], logits[end - 1], atol=1e-4), (end, step)
+            assert int(drafted.isneginf().sum()) == 300 - 150
+
+
+def page_of(model, read):
+    """One conversation of random tokens, with the hidden states that a drafter reads and the last one."""
+    tokens = torch.randint(300, (1, 14), generator=torch.Generator().manual_seed(1))
+    reader = FeatureReader(model, (*read, -1))
+    with torch.no_grad(), reader.watching():
+        output = model(input_ids=tokens, output_hidden_states=True)
+    return Page(tokens.int(), reader.features(output), torch.ones(1, 14), torch.zeros(1))
+
+
+def test_the_layers_are_numbered_as_in_the_layout(folders):
+    """Number n is the last layer's output before the final norm, and never that after it."""
+    configs = {name: json.loads((folder / "config.json").read_text()) for name, folder in folders.items()}
+    ids = {name: config["eagle_aux_hidden_state_layer_ids"] for name, config in configs.items()}
+    assert ids == {"usual": [2, 4, 5], "last": [0, 3, 8]}
+    assert chosen_layers(ids["last"], LAYERS) == (0, 3, 9)
+    assert usual_layers(30) == (2, 15, 27) and usual_layers(36) == (2, 18, 33)
+    for count in range(1, 12):
+        layers = usual_layers(count)
+        assert list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < count
+    with pytest.raises(UserError, match=r"hidden state 9.* to 8"):
+        chosen_layers([2, 9], LAYERS)
+
+
+def test_config_and_tensors_are_those_of_the_package(folders):
+    """Beside a drafter that speculators 0.9.0 saved. It always stores an embedding, which other programs share."""
+    stored = json.loads((FIXTURES / "llama-fc-norm" / "config.json").read_text())
+    config = json.loads((folders["usual"] / "config.json").read_text())
+    assert config.keys() == stored.keys() - {"auto_map"}
+    assert config["speculators_config"].keys() == stored["speculators_config"].keys()
+    assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
+    same = ("architectures", "speculators_model_type", "speculators_version", "fc_norm", "norm_output")
+    assert [config[name] for name in same] == [stored[name] for name in same]
+    ours, theirs = (
+        load_file(folder / "model.safetensors") for folder in (folders["usual"], FIXTURES / "llama-fc-norm")
+    )
+    assert ours.keys() == theirs.keys() - {"embed_tokens.weight"}
+    assert all(ours[name].dtype == theirs[name].dtype for name in ("d2t", "t2d"))
+    ids = ours["d2t"] + torch.arange(150)
+    assert torch.equal(ours["t2d"].nonzero()[:, 0], ids) and config["draft_vocab_size"] == 150
+
+
+def test_a_whole_vocabulary_needs_no_mapping(target, tmp_path):
+    out = trained(target, tmp_path / "out", "--vocabulary", "5000")
+    assert not {"d2t", "t2d"} & load_file(out / "model.safetensors").keys()
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 300
+    assert load(target, out).drafter.lm_head.rows.out_features == 300
+
+
+def test_a_drafter_of_a_different_target_is_refused(folders, tmp_path):
+    """Its sizes fit, so only the sample of the weights tells. Without target.json it loads."""
+    save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
+    out = shutil.copytree(folders["usual"], tmp_path / "out")
+    assert "was trained for tiny" in refusal(tmp_path / "other", out)
+    (out / "target.json").write_text('{"version": 1}')
+    assert "target.json is damaged" in refusal(tmp_path / "other", out)
+    (out / "target.json").unlink()
+    assert load(tmp_path / "other", out).drafter_kind == "head"
+
+
+def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):
+    about = json.loads((folders["usual"] / "target.json").read_text())
+    counts = about["draft_token_counts"]
+    assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 96
+
+
+def test_layers_with_a_sliding_window_are_not_trained(target, folders, tmp_path, capsys):
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    config = json.loads((folders["usual"] / "config.json").read_text())["transformer_layer_config"]
+    out = changed(folders["usual"], tmp_path / "out", transformer_layer_config=config | window)
+    assert main(["--target", str(target), "--out", str(tmp_path / "next"), *FLAGS.split(), "--start", str(out)]) == 1
+    assert "sliding window" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_package_computes_the_same_drafts(target, folders, tmp_path):
+    """The logits of speculators 0.9.0 with the verifier's embedding, against those of a session."""
+    packages = tmp_path / "packages"
+    for words in PACKAGES:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages), *words]
+        installed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if installed.returncode:
+            pytest.skip(f"{words[-1]} cannot be installed here: {installed.stderr.strip()[-200:]}")
+    check_package(target, folders["usual"], tmp_path, packages)
+
+
+def check_package(target: Path, folder: Path, root: Path, packages: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(9, 3 * 32, generator=generator)
+    save_file({"features": features, "tokens": torch.randint(300, (9,), generator=generator)}, root / "run")
+    keys = json.loads((folder / "config.json").read_text())["speculators_config"]
+    named = keys | {"verifier": keys["verifier"] | {"name_or_path": str(target)}}
+    out = changed(folder, root / "named", speculators_config=named)
+    path = os.pathsep.join([str(packages), str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, str(ROOT / "tests" / "speculators_reader.py"), str(out), str(root / "run")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    run, stored = load_file(root / "run"), load_file(out / "model.safetensors")
+    session, ids = feature_session(load(target, out).drafter), stored["d2t"] + torch.arange(150)
+    context = [0, *run["tokens"].tolist()]
+    session.begin(context[:1])
+    for last in range(run["logits"].shape[1]):
+        session.rewind(last + 1)
+        session.add_features(run["features"][last : last + 1], last, last + 1)
+        for step, rows in enumerate(run["logits"]):
+            logits = session.feed(context[: last + 2 + step], keep=1)[0]
+            difference = float((logits[ids] - rows[last]).abs().max())
+            assert difference < 1e-4, (last, step, difference, float(rows.std()), logits.dtype)
