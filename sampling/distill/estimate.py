@@ -48,10 +48,12 @@ class Workload:
         """The number of training steps over so many pages."""
         return max(1, pages * (self.plan.rows // self.plan.batch) * self.plan.passes)
 
-    def disk_bytes(self, weights: int) -> int:
-        """What the pages, checkpoints of so many weights, and the drafter take at most."""
+    def disk_bytes(self, weights: int, frozen: int) -> int:
+        """What the pages, checkpoints of so many trained weights, and the drafter take at most. frozen: the number of
+        weights that are stored with the drafter and not trained.
+        """
         text = (self.pages + 1) * self.page_tokens * (FEATURE_BYTES * self.units + OTHER_BYTES)
-        return text + weights * (CHECKPOINT_BYTES + DRAFTER_BYTES)
+        return text + weights * CHECKPOINT_BYTES + (weights + frozen) * DRAFTER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,9 @@ class Distillation:
         folder = self._options.work
         corpus = Corpus(folder / "held-out")
         student = create_student(self._target, corpus, self._plan)  # for its size and speed alone
-        needed = self._work.disk_bytes(weight_count(student.weights)) - written_bytes(folder)
+        # The EAGLE-3 format stores an embedding, perhaps in float32, and an output head, which are not trained.
+        frozen = 3 * self._target.lm_head.numel() if student.kind == "eagle3" else 0
+        needed = self._work.disk_bytes(weight_count(student.weights), frozen) - written_bytes(folder)
         self._report(space_text(folder, max(0, needed)))
         started = time.monotonic()
         if not len(corpus):

@@ -113,11 +113,11 @@ def _initialise(drafter: Eagle3, target: PreTrainedModel) -> None:
 
 
 def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> None:
-    """Write a drafter with weights in bfloat16, and target.json beside it.
+    """Write a drafter with trained weights in bfloat16, and target.json beside it.
 
     Raises UserError if the folder cannot be written.
     """
-    tensors = {name: _stored(part) for name, part in _tensors(drafter, target, around).items()}
+    tensors = {name: part.detach().cpu().contiguous() for name, part in _tensors(drafter, around).items()}
     config = json.dumps(_config(drafter, target, around), indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,10 +131,11 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
         raise UserError(f"{folder} cannot be written ({os_reason(error)}): choose a different folder.") from error
 
 
-def _tensors(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Tensor]:
-    tensors = drafter.state_dict() | {"lm_head.weight": around.rows}
-    if around.embedding is not target.get_input_embeddings().weight:  # otherwise programs take the target's
-        tensors["embed_tokens.weight"] = around.embedding
+def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
+    tensors = {name: _short(part) for name, part in (drafter.state_dict() | {"lm_head.weight": around.rows}).items()}
+    # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
+    # is missing. In the number format of the target, so that an equal copy is recognised.
+    tensors["embed_tokens.weight"] = around.embedding
     if not around.is_complete:
         ids = around.ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -142,9 +143,8 @@ def _tensors(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> 
     return tensors
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+def _short(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:

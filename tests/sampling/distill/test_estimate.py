@@ -51,7 +51,7 @@ def test_disk_space_is_that_of_the_pages(page, tmp_path):
         corpus.add(page)
     rows, length, units = page.features.shape
     plan = Plan("x", tokens=2 * rows * length)
-    needed = Workload.of(plan, page_tokens=rows * length, units=units).disk_bytes(0)
+    needed = Workload.of(plan, page_tokens=rows * length, units=units).disk_bytes(0, 0)
     assert needed == pytest.approx(written_bytes(tmp_path), rel=0.02)
 
 
