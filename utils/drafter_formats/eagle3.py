@@ -19,12 +19,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.eagle3_conventions import conventions
 from utils.drafter_formats.layer_types import sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_file import check_target_file
 from utils.drafter_formats.target_parts import (
     DraftHead,
-    check_feature_layers,
     load_embedding,
     load_head,
     share_parts,
@@ -33,7 +33,6 @@ from utils.engine import attention
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
 RENAMED["aux_norm_high."] = "fc_norm.2."
 # Keys of a config that describe the layers. Others, such as the drafter's vocabulary, do not concern them.
@@ -228,32 +227,6 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
         )
     on_meta = any(part.is_meta for part in module.parameters())  # then the read tensors take the place of its own
     module.load_state_dict(checkpoint.tensors(stored), assign=on_meta)
-
-
-def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
-    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
-    config = checkpoint.config
-    before_residual = config.get("norm_before_residual")
-    if before_residual is None:  # speculators files without the key are read so by vLLM
-        before_residual = "speculators_model_type" in config
-    return Conventions(_feature_layers(checkpoint, target), bool(before_residual), bool(config.get("norm_output")))
-
-
-def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
-    """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
-    config, count = checkpoint.config, layer_count(target)
-    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    if config.get(LAYER_IDS):  # speculators, vLLM: hidden states
-        ids = list(config[LAYER_IDS])
-    elif nested:  # SGLang: outputs of layers if the first one is 1
-        ids = [layer + (nested[0] == 1) for layer in nested]
-    elif config.get("target_layer_ids"):  # DeepSpec: outputs of layers
-        ids = [layer + 1 for layer in config["target_layer_ids"]]
-    else:
-        ids = [2, count // 2, count - 3]
-    check_feature_layers(checkpoint, target, ids)
-    # These programs take the last layer's output before the final norm, which has number n + 1 here.
-    return tuple(count + 1 if layer == count else layer for layer in ids)
 
 
 def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:

@@ -18,7 +18,7 @@ from sampling.distill.__main__ import main
 from sampling.distill.generate import Page
 from sampling.distill.student_files import load_student
 from sampling.distill.target import Target, output_weight
-from sampling.drafters.head import feature_session
+from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3_file import chosen_layers, usual_layers
 from utils.errors import UserError

@@ -1,0 +1,38 @@
+"""The conventions of EAGLE-3 checkpoints: which hidden states they read, by the keys of several programs."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from utils.decode.features import layer_count
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.target_parts import check_feature_layers
+from utils.models.feature_drafter import Conventions
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
+    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
+    config = checkpoint.config
+    before_residual = config.get("norm_before_residual")
+    if before_residual is None:  # speculators files without the key are read so by vLLM
+        before_residual = "speculators_model_type" in config
+    return Conventions(_feature_layers(checkpoint, target), bool(before_residual), bool(config.get("norm_output")))
+
+
+def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
+    """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
+    config, count = checkpoint.config, layer_count(target)
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    if config.get(LAYER_IDS):  # speculators, vLLM: hidden states
+        ids = list(config[LAYER_IDS])
+    elif nested:  # SGLang: outputs of layers if the first one is 1
+        ids = [layer + (nested[0] == 1) for layer in nested]
+    elif config.get("target_layer_ids"):  # DeepSpec: outputs of layers
+        ids = [layer + 1 for layer in config["target_layer_ids"]]
+    else:
+        ids = [2, count // 2, count - 3]
+    check_feature_layers(checkpoint, target, ids)
+    # These programs take the last layer's output before the final norm, which has number n + 1 here.
+    return tuple(count + 1 if layer == count else layer for layer in ids)
