@@ -126,7 +126,12 @@ def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None
 
 
 def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
-    """The MTP layers in the files of the target. Raises UserError if there are none."""
+    """The MTP layers in the files of the target. Raises UserError if there are none, or none that can be read."""
+    if target.gguf:
+        raise UserError(
+            f"MTP layers are not read from GGUF files such as '{target.name}': name the original checkpoint as "
+            "--target, or use a different --drafter."
+        )
     checkpoint = read_checkpoint(target)
     if checkpoint is None:
         raise no_layers(target.name, {})

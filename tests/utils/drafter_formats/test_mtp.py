@@ -27,6 +27,7 @@ from mtp_reference import QWEN as QWEN_NAMES
 from mtp_reference import MtpReference
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny_gguf import write_gguf
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -253,6 +254,11 @@ def test_layers_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, change
 def test_a_target_without_such_layers_is_refused(tmp_path):
     folder = save_folder(tmp_path, tiny_llama(vocab_size=300), tiny_tokenizer())
     assert "has no MTP layers" in refusal(folder, "mtp")
+
+
+def test_a_gguf_target_is_refused_before_it_is_loaded(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(vocab_size=300), tiny_tokenizer())
+    assert "GGUF" in refusal(path, "mtp")
 
 
 def test_layers_with_unknown_names_are_refused(tmp_path):
