@@ -159,7 +159,7 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     with torch.device("meta"):  # random weights would take time and memory
         drafter = DFlash(config, block, conventions, sizes)
     load_exactly(drafter, checkpoint, besides=BESIDES)
-    embedding = load_embedding(checkpoint, target, config.hidden_size)
+    embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=True)  # as z-lab's program
     head = load_head(checkpoint, target, config.hidden_size)
     _check_heads(checkpoint, drafter, head)
     share_parts(drafter, embedding, head, target)

@@ -71,23 +71,31 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     return DraftHead(rows, vocabulary, size)
 
 
-def load_embedding(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: int) -> nn.Embedding:
-    """Return the drafter's input embedding, or the target's, which also takes the place of an equal copy.
+def load_embedding(
+    checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: int, *, scaled: bool = False
+) -> nn.Embedding:
+    """Return the drafter's input embedding, or one with the target's weights, which also replace an equal copy.
 
-    Raises UserError if sizes do not fit.
+    scaled: whether a borrowed embedding is multiplied by the target's factor, which Gemma has. Raises UserError if
+    sizes do not fit.
     """
     shared = cast(nn.Embedding, target.get_input_embeddings())
     if not checkpoint.has("embed_tokens.weight"):
         if shared.weight.shape[1] != hidden:
             raise misfit(checkpoint, f"it has no embedding, and needs one of size {hidden}")
-        return shared
+        return shared if scaled else _lookup(shared.weight)
     weight = checkpoint.tensors(["embed_tokens.weight"])["embed_tokens.weight"]
     if weight.shape[1] != hidden or len(weight) < vocabulary_size(target):
         raise misfit(checkpoint, f"its embedding is {tuple(weight.shape)}")
-    if _same(weight, shared.weight.detach()):
-        return shared
-    embedding = nn.Embedding(len(weight), hidden, device="meta")
-    embedding.weight = nn.Parameter(weight, requires_grad=False)
+    return _lookup(
+        shared.weight if _same(weight, shared.weight.detach()) else nn.Parameter(weight, requires_grad=False)
+    )
+
+
+def _lookup(weight: Tensor) -> nn.Embedding:
+    count, size = weight.shape
+    embedding = nn.Embedding(count, size, device="meta")
+    embedding.weight = cast(nn.Parameter, weight)
     return embedding
 
 

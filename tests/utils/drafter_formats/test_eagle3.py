@@ -20,7 +20,8 @@ from drafter_checkpoints import (
 from drafter_runs import TOKENS, check_texts, draft_rounds, hidden_states, loaded
 from eagle3_reference import Eagle3Reference
 from shelf import load, refusal
-from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from utils.decode.model_session import ModelSession
 
@@ -192,3 +193,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, cha
     tensors, config = eagle3_tensors({}), copy.deepcopy(speculators_config({}))
     change(tensors, config)
     assert word in refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, tensors))
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_an_embedding_is_shared_without_the_targets_scaling(tmp_path, has_copy):
+    """Gemma multiplies its embeddings outside of the weights, and drafters are trained on the weights alone."""
+    config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})
+    target = build(Gemma3ForCausalLM, config, 0)
+    tensors, shared = eagle3_tensors({}), target.get_input_embeddings()
+    if has_copy:
+        tensors["embed_tokens.weight"] = shared.weight.detach().clone()
+    drafter = loaded(write_checkpoint(tmp_path, speculators_config({}), tensors), target, "EAGLE-3")
+    ids = torch.tensor([3, 5])
+    assert torch.equal(drafter.embed_tokens(ids), shared.weight[ids]) and not torch.equal(
+        shared(ids), shared.weight[ids]
+    )
+    assert drafter.embed_tokens.weight.data_ptr() == shared.weight.data_ptr()
