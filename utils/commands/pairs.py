@@ -1,13 +1,17 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
 from utils.commands.experiments.doctor import doctor
-from utils.commands.outcomes import Outcome, ShowRows, UsePair
+from utils.commands.outcomes import Outcome, Reply, ShowRows, UsePair
 from utils.commands.registry import Command, CommandContext, Page, renamed
 from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import parse_request
+from utils.pairs.request import PairRequest, parse_request
 
 LIST, DOCTOR = "list", "doctor"
+NOT_TRIED = (
+    "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
+    "checked on random weights."
+)
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -31,11 +35,15 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
 
 def _known(context: CommandContext) -> Outcome:
     loaded = context.harness.pair.request
-    rows = [
-        (name, "loaded" if (pair.target, pair.drafter) == (loaded.target, loaded.drafter) else "", _description(pair))
-        for name, pair in context.pairs.items()
-    ]
-    return [ShowRows(rows)]
+    rows = [(name, _state(pair, loaded), _description(pair)) for name, pair in context.pairs.items()]
+    untried = any(not pair.is_tried for pair in context.pairs.values())
+    return [ShowRows(rows), *([Reply(NOT_TRIED)] if untried else [])]
+
+
+def _state(pair: PairSpec, loaded: PairRequest) -> str:
+    if (pair.target, pair.drafter) == (loaded.target, loaded.drafter):
+        return "loaded"
+    return "" if pair.is_tried else "not tried"
 
 
 def _description(pair: PairSpec) -> str:

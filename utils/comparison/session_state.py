@@ -48,8 +48,9 @@ class SessionState:
     """The memory of one session.
 
     storage: the session's n-gram storage. prompts: those that were run, in order. advice: the fields of Settings that
-    the last verdict recommends. rounding: the largest change of the target's logits by verify width seen
-    so far.
+    the last verdict recommends. rounding: the largest change of the target's logits by verify width seen so far.
+    first_drafts: by strategy, how many first drafts of rounds the loaded drafter made, and how many of them were
+    accepted. said_low_acceptance: whether that was pointed out.
     """
 
     storage: NGramStorage
@@ -58,6 +59,8 @@ class SessionState:
     last: LastPrompt | None = None
     results: ShownResults = field(default_factory=ShownResults)
     rounding: float = 0.0
+    first_drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    said_low_acceptance: bool = False
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
 

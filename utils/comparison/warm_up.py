@@ -18,6 +18,7 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect
 from utils.metrics.stopwatch import Stopwatch
+from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 
 TIMED_TOKENS = 64  # length of a run that times a drafter
@@ -50,6 +51,8 @@ def _stored_seconds(label: str, word: str, harness: Harness, settings: Settings)
     engine, shown = harness.pair.engine, as_json(settings)
     # With everything else that the time depends on.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
+    if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
+        key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
     if key not in engine.draft_seconds:
         engine.report(f"measuring the drafter {label}")
         # All ranks must choose the same gammas, so all use rank zero's measurement.

@@ -89,12 +89,12 @@ device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
 
 
 def _parser() -> argparse.ArgumentParser:
-    pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items())
+    pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items() if pair.is_tried)
     parser = Parser(
         prog="infer.py",
         allow_abbrev=False,  # --prompt would be taken for --prompts
         description="Compare speculative decoding with other decoding strategies: speed, acceptance, equal text.",
-        epilog=f"Pairs: {pairs}; and those of the config file",
+        epilog=f"Pairs: {pairs}; published drafters (/pair list names them); and those of the config file",
     )
     _add_models(parser)
     _add_computation(parser)

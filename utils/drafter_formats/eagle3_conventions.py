@@ -36,3 +36,15 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     check_feature_layers(checkpoint, target, ids)
     # These programs take the last layer's output before the final norm, which has number n + 1 here.
     return tuple(count + 1 if layer == count else layer for layer in ids)
+
+
+def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
+    config = checkpoint.config
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
+    is_speculators = "speculators_model_type" in config
+    residual_unsaid = is_speculators and config.get("norm_before_residual") is None
+    # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.
+    output_doubtful = "norm_output" in config and not is_speculators
+    return counts_unsaid or residual_unsaid or output_doubtful

@@ -14,10 +14,10 @@ def shifted_layers(own: Conventions, count: int) -> dict[str, Conventions]:
     """
     plain = tuple(count if layer in (-1, count + 1) else layer for layer in own.feature_layers)
     found = {}
-    for shift, name in ((1, "one layer later"), (-1, "one layer earlier")):
+    for shift, name in ((1, "outputs of layers, one later"), (-1, "inputs of layers, one earlier")):
         layers = tuple(layer + shift for layer in plain)
         if all(0 <= layer <= count for layer in layers):
-            found[f"hidden states {name}"] = tuple(count + 1 if layer == count else layer for layer in layers)
+            found[f"layer ids read as {name}"] = tuple(count + 1 if layer == count else layer for layer in layers)
     if count in plain:
         for last, name in ((count, "after"), (count + 1, "before")):
             layers = tuple(last if layer == count else layer for layer in plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,11 +26,23 @@ class Conventions:
     from_anchor: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a published drafter comes from. files: that hold its config and weights. declared: the conventions that
+    they state, or the usual ones. is_ambiguous: whether programs disagree about how to read such files.
+    """
+
+    files: tuple[Path, ...]
+    declared: Conventions
+    is_ambiguous: bool
+
+
 class FeatureDrafter(nn.Module, ABC):
     """A drafter that continues from hidden states (features) of its target, concatenated to size F.
 
     conventions: how its checkpoint is read; another value takes effect at once. config: with the target's vocabulary
-    size, and of the layers that have a cache. Like a model it has a device, a dtype and a name_or_path.
+    size, and of the layers that have a cache. Like a model it has a device, a dtype and a name_or_path. origin: None if
+    its files leave nothing to convention.
     """
 
     conventions: Conventions
@@ -37,6 +50,7 @@ class FeatureDrafter(nn.Module, ABC):
     device: Any
     dtype: Any
     name_or_path: str
+    origin: Origin | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

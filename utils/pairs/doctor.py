@@ -7,11 +7,11 @@ predict the target's own text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from math import comb
 
 import torch
 from torch import Tensor
@@ -19,21 +19,28 @@ from torch import Tensor
 from sampling.autoregressive import autoregressive_steps
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.decoding import Decoding
+from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
-from utils.metrics.results import tokens_of
+from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
 
+OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
 TEXT_TOKENS = 256  # of the target's own text
 DEPTH = 3  # drafts in a row: the first one depends on the features, further ones on what is fed back
 MOVED = 17  # positions by which features are displaced to see whether the drafter uses them
-SIGNIFICANCE = 0.001  # of a difference between two readings, divided by their number
+PASSAGE = 4  # tokens; a passage of so many that the text has had before is not counted again
+GROUP = 4  # neighbouring rounds judge the same tokens, so they count together
+LEAST_GROUPS = 8  # fewer could not show a significant difference
+# The largest probability that a reading is replaced although no other one is better; divided by their number.
+SIGNIFICANCE = 0.01
+Reporter = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How often one reading of a checkpoint predicted the target's text.
 
-    name: empty for the present one. hits: (positions, DEPTH) of 0 or 1; a place counts whether or not those before it
+    name: empty for the present one. hits: (positions, drafts) of 0 or 1; a place counts whether or not those before it
     were right, because the text itself is fed.
     """
 
@@ -49,12 +56,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """readings: the present one first. better: a reading that is significantly better. reads_target: whether the
-    features matter: with displaced ones the drafter agrees significantly less.
+    """readings: the present one first. better: a reading that is significantly better. displaced: the agreement of
+    first drafts with features of other positions. reads_target: whether it is significantly lower than with the right
+    ones.
     """
 
     readings: tuple[Reading, ...]
     better: Reading | None
+    displaced: float
     reads_target: bool
 
     @property
@@ -63,43 +72,125 @@ class Diagnosis:
         return len(self.readings[0].hits)
 
 
-def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS) -> list[int]:
-    """The prompt and the target's greedy answer, which does not end at end tokens."""
-    decoding = Decoding.of(None, count, end_ids=None, seed=0)
-    return [*prompt, *tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), decoding))]
+def silent(_: str) -> None:
+    """A reporter that shows nothing."""
 
 
-def examine(drafter: FeatureDrafter, target: object, text: list[int], start: int) -> Diagnosis:
+def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS, report: Reporter = silent) -> list[int]:
+    """The prompt and the target's greedy answer, which does not end at end tokens, as far as the context reaches."""
+    if (bound := context_length(target)) is not None:
+        count = max(0, min(count, bound - 1 - len(prompt)))
+    decoding, text = Decoding.of(None, count, end_ids=None, seed=0), list(prompt)
+    for step in autoregressive_steps(prompt, ModelSession(target, rewinds=False), decoding):
+        text += step.tokens
+        report(f"generating text of the target: {len(text) - len(prompt)}/{count} tokens")
+    return text
+
+
+def examine(
+    drafter: FeatureDrafter, target: object, text: list[int], start: int, *, report: Reporter = silent
+) -> Diagnosis:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
-    The drafter's conventions are as before afterwards; `better` is for the caller to apply.
+    If one is significantly better, those that differ from it in one more convention are compared with it, and so on.
+    The drafter's conventions are as before afterwards; `better` is for the caller to apply. Raises UserError for a text
+    that is too short, or repeats itself too much, to tell readings apart.
     """
-    candidates = {"": drafter.conventions, **drafter.readings()}
-    layers = tuple(dict.fromkeys(layer for each in candidates.values() for layer in each.feature_layers))
-    states = _hidden_states(target, text, layers)
-    rounds = range(max(1, start - 2), len(text) - DEPTH - 1)
-    readings = []
-    for name, conventions in candidates.items():
-        features = torch.cat([states[layer] for layer in conventions.feature_layers], dim=-1)
-        with _reading(drafter, conventions):
-            readings.append(Reading(name, conventions, _hits(drafter, features, text, rounds)))
-            if not name:
-                moved = Reading("", conventions, _hits(drafter, features.roll(MOVED, 0), text, rounds))
-    own, others = readings[0], readings[1:]
-    better = max(others, key=lambda other: other.hits.sum().item(), default=None)
-    if better is not None and not _is_better(better, own, SIGNIFICANCE / len(others)):
-        better = None
-    judged = own if better is None else better
-    return Diagnosis(tuple(readings), better, _is_better(judged, moved, SIGNIFICANCE))
+    rounds = _new_passages(text, start)
+    if len(rounds) < GROUP * LEAST_GROUPS:
+        raise UserError(
+            f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
+            f"the drafter: {GROUP * LEAST_GROUPS} are needed."
+        )
+    examination = _Examination(drafter, target, text, rounds, report)
+    best = own = examination.reading("", drafter.conventions)
+    while (better := examination.better_than(best)) is not None:
+        best = better
+    displaced = examination.hits(best.conventions, moved=MOVED)
+    return Diagnosis(
+        tuple(examination.readings),
+        None if best is own else best,
+        float(displaced[:, 0].float().mean()),
+        _significance(best.hits, displaced) <= SIGNIFICANCE,
+    )
 
 
-def _hidden_states(target: object, text: list[int], layers: tuple[int, ...]) -> dict[int, Tensor]:
-    session = ModelSession(target, rewinds=False, features=layers)
-    session.begin(text)
-    session.feed(text, keep=1)
-    features = session.take_features()
-    assert features is not None
-    return dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
+def _new_passages(text: list[int], start: int) -> list[int]:
+    """The last positions with known features of the rounds to compare.
+
+    A text that goes round in circles would otherwise repeat a single lucky draft until it looked significant.
+    """
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for end in range(PASSAGE, len(text) + 1):
+        passage = tuple(text[end - PASSAGE : end])  # its last token is the first draft's
+        if passage not in seen and start < end <= len(text) - DEPTH + 1:
+            found.append(end - 3)
+        seen.add(passage)
+    return found
+
+
+@dataclass(slots=True)
+class _Examination:
+    """rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared."""
+
+    drafter: FeatureDrafter
+    target: object
+    text: list[int]
+    rounds: list[int]
+    report: Reporter
+    states: dict[int, Tensor] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
+
+    def reading(self, name: str, conventions: Conventions) -> Reading:
+        """Compare a reading with the text, unless it has been compared before."""
+        known = next((each for each in self.readings if each.conventions == conventions), None)
+        if known is None:
+            self.report(f"comparing readings of the drafter: number {len(self.readings) + 1}")
+            known = Reading(name, conventions, self.hits(conventions))
+            self.readings.append(known)
+        return known
+
+    def better_than(self, best: Reading) -> Reading | None:
+        """The best of the readings that differ from this one in one convention, if it is significantly better."""
+        with _reading(self.drafter, best.conventions):
+            others = {name: each for name, each in self.drafter.readings().items() if each != best.conventions}
+        found = [self.reading(f"{best.name}, and {name}" if best.name else name, each) for name, each in others.items()]
+        # By what is significant, not by the sum of hits: readings may draft blocks of different lengths.
+        level = {each.name: _significance(each.hits, best.hits) for each in found}
+        first = min(found, key=lambda each: level[each.name], default=None)
+        return first if first is not None and level[first.name] <= SIGNIFICANCE / len(found) else None
+
+    @torch.no_grad()
+    def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
+        """Which of up to DEPTH drafts in a row are the text's tokens (rounds, drafts). Round i knows the features up to
+        i. moved: by how many positions they are displaced.
+        """
+        features, text = self._features(conventions.feature_layers).roll(moved, 0), self.text
+        with _reading(self.drafter, conventions):
+            session = feature_session(self.drafter)
+            session.begin(text)
+            depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+            known, hits = 0, []
+            for last in self.rounds:
+                session.add_features(features[known : last + 1], known, last + 1)
+                known = last + 1
+                # The text is fed instead of the drafts, so that every position counts.
+                rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+                hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+                session.rewind(known)
+        return torch.tensor(hits, dtype=torch.int64)
+
+    def _features(self, layers: tuple[int, ...]) -> Tensor:
+        missing = tuple(dict.fromkeys(layer for layer in layers if layer not in self.states))
+        if missing:
+            session = ModelSession(self.target, rewinds=False, features=missing)
+            session.begin(self.text)
+            session.feed(self.text, keep=1)
+            features = session.take_features()
+            assert features is not None
+            self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
+        return torch.cat([self.states[layer] for layer in layers], dim=-1)
 
 
 @contextmanager
@@ -112,33 +203,23 @@ def _reading(drafter: FeatureDrafter, conventions: Conventions) -> Iterator[None
         drafter.conventions = before
 
 
-def _hits(drafter: FeatureDrafter, features: Tensor, text: list[int], rounds: range) -> Tensor:
-    """Which of DEPTH drafts in a row are the text's tokens (rounds, DEPTH). Round i knows the features up to i."""
-    session = feature_session(drafter)
-    session.begin(text)
-    depth = DEPTH if isinstance(drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-    known, hits = 0, []
-    for last in rounds:
-        session.add_features(features[known : last + 1], known, last + 1)
-        known = last + 1
-        # The text is fed instead of the drafts, so that every position counts.
-        rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-        hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-        session.rewind(known)
-    return torch.tensor(hits, dtype=torch.int64)
+def _significance(one: Tensor, other: Tensor) -> float:
+    """The probability of so many more hits of one reading if both were equally good. Both have the same positions."""
+    depth = min(one.shape[1], other.shape[1])
+    differences = (one[:, :depth] - other[:, :depth]).sum(1)
+    return sign_flip_test([int(group.sum()) for group in differences.split(GROUP)])
 
 
-def _is_better(one: Reading, other: Reading, level: float) -> bool:
-    """Whether a reading is right significantly more often, by McNemar's exact test.
-
-    A position is won by the reading with more hits in a row: the drafts after it are not independent of each other.
+def sign_flip_test(differences: Sequence[int]) -> float:
+    """The probability of so large a sum, or a larger one, if the sign of each difference were a fair coin: the exact
+    paired permutation test.
     """
-    difference = one.hits.sum(1) - other.hits.sum(1)
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    return wins > losses and sign_test(wins, losses) <= level
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """The probability of so many wins or more, of wins + losses, if both were equally likely."""
-    count = wins + losses
-    return float(Fraction(sum(comb(count, more) for more in range(wins, count + 1)), 2**count))
+    sums = Counter({0: 1})
+    for difference in differences:
+        turned: Counter[int] = Counter()
+        for total, ways in sums.items():
+            turned[total + difference] += ways
+            turned[total - difference] += ways
+        sums = turned
+    least = sum(differences)
+    return float(Fraction(sum(ways for total, ways in sums.items() if total >= least), 2 ** len(differences)))

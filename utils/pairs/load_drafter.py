@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement
 from utils.models.embedded import EMBEDDED_HEAD
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.feature_drafter import FeatureDrafter, Origin
 from utils.models.gguf import convert_if_gguf
 from utils.models.head_file import is_head, load_head
 from utils.models.load_errors import explained_errors, quiet
@@ -30,7 +30,8 @@ from utils.pairs.request import HEAD, LAYERS, MTP, PairRequest
 from utils.pairs.request_checks import layer_count
 from utils.text import first_of
 
-MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp)  # in the target's files, so not in the table
+# In the target's files, so not in the table. Programs feed the target's state before or after its final norm.
+MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp, lambda checkpoint: True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target:
     with explained_errors(checkpoint.name):
         drafter = known.load(checkpoint, target.model)
     drafter.name_or_path = checkpoint.name
+    files = tuple(sorted({path for path, _ in checkpoint.files.values()}))
+    drafter.origin = Origin(files, drafter.conventions, known.is_ambiguous(checkpoint))
     return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", HEAD)
 
 

@@ -211,7 +211,10 @@ class ReplSession:
                 return self._run_lines(lines)
             case RunReport(report):
                 self._finish_warm_up()
-                return ReportRunner(self.pair, renderer, self._log()).run(report)
+                try:
+                    return ReportRunner(self.pair, renderer, self._log()).run(report)
+                finally:
+                    settings.follow_drafter()  # which /pair doctor may have corrected
             case Quit():
                 return Verdict.QUIT
         return Verdict.DONE

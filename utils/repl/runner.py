@@ -11,6 +11,7 @@ from traceback import clear_frames
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
+from utils.comparison.low_acceptance import low_acceptance_hint
 from utils.comparison.marked_text import marked_text
 from utils.comparison.records import RecordFile, generation_records
 from utils.comparison.session_state import SessionState, ShownResult
@@ -181,6 +182,8 @@ class PromptRunner:
         causes: dict[str, Divergence] = {}
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
+            if hint := low_acceptance_hint(last, self.harness.state):
+                self.renderer.note(hint)
         except KeyboardInterrupt:
             self.renderer.note(COMPARISON_STOPPED)
             raise

@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from utils.comparison.harness import Harness
+from utils.comparison.settled_reading import settle_reading
 from utils.comparison.warm_up import with_costs
 from utils.config.setting_parts import listed_settings
 from utils.config.settings import Settings, reset_unsupported
 from utils.config.value_types import Limits
 from utils.errors import UserError
+from utils.models.feature_drafter import Conventions, FeatureDrafter
 from utils.prompts.chat_template import has_chat_template
 from utils.prompts.conversation import format_turns
 
@@ -44,6 +46,9 @@ class SessionSettings:
         template = has_chat_template(harness.pair.tokenizer)
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
         harness.start_engine(settings)
+        if found := settle_reading(harness, settings):  # before anything is measured with it
+            note(found)
+        self._conventions = self._read_now()
         self.current = self._with_costs(settings)
         self._first_costs = None if requested.costs else self.current.costs
         if requested.uses_chat != settings.uses_chat:
@@ -74,6 +79,23 @@ class SessionSettings:
         self._harness.start_engine(self.current, anew=True)
         self.current = self._with_costs(replace(self.current, costs=None))
         return f"engine: {self._harness.pair.engine.state.sentence()}"
+
+    def follow_drafter(self) -> None:
+        """Measure what a draft costs if the drafter is read in another way by now."""
+        before, self._conventions = self._conventions, self._read_now()
+        costs, label = self.current.costs, self._harness.pair.drafter_kind
+        if before == self._conventions or costs is None:
+            return
+        kept = replace(costs, draft=tuple(entry for entry in costs.draft if entry[0] != label))
+        self.current = self._with_costs(replace(self.current, costs=kept))
+        # /undo must not bring back the old costs.
+        self._earlier = [
+            replace(each, costs=self.current.costs) if each.costs == costs else each for each in self._earlier
+        ]
+
+    def _read_now(self) -> Conventions | None:
+        drafter = self._harness.pair.drafter
+        return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
 
     def refresh_costs(self, stopped: Callable[[], bool]) -> None:
         """Measure the costs again if those of an earlier start do not fit: the machine may have been busy then.

@@ -1,91 +1,20 @@
-"""The convention doctor finds a wrong reading, leaves a right one alone, and recognises a drafter of another target.
-
-The drafter is trained here, in seconds: only one that has learned something can tell readings apart.
-"""
+"""The convention doctor finds a wrong reading, leaves a right one alone, and recognises a drafter of another target."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, layer_keys
-from tiny import tiny_llama
-from torch import nn
-from torch.nn.functional import cross_entropy
+from trained_drafter import LAYERS, PROMPT, RIGHT, SIZE, random_drafter, target_model, text_of, trained
 
-from sampling import autoregressive_steps
-from utils.decode.decoding import Decoding
-from utils.decode.features import FeatureReader
-from utils.decode.model_session import ModelSession
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
 from utils.drafter_formats.readings import shifted_layers
-from utils.drafter_formats.target_parts import DraftHead
-from utils.logits_processor import MultinomialProcessor
-from utils.metrics.results import tokens_of
+from utils.errors import UserError
 from utils.models.feature_drafter import Conventions
-from utils.pairs.doctor import examine, sign_test
-
-LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 100, 4
-RIGHT = Conventions((2, 4, 5), norm_output=True)
-
-
-def target_model(seed: int = 0) -> Any:
-    return tiny_llama(seed, vocab_size=SIZE, num_hidden_layers=LAYERS)
-
-
-def text_of(target: Any) -> list[int]:
-    """A sampled text, because a greedy one of a random model soon repeats itself."""
-    plan = Decoding.of(MultinomialProcessor(1.0), LENGTH - PROMPT, end_ids=None, seed=0)
-    prompt = list(range(PROMPT))
-    return [*prompt, *tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))]
-
-
-@cache
-def trained() -> tuple[Any, list[int], Eagle3]:
-    """A target, its text, and a drafter that was trained on this text: the first draft, and the one after it."""
-    target = target_model()
-    text = text_of(target)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {})
-        config = layer_config(layer_keys(), empty, head_norms=False)
-        config.vocab_size = SIZE
-        parts = Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
-        drafter = Eagle3(config, RIGHT, parts)
-        head = DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE)
-        drafter.share(target.get_input_embeddings(), head, target)
-        drafter.requires_grad_(True)
-        drafter.embed_tokens.requires_grad_(False)
-        fit(drafter, features_of(target, text), torch.tensor(text))
-        drafter.requires_grad_(False)
-    return target, text, drafter
-
-
-def features_of(target: Any, text: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        output = target(torch.tensor([text]), output_hidden_states=True)
-        return FeatureReader(target, RIGHT.feature_layers).features(output)
-
-
-def fit(drafter: Eagle3, features: torch.Tensor, text: torch.Tensor) -> None:
-    drafter.config._attn_implementation = "sdpa"  # which has gradients
-    count = len(text)
-    positions = torch.arange(count)[None]
-    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(150):
-        states = drafter.next_states(drafter.fuse_features(features[:, :-2]), text[None, 1:-1], positions[:, :-2], None)
-        loss = cross_entropy(drafter.logits(states[0]), text[2:])
-        fed = drafter.feedback(states)[:, :-1]
-        second = drafter.next_states(fed, text[None, 2:-1], positions[:, 1:-2], None)
-        loss = loss + cross_entropy(drafter.logits(second[0]), text[3:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    drafter.config._attn_implementation = "row_invariant"
+from utils.pairs.doctor import GROUP, LEAST_GROUPS, SIGNIFICANCE, examine, own_text, sign_flip_test
+from utils.pairs.doctor import _significance as significance
 
 
 def diagnosed(conventions: Conventions) -> Any:
@@ -139,5 +68,56 @@ def test_shifted_layers_stay_within_the_target(layers, expected):
     assert {each.feature_layers for each in found.values()} == expected
 
 
-def test_the_sign_test_is_exact():
-    assert sign_test(3, 0) == 1 / 8 and sign_test(2, 1) == 4 / 8 and sign_test(0, 0) == 1.0
+def test_two_wrong_conventions_are_corrected_one_after_the_other():
+    found = diagnosed(replace(RIGHT, feature_layers=(3, 5, 6), norm_output=False))
+    assert found.better is not None and found.better.conventions == RIGHT
+    assert ", and " in found.better.name
+
+
+def test_readings_are_compared_on_the_drafts_that_all_of_them_have():
+    deep, shallow = torch.tensor([[1, 0, 1]] * 40), torch.tensor([[1, 0]] * 40)
+    assert significance(deep, shallow) == significance(shallow, deep) == 1.0
+
+
+def test_the_sign_flip_test_is_exact():
+    assert sign_flip_test([1, 1, 1]) == 1 / 8 and sign_flip_test([1, 1, -1]) == 4 / 8 and sign_flip_test([]) == 1.0
+    differences = [3, -1, 2, 2, 0]
+    sums = [
+        sum(sign * each for sign, each in zip(signs, differences, strict=True)) for signs in product((1, -1), repeat=5)
+    ]
+    assert sign_flip_test(differences) == sum(total >= 6 for total in sums) / 32
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    """Four other readings that are as good as the present one; neighbouring positions depend on each other."""
+    generator, alarms, runs = torch.Generator().manual_seed(0), 0, 400
+    for _ in range(runs):
+        luck = torch.rand(5, 64 + 3, 3, generator=generator)
+        hits = (luck.unfold(1, 4, 1).amin(-1) < 0.1).long()  # each position shares three of its four causes
+        alarms += min(significance(hits[other], hits[0]) for other in range(1, 5)) <= SIGNIFICANCE / 4
+    assert alarms <= 3 * SIGNIFICANCE * runs  # a probability below 0.001 if the rate is the stated one
+
+
+def test_a_text_that_goes_round_in_circles_raises_no_false_alarm():
+    """A repeated passage would count the same lucky draft again and again."""
+    for seed in range(6):
+        drafter = random_drafter(seed)
+        text = [*range(PROMPT), *range(20, 20 + SIZE // 4), *[1, 2, 3, 4, 5, 6, 7] * 25]
+        with pytest.raises(UserError, match="are needed"):
+            examine(drafter, target_model(), text, PROMPT)
+    varied = torch.randint(SIZE, (GROUP * LEAST_GROUPS + 8,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = examine(drafter, target_model(), [*varied, *[1, 2, 3, 4, 5, 6, 7] * 25], PROMPT)
+    assert found.positions < len(varied) + 7 and found.better is None
+
+
+def test_random_drafters_are_neither_corrected_nor_said_to_fit():
+    target = target_model()
+    text = text_of(target)
+    found = [examine(random_drafter(seed), target, text, PROMPT) for seed in range(3)]
+    assert not any(each.better for each in found) and not any(each.reads_target for each in found)
+
+
+def test_own_text_is_what_the_target_says_and_is_counted():
+    target, lines = target_model(), []
+    text = own_text(target, [1, 2, 3], 5, lines.append)
+    assert text[:3] == [1, 2, 3] and len(text) == 8 and len(lines) == 5

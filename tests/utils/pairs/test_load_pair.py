@@ -136,5 +136,8 @@ def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None
 
 
 def test_the_table_of_pairs() -> None:
-    assert set(PAIRS) == {"embedded", "llama-3.2", "smollm2", "qwen3"}
+    assert {name for name, pair in PAIRS.items() if pair.is_tried} == {"embedded", "llama-3.2", "smollm2", "qwen3"}
+    published = [pair for pair in PAIRS.values() if not pair.is_tried]
+    assert len({pair.drafter for pair in published}) == len(published) >= 10
+    assert all(pair.target and "/" in pair.target and "/" in str(pair.drafter) for pair in published)
     assert (PAIRS["embedded"].target, PAIRS["embedded"].drafter) == ("embedded", "head")

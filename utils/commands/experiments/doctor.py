@@ -6,15 +6,16 @@ from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import CommandContext
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.settled_reading import remember
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
-from utils.pairs.doctor import DEPTH, TEXT_TOKENS, Diagnosis, Reading, examine, own_text
+from utils.pairs.doctor import DEPTH, OWN_PROMPT, TEXT_TOKENS, Diagnosis, Reading, examine, own_text
 
-OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
 PRESENT = "as it is read now"
 HEADINGS = ("reading", *(f"draft {place}" for place in range(1, DEPTH + 1)))
 LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
+CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
 def doctor(context: CommandContext) -> Outcome:
@@ -32,17 +33,18 @@ def doctor(context: CommandContext) -> Outcome:
 
 
 def _events(harness: Harness, settings: Settings, drafter: FeatureDrafter) -> Iterator[ReportEvent]:
-    target, prompt = harness.pair.target, harness.prompt_ids(OWN_PROMPT, settings)
+    target, report, prompt = harness.pair.target, harness.pair.engine.report, harness.prompt_ids(OWN_PROMPT, settings)
     yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
-    text = own_text(target, prompt)
-    yield Progress(f"comparing {1 + len(drafter.readings())} readings of the drafter ...")
-    found = examine(drafter, target, text, len(prompt))
-    if found.better is not None:
-        drafter.conventions = found.better.conventions
-    for reading in found.readings:
-        yield Finding(_cells(reading), _figures(reading, found))
+    text = own_text(target, prompt, TEXT_TOKENS, report)
+    found = examine(drafter, target, text, len(prompt), report=report)
     if not drafter.readings():
         yield Note("This format leaves nothing to convention.")
+    # Nothing takes time from here on, so that Ctrl-C cannot come between the correction and its findings.
+    if found.better is not None:
+        drafter.conventions = found.better.conventions
+        remember(harness)
+    for reading in found.readings:
+        yield Finding(_cells(reading), _figures(reading, found))
 
 
 def _cells(reading: Reading) -> tuple[str, ...]:
@@ -54,34 +56,41 @@ def _figures(reading: Reading, found: Diagnosis) -> dict[str, object]:
     return {
         "reading": reading.name,
         "feature_layers": list(reading.conventions.feature_layers),
+        "norm_before_residual": reading.conventions.norm_before_residual,
+        "norm_output": reading.conventions.norm_output,
+        "from_anchor": reading.conventions.from_anchor,
         "agreement": list(reading.agreement),
         "positions": found.positions,
         "is_used": reading is (found.better or found.readings[0]),
         "reads_target": found.reads_target,
+        "displaced_agreement": found.displaced,
     }
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
     """Which reading is used, and whether the drafter fits the target at all."""
-    if not findings:
-        return []
     rows = [finding.figures for finding in findings]
-    used, present = next(row for row in rows if row["is_used"]), rows[0]
-    agreement, positions = used["agreement"][0], used["positions"]
+    used = next((row for row in rows if row["is_used"]), None)
+    if used is None:  # stopped before its finding
+        return []
+    present, agreement, positions = rows[0], used["agreement"][0], used["positions"]
     if not used["reads_target"]:
         return [
-            f"The drafter predicts the target's text no better from its hidden states than from those of other "
-            f"positions ({agreement:.2f} at {positions} positions): it was probably made for a different target. Use a "
-            "different --drafter."
+            f"The drafter predicts the target's text hardly better from its hidden states ({agreement:.2f}) than from "
+            f"those of other positions ({used['displaced_agreement']:.2f}), at {positions} positions: it was probably "
+            "made for a different target, or is read in a way that was not compared. Use a different --drafter."
         ]
     if used is not present:
-        place = 1 + max(range(DEPTH), key=lambda index: used["agreement"][index] - present["agreement"][index])
-        before, after = present["agreement"][place - 1], used["agreement"][place - 1]
+        places = range(min(len(used["agreement"]), len(present["agreement"])))
+        place = max(places, key=lambda index: used["agreement"][index] - present["agreement"][index])
         return [
-            f"The drafter is now read with {used['reading']}: draft {place} agrees with the target's text at "
-            f"{after:.2f} of {positions} positions, before at {before:.2f}."
+            f"The drafter is now read with {used['reading']}: draft {place + 1} agrees with the target's text at "
+            f"{used['agreement'][place]:.2f} of {positions} positions, before at {present['agreement'][place]:.2f}.",
+            CORRECTED,
         ]
-    lines = [f"The present reading is right: no other one is significantly better at {positions} positions."]
+    lines = []
+    if len(rows) > 1:
+        lines.append(f"The present reading is right: no other one is significantly better at {positions} positions.")
     if agreement < LITTLE:
         lines.append(f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter.")
-    return lines
+    return lines or [f"The drafter reads its target: {agreement:.2f} of the first drafts agree with its text."]

@@ -1,0 +1,91 @@
+"""An EAGLE-3 drafter that is trained in seconds: only one that has learned something can tell readings apart."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from drafter_checkpoints import HIDDEN, layer_keys
+from tiny import tiny_llama
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sampling import autoregressive_steps
+from utils.decode.decoding import Decoding
+from utils.decode.features import FeatureReader
+from utils.decode.model_session import ModelSession
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
+from utils.drafter_formats.target_parts import DraftHead
+from utils.logits_processor import MultinomialProcessor
+from utils.metrics.results import tokens_of
+from utils.models.feature_drafter import Conventions
+
+LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 100, 4
+RIGHT = Conventions((2, 4, 5), norm_output=True)
+
+
+def target_model(seed: int = 0) -> Any:
+    return tiny_llama(seed, vocab_size=SIZE, num_hidden_layers=LAYERS)
+
+
+def text_of(target: Any) -> list[int]:
+    """A sampled text, because a greedy one of a random model soon repeats itself."""
+    plan = Decoding.of(MultinomialProcessor(1.0), LENGTH - PROMPT, end_ids=None, seed=0)
+    prompt = list(range(PROMPT))
+    return [*prompt, *tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))]
+
+
+@cache
+def trained() -> tuple[Any, list[int], Eagle3]:
+    """A target, its text, and a drafter that was trained on this text: the first draft, and the one after it."""
+    target = target_model()
+    text = text_of(target)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        drafter = new_drafter(target)
+        drafter.requires_grad_(True)
+        drafter.embed_tokens.requires_grad_(False)
+        fit(drafter, features_of(target, text), torch.tensor(text))
+        drafter.requires_grad_(False)
+    return target, text, drafter
+
+
+def random_drafter(seed: int) -> Eagle3:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return new_drafter(target_model())
+
+
+def new_drafter(target: Any) -> Eagle3:
+    empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {})
+    config = layer_config(layer_keys(), empty, head_norms=False)
+    config.vocab_size = SIZE
+    drafter = Eagle3(config, RIGHT, Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False))
+    return drafter.share(
+        target.get_input_embeddings(), DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE), target
+    )
+
+
+def features_of(target: Any, text: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        output = target(torch.tensor([text]), output_hidden_states=True)
+        return FeatureReader(target, RIGHT.feature_layers).features(output)
+
+
+def fit(drafter: Eagle3, features: torch.Tensor, text: torch.Tensor) -> None:
+    drafter.config._attn_implementation = "sdpa"  # which has gradients
+    count = len(text)
+    positions = torch.arange(count)[None]
+    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
+    for _ in range(150):
+        states = drafter.next_states(drafter.fuse_features(features[:, :-2]), text[None, 1:-1], positions[:, :-2], None)
+        loss = cross_entropy(drafter.logits(states[0]), text[2:])
+        fed = drafter.feedback(states)[:, :-1]
+        second = drafter.next_states(fed, text[None, 2:-1], positions[:, 1:-2], None)
+        loss = loss + cross_entropy(drafter.logits(second[0]), text[3:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.config._attn_implementation = "row_invariant"

@@ -1,0 +1,167 @@
+"""An ambiguous drafter is examined when it is loaded, read in the better way, and remembered; a damaged file is not
+believed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import comb
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from drafter_checkpoints import VOCABULARY, eagle3_tensors, layer_keys, speculators_config, write_checkpoint
+from shelf import load
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+from trained_drafter import PROMPT, RIGHT, target_model, trained
+
+from utils.comparison import settled_reading
+from utils.comparison.low_acceptance import is_low, low_acceptance_hint
+from utils.comparison.session_state import SessionState
+from utils.comparison.settled_reading import FILE, INTERRUPTED, remember, settle_reading
+from utils.config.settings import Settings
+from utils.decode.steps import Step
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.eagle3_conventions import is_ambiguous
+from utils.engine.stored_results import ResultFile
+from utils.models.feature_drafter import Origin
+from utils.pairs.stored_readings import reading_key
+
+WRONG = replace(RIGHT, feature_layers=(3, 5, 6))
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch) -> Any:
+    """With the trained drafter, declared wrongly."""
+    target, text, drafter = trained()
+    drafter.conventions = WRONG
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    monkeypatch.setattr(drafter, "origin", Origin((weights,), WRONG, is_ambiguous=True))
+    monkeypatch.setattr(settled_reading, "own_text", lambda *arguments: text)
+    engine = SimpleNamespace(results=ResultFile(tmp_path / "cache" / "engine.json"), report=lambda line: None)
+    pair = SimpleNamespace(drafter=drafter, target=target, engine=engine)
+    return SimpleNamespace(pair=pair, prompt_ids=lambda *arguments: list(range(PROMPT)))
+
+
+def examinations(monkeypatch, error: BaseException | None = None) -> list[int]:
+    """Count examinations from now on, or let them fail."""
+    seen: list[int] = []
+    original = settled_reading.examine
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        seen.append(1)
+        if error:
+            raise error
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(settled_reading, "examine", counted)
+    return seen
+
+
+def test_a_wrong_reading_is_corrected_and_remembered(harness, monkeypatch):
+    seen, drafter = examinations(monkeypatch), harness.pair.drafter
+    line = settle_reading(harness, Settings())
+    assert drafter.conventions == RIGHT and line.startswith("layer ids read as inputs of layers") and "against" in line
+    drafter.conventions = WRONG
+    assert "earlier examination" in settle_reading(harness, Settings())
+    assert drafter.conventions == RIGHT and len(seen) == 1
+
+
+@pytest.mark.parametrize("changed", ["file", "damaged", "entry", "declared"])
+def test_what_was_remembered_holds_for_the_same_files_and_target_only(harness, monkeypatch, changed):
+    pair = harness.pair
+    settle_reading(harness, Settings())
+    seen, stored = examinations(monkeypatch), pair.engine.results.path.parent / FILE
+    pair.drafter.conventions = WRONG
+    if changed == "file":
+        pair.drafter.origin.files[0].write_bytes(b"other weights")
+    elif changed == "damaged":
+        stored.write_bytes(stored.read_bytes()[:-20])
+    elif changed == "entry":
+        content = json.loads(stored.read_text())
+        next(iter(content["entries"].values()))["norm_output"] = False  # valid, but not what was written
+        stored.write_text(json.dumps(content))
+    else:
+        monkeypatch.setattr(pair.drafter, "origin", replace(pair.drafter.origin, declared=RIGHT))
+    settle_reading(harness, Settings())
+    assert len(seen) == 1 and pair.drafter.conventions == RIGHT
+
+
+def test_another_target_has_another_key(harness):
+    origin = harness.pair.drafter.origin
+    keys = {reading_key(origin.files, origin.declared, target_model(seed)) for seed in (0, 1)}
+    assert len(keys) == 2 and reading_key(origin.files, origin.declared, target_model(0)) in keys
+
+
+def test_ctrl_c_ends_the_examination_alone(harness, monkeypatch):
+    examinations(monkeypatch, KeyboardInterrupt())
+    assert settle_reading(harness, Settings()) == INTERRUPTED
+    assert harness.pair.drafter.conventions == WRONG
+
+
+def test_clear_files_are_examined_by_the_command_only(harness, monkeypatch):
+    drafter = harness.pair.drafter
+    monkeypatch.setattr(drafter, "origin", replace(drafter.origin, is_ambiguous=False))
+    seen = examinations(monkeypatch)
+    assert settle_reading(harness, Settings()) == "" and not seen
+    drafter.conventions = RIGHT  # as /pair doctor found it
+    remember(harness)
+    drafter.conventions = WRONG
+    assert settle_reading(harness, Settings()) and drafter.conventions == RIGHT and not seen
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, False),
+        ({"target_layer_ids": [1, 2, 3]}, False),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, True),
+        ({"eagle_config": None}, False),
+        ({"norm_output": True}, True),
+        ({"norm_output": False}, True),
+        ({"speculators_model_type": "eagle3", "norm_output": True}, True),
+        ({"speculators_model_type": "eagle3", "norm_output": True, "norm_before_residual": False}, False),
+    ],
+)
+def test_what_programs_read_differently_is_ambiguous(config, expected):
+    assert is_ambiguous(DrafterCheckpoint("drafter", config, {}, {})) is expected
+
+
+def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):
+    target = save_folder(tmp_path / "target", tiny_llama(num_hidden_layers=6), tiny_tokenizer(VOCABULARY))
+    clear = write_checkpoint(tmp_path / "clear", speculators_config({}), eagle3_tensors({}))
+    nested = layer_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    unclear = write_checkpoint(tmp_path / "unclear", nested, eagle3_tensors({}))
+    origins = [load(target, drafter=str(folder)).drafter.origin for folder in (clear, unclear)]
+    assert [origin.is_ambiguous for origin in origins] == [False, True]
+    assert origins[1].files == (unclear / "model.safetensors",) and origins[1].declared.feature_layers == (2, 3, 4)
+
+
+def runs(pair: Any, drafted: int, accepted: int) -> Any:
+    steps = [Step((5,), int(index < accepted), 7) for index in range(drafted)] + [Step((), 0, 7)]
+    strategy = SimpleNamespace(name="speculative", drafts=True, drafter_label=lambda pair: "head")
+    return SimpleNamespace(job=SimpleNamespace(pair=pair), compared=[(strategy, SimpleNamespace(steps=steps), None)])
+
+
+def test_low_acceptance_is_pointed_out_once(harness):
+    pair, state = harness.pair, SessionState(None)  # type: ignore[arg-type]  # the storage is not used
+    pair.drafter_kind = "head"
+    assert low_acceptance_hint(runs(pair, 15, 1), state) == ""
+    assert low_acceptance_hint(runs(pair, 10, 0), state) == ""
+    assert "1 of 35" in low_acceptance_hint(runs(pair, 10, 0), state), "prompts of one pair count together"
+    assert low_acceptance_hint(runs(pair, 60, 0), state) == ""
+    pair.drafter = torch.nn.Linear(1, 1)
+    assert low_acceptance_hint(runs(pair, 60, 0), SessionState(None)) == ""  # type: ignore[arg-type]
+
+
+def test_the_rule_of_low_acceptance():
+    assert is_low(20, 0) and not is_low(19, 0) and not is_low(25, 1) and is_low(26, 1) and not is_low(50, 2)
+    for accepted_at, bound in ((0.3, 0.0015), (0.2, 0.023)):
+        for drafted in range(20, 300):
+            low = [count for count in range(drafted) if is_low(drafted, count)]
+            chance = sum(comb(drafted, k) * accepted_at**k * (1 - accepted_at) ** (drafted - k) for k in low)
+            assert chance < bound, (drafted, chance)
