@@ -128,18 +128,21 @@ class Distillation:
         if not len(corpus):
             corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._work.page_tokens)))
             progress.page_seconds = time.monotonic() - started
+            progress.save(folder)
         page = corpus.page(0)
         if not progress.step_seconds:
             trial = Trainer(student, TrainingData(corpus, page, self._target.lm_head), self._plan, TRIAL_STEPS)
             progress.step_seconds = step_seconds(trial)
             progress.save(folder)
-        if not (folder / STATE_FILE).is_file():
+        # Work of an earlier version has no measured page; then the first page brings the estimate.
+        if not (folder / STATE_FILE).is_file() and (progress.writing or progress.page_seconds):
             self._report(self._estimate_text(progress, pages))
         return page
 
     def _estimate_text(self, progress: Progress, pages: int) -> str:
-        page_seconds = progress.writing / pages if pages else progress.page_seconds
-        seconds = (max(page_seconds, 1e-9), max(progress.step_seconds, 1e-9))  # 0 in work of an earlier version
+        # An interruption after the first page, before its time was saved, leaves only that of the held-out page.
+        page_seconds = progress.writing / pages if pages and progress.writing else progress.page_seconds
+        seconds = (page_seconds, progress.step_seconds)
         return estimate_text(self._work, pages, estimated(self._work, pages, progress.writing, seconds))
 
     def measure(self) -> None:
