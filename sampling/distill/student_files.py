@@ -126,9 +126,10 @@ def _eagle3_student(drafter: Eagle3, folder: Path) -> HeadStudent:
 
 def _head_student(head: Head | Eagle3, target: Target, vocabulary: Tensor) -> HeadStudent:
     vocabulary = vocabulary.to(target.model.device)
-    return HeadStudent(
-        head.to(target.model.device), target.model.get_input_embeddings(), target.lm_head[vocabulary], vocabulary
-    )
+    embed = target.model.get_input_embeddings()
+    if isinstance(head, Eagle3):  # it is loaded with the weights alone, without the factor of some targets
+        embed = nn.Embedding.from_pretrained(embed.weight.detach())
+    return HeadStudent(head.to(target.model.device), embed, target.lm_head[vocabulary], vocabulary)
 
 
 @torch.no_grad()

@@ -12,11 +12,14 @@ import torch
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
-from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from sampling.distill.__main__ import main
+from sampling.distill.dataset import Corpus
 from sampling.distill.generate import Page
-from sampling.distill.student_files import load_student
+from sampling.distill.options import Plan
+from sampling.distill.student_files import create_student, load_student
 from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
@@ -144,6 +147,16 @@ def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):
     about = json.loads((folders["usual"] / "target.json").read_text())
     counts = about["draft_token_counts"]
     assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 96
+
+
+def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_path):
+    """As load_eagle3 gives them to it."""
+    config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})
+    model = build(Gemma3ForCausalLM, config, 0)
+    plan = Plan("x", kind="eagle3", vocabulary=20)
+    student = create_student(Target(model, None, model.lm_head.weight.detach()), Corpus(tmp_path), plan)
+    ids = torch.tensor([3, 5])
+    assert torch.equal(student.embed(ids), model.get_input_embeddings().weight[ids])
 
 
 def test_layers_with_a_sliding_window_are_not_trained(target, folders, tmp_path, capsys):
