@@ -149,6 +149,16 @@ def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):
     assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 96
 
 
+def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp_path):
+    flags = {"norm_output": True, "norm_before_residual": True}
+    start = changed(folders["last"], tmp_path / "start", **flags)
+    out = trained(target, tmp_path / "out", "--start", str(start), "--vocabulary", "20", "--seed", "5")
+    assert load(target, out).drafter.conventions == load(target, start).drafter.conventions
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, out))
+    assert torch.equal(before["d2t"], after["d2t"]) and torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+
+
 def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_path):
     """As load_eagle3 gives them to it."""
     config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})
