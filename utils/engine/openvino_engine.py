@@ -131,6 +131,7 @@ class OpenVinoEngine:
         self._compiled = {self._threads: self._compiled[self._threads]} if self._below else {}
         if self._below:
             self._swap_helpers()
+            self._release_weights()  # another engine may have restored them
 
     def is_parked(self) -> bool:
         """Whether the engine is removed and can compute again at once."""
@@ -161,8 +162,7 @@ class OpenVinoEngine:
         self._set_forwards()
         if self._memory is None:
             self._swap_helpers()
-        release_weights(self._models, self.folder)
-        release_memory()  # weights that another engine had restored: otherwise the allocator keeps their memory
+        self._release_weights()
 
     def _converted(self, model: PreTrainedModel, spec: DecoderSpec) -> Any:
         from utils.engine.openvino_segments import OpenVinoSegments  # takes half a second
@@ -207,6 +207,10 @@ class OpenVinoEngine:
     def _has_room(self) -> bool:
         """Whether another set of compiled graphs may be kept."""
         return self._memory is not None and self._memory() > SPARE * self._converted_bytes()
+
+    def _release_weights(self) -> None:
+        release_weights(self._models, self.folder)
+        release_memory()  # weights that another engine had restored: otherwise the allocator keeps their memory
 
     def _converted_bytes(self) -> int:
         compiled = next(iter(self._compiled.values()), None)

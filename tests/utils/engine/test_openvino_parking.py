@@ -14,6 +14,7 @@ from utils.decode.engine_forward import engine_forward
 from utils.engine import openvino_support
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import ParkingEngine
+from utils.engine.mapped_weights import mapped_ranges
 from utils.engine.module_swap import EngineLinear
 from utils.engine.openvino_engine import OpenVinoEngine
 from utils.engine.plain import PlainEngine
@@ -78,6 +79,9 @@ def test_engines_alternate_and_keep_their_logits(seat: Seat, model: PreTrainedMo
     assert seat.end_trials() == "" and seat.name == "openvino"
     assert torch.equal(logits(model), expected["openvino"])
     assert not any(isinstance(part, EngineLinear) for part in model.modules()), "nothing stays below it"
+    weights, ranges = [layer.mlp.up_proj.weight for layer in model.model.layers], [*mapped_ranges()]
+    in_files = [any(part.start <= weight.data_ptr() < part.end for part in ranges) for weight in weights]
+    assert all(in_files), "the weights that the invariant engine restored take memory"
     seat.remove()
     assert torch.equal(logits(model), expected["plain"]) and engine_forward(model) is None
     assert compilations.call_count == 1
