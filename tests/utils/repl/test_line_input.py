@@ -164,7 +164,7 @@ def completions(text: str) -> list[Completion]:
         ("/ngram k", ["kind", "keep"]),
         ("/ngram kind ", ["kind basic", "kind onelevel"]),
         ("/ngram keep o", ["keep on", "keep off"]),
-        ("/pair ", ["list"]),
+        ("/pair ", ["list", "doctor"]),
         ("/turns n", ["new"]),
         ("/top_k_", []),
         ("/help top", ["top_k", "top_p"]),
