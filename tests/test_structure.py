@@ -18,6 +18,7 @@ LADDER = (
     "utils.screen",
     "utils.comparison",
     "utils.config",
+    "utils.servers",
     "utils.pairs",
     "utils.prompts",
     "ngram_assisted",
@@ -31,8 +32,11 @@ LADDER = (
 )
 # debug=True of the library functions prints rounds; the import runs only when it is asked for.
 EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
-# Started by --help, so they must not import torch.
-LIGHT = ("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request")
+# Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
+LIGHT = (
+    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request"),
+    *("utils.servers.client", "utils.servers.engines.recognise"),
+)
 SCREEN_LIBRARIES = {"rich", "termcolor"}
 LAYS_OUT = {
     "utils.screen.renderer",
@@ -96,7 +100,10 @@ def test_packages_import_downwards_only(name: str) -> None:
 
 def test_every_package_has_a_row() -> None:
     packages = {module_name(path) for path in SOURCES.values() if path.name == "__init__.py"}
-    nested = {"utils.commands.experiments", "utils.commands.experiments.verdict", "sampling.drafters"}
+    nested = {
+        *("utils.commands.experiments", "utils.commands.experiments.verdict", "utils.commands.servers"),
+        *("utils.servers.engines", "utils.servers.processes", "sampling.drafters"),
+    }
     assert packages - nested == set(LADDER) - {"infer"}
 
 
@@ -129,7 +136,7 @@ def test_commands_do_not_import_each_other() -> None:
     for name in SOURCES:
         if name.startswith("utils.commands.") and name not in shared:
             own = name.rpartition(".")[0]  # a command of several modules has a package of its own
-            own = own if own.startswith("utils.commands.experiments.") else name
+            own = own if own.startswith(("utils.commands.experiments.", "utils.commands.servers")) else name
             others = {
                 other for other in imported(name) if other.startswith("utils.commands.") and not other.startswith(own)
             } - shared

@@ -132,6 +132,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise a chunk waits for the receipt of the one before
     server: _Server
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -1,0 +1,210 @@
+"""The client against a server on loopback: texts, counts, times, and one sentence for every failure."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from servers.loopback import Faults, Loopback
+
+from utils.decode.steps import FinishReason
+from utils.errors import UserError
+from utils.servers.address import ServerAddress
+from utils.servers.client import ServerClient
+from utils.servers.completion import Arrival, CountedBy, Event, Piece, ServerCompletion
+from utils.servers.engines.openai import OpenAIKind
+from utils.servers.engines.recognise import recognise
+from utils.servers.failures import ServerError
+from utils.servers.request import Chat, ServerRequest
+
+KEY = "sk-4f9a1c77e2b0"
+REQUEST = ServerRequest("a b", 6)
+
+
+class WithIds(OpenAIKind):
+    """A kind that takes and gives token ids."""
+
+    @property
+    def takes_token_ids(self) -> bool:
+        return True
+
+    def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
+        return {"return_token_ids": True}
+
+    def token_ids(self, event: Event) -> tuple[int, ...] | None:
+        ids = event["choices"][0].get("token_ids")
+        return None if ids is None else tuple(ids)
+
+
+@pytest.fixture
+def server() -> Iterator[Loopback]:
+    with Loopback() as running:
+        yield running
+
+
+def complete(
+    server: Loopback, request: ServerRequest = REQUEST, kind: OpenAIKind | None = None, **options: Any
+) -> ServerCompletion:
+    with ServerClient(ServerAddress("spec", server.url, **options)) as client:
+        return client.complete(request, kind or OpenAIKind())
+
+
+def refusal(server: Loopback, request: ServerRequest = REQUEST, **options: Any) -> str:
+    """The one sentence of a request that fails."""
+    with pytest.raises(ServerError) as caught:
+        complete(server, request, **options)
+    sentence = str(caught.value)
+    assert sentence.isprintable() and len(sentence) < 500 and sentence[-1] in ".!?"
+    assert "spec" in sentence and "Traceback" not in sentence and "httpx" not in sentence
+    return sentence
+
+
+def test_a_text_and_its_usage(server: Loopback) -> None:
+    answer, run = server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}), complete(server)
+    assert run.text == "".join(answer.pieces)
+    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, CountedBy.USAGE)
+    assert (run.prompt_tokens, run.finish, run.finish_reason) == (2, FinishReason.LENGTH, "length")
+    sent = server.posts()[-1].body
+    assert (sent["model"], sent["prompt"], sent["max_tokens"], sent["temperature"]) == ("tiny", "a b", 6, 0)
+    assert "seed" not in sent and sent["stream_options"] == {"include_usage": True}
+
+
+def test_tokens_are_counted_by_ids_and_not_by_chunks(server: Loopback) -> None:
+    server.faults = Faults(tokens_per_chunk=4, usage=False)
+    run = complete(server, kind=WithIds())
+    assert run.token_ids == tuple(server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}).ids)
+    assert (run.token_count, run.counted_by) == (6, CountedBy.IDS)
+    without = complete(server)
+    assert (without.token_count, without.counted_by) == (None, CountedBy.NOTHING)
+    assert without.decode_tokens_per_second is None
+
+
+def test_token_ids_and_chats_as_prompts(server: Loopback) -> None:
+    run = complete(server, ServerRequest((5, 6, 7), 3, temperature=0.5, seed=9), kind=WithIds())
+    sent = server.posts()[-1]
+    assert sent.path == "/v1/completions" and sent.body["prompt"] == [5, 6, 7] and sent.body["seed"] == 9
+    assert run.prompt_tokens == 3
+    messages = ({"role": "user", "content": "hi"},)
+    server.stops_after = 2
+    chat = complete(server, ServerRequest(Chat(messages), 5))
+    sent = server.posts()[-1]
+    assert sent.path == "/v1/chat/completions" and sent.body["messages"] == list(messages)
+    assert chat.finish is FinishReason.STOP and chat.text.count(" w") == 2
+    with pytest.raises(UserError, match="token ids"):
+        complete(server, ServerRequest((5,), 3))
+
+
+def test_arrivals_are_those_of_the_pieces(server: Loopback) -> None:
+    server.faults = Faults(first_delay=0.2, chunk_delay=0.05)
+    run = complete(server)
+    assert run.first_seconds is not None and run.decode_seconds is not None
+    assert 0.2 <= run.first_seconds < run.seconds
+    assert 0.25 <= run.decode_seconds <= run.seconds - run.first_seconds
+    assert run.decode_tokens_per_second == pytest.approx(5 / run.decode_seconds)
+
+
+def completion_of(*arrivals: tuple[float, Piece], usage: int | None = None) -> ServerCompletion:
+    pieces = tuple(Arrival(*arrival) for arrival in arrivals)
+    return ServerCompletion("", pieces, FinishReason.LENGTH, "length", 9.0, usage_tokens=usage)
+
+
+def test_decode_speed_leaves_out_the_tokens_of_the_first_piece() -> None:
+    with_ids = completion_of((1.0, Piece("ab", (1, 2))), (3.0, Piece("cde", (3, 4, 5, 6))))
+    assert with_ids.decode_tokens_per_second == 2.0
+    counted = completion_of((1.0, Piece("a")), (3.0, Piece("bc")), usage=7)
+    assert counted.decode_tokens_per_second == 3.0
+    assert completion_of((1.0, Piece("all of it")), usage=7).decode_tokens_per_second is None
+    partly = completion_of((1.0, Piece("a", (1,))), (2.0, Piece("b")), usage=3)
+    assert (partly.token_ids, partly.token_count) == (None, 3)
+
+
+FAULTS = {
+    "a status": (Faults(status=400, message="max_tokens\x1b[31m is\ntoo large"), "too large"),
+    "a loading server": (Faults(status=503, message="Loading model"), "503"),
+    "a redirect": (Faults(redirect="http://127.0.0.1:1/"), "elsewhere"),
+    "a page": (Faults(html=True), ""),
+    "no JSON": (Faults(broken_json=True), "JSON"),
+    "odd JSON": (Faults(odd_json=True), "completion"),
+    "no events": (Faults(broken_sse=True), "before the text was complete"),
+    "an error in the stream": (Faults(error_in_stream=True), "the engine has failed"),
+    "a cut stream": (Faults(cut_after=3), "before the text was complete"),
+    "a cut chunk": (Faults(cut_after=3, abrupt=True), "ended the connection"),
+    "a reset": (Faults(cut_after=3, reset=True), "ended the connection"),
+    "a text without end": (Faults(wordy=True), "more than the 6 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failure_is_one_sentence_and_the_next_request_works(server: Loopback, name: str) -> None:
+    server.faults, expected = FAULTS[name]
+    assert expected in refusal(server, model="tiny")
+    assert len(server.posts()) == 1  # nothing is tried twice
+    server.faults = Faults()
+    assert complete(server).token_count == 6
+
+
+def test_a_silent_server(server: Loopback) -> None:
+    server.faults = Faults(silent=True)
+    assert "sent nothing" in refusal(server, model="tiny", timeout=1.0)
+    server.faults = Faults(chunk_delay=5.0)
+    assert "sent nothing" in refusal(server, timeout=1.0)
+
+
+def test_a_server_that_dies_and_comes_back(server: Loopback) -> None:
+    server.faults = Faults(die_after=3)
+    with ServerClient(ServerAddress("spec", server.url)) as client:
+        with pytest.raises(ServerError, match="ended the connection"):
+            client.complete(REQUEST, OpenAIKind())
+        assert not client.is_ready()
+        with pytest.raises(ServerError, match="cannot be reached"):
+            client.complete(REQUEST, OpenAIKind())
+        server.faults = Faults()
+        server.revive()
+        assert client.is_ready()
+        assert client.complete(REQUEST, OpenAIKind()).token_count == 6
+
+
+def test_ctrl_c_keeps_what_has_arrived_and_ends_the_request(server: Loopback) -> None:
+    server.faults = Faults(chunk_delay=0.05)
+    seen: list[str] = []
+
+    def watch(piece: Piece) -> None:
+        seen.append(piece.text)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with ServerClient(ServerAddress("spec", server.url)) as client:
+        run = client.complete(ServerRequest("a b", 500), OpenAIKind(), watch)
+    assert run.finish is FinishReason.INTERRUPTED and run.text == "".join(seen)
+    assert run.seconds < 5
+
+
+def test_models_and_pages(server: Loopback) -> None:
+    with ServerClient(ServerAddress("spec", server.url)) as client:
+        assert client.models() == ["tiny"] and client.is_ready()
+        assert client.get_text("/health") == "OK" and client.get_json("/health") is None
+        assert client.get_json("/props") is None and recognise(client).name == "openai"
+        server.pages["/props"] = (200, "application/json", json.dumps({"n_ctx": 5}))
+        assert client.get_json("/props") == {"n_ctx": 5}
+        server.pages["/v1/models"] = (200, "application/json", json.dumps({"data": [{"id": "a"}, {"id": "b\x1b"}]}))
+        with pytest.raises(ServerError, match="model=") as caught:
+            client.model()
+        assert "\x1b" not in str(caught.value)
+        server.pages["/health"] = (503, "application/json", '{"error": {"message": "Loading model"}}')
+        assert not client.is_ready()
+
+
+def test_a_key_is_sent_and_comes_back_nowhere(server: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    server.key, server.texts = KEY, (" my key is sk-4f9", "a1c77", "e2b0, it", " is")
+    server.extras = lambda request, answer: {"timings": {"who": KEY}}
+    seen: list[Piece] = []
+    with ServerClient(ServerAddress("spec", server.url, key="SERVER_KEY")) as client:
+        run = client.complete(REQUEST, OpenAIKind(), seen.append)
+    assert server.posts()[-1].headers["authorization"] == f"Bearer {KEY}"
+    assert run.text.startswith(" my key is [key], it is w") and run.field("timings") == {"who": "[key]"}
+    assert KEY not in repr((run.text, run.arrivals, seen)) and "".join(piece.text for piece in seen) == run.text
+    server.faults = Faults(status=400, message=f"bad header: Bearer {KEY}")
+    assert KEY not in refusal(server, key="SERVER_KEY")
+    server.faults = Faults()
+    assert "401" in refusal(server) and "key=VARIABLE" in refusal(server)

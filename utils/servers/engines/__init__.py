@@ -1,0 +1,1 @@
+"""What differs between inference engines behind the same protocol: one module per engine."""

@@ -1,0 +1,80 @@
+"""The contract of an engine kind: how a server is recognised, asked and read, and where its acceptance figures are.
+
+The client speaks HTTP and measures times. Whatever differs between engines is behind this protocol.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from utils.servers.completion import Event, Piece, ServerCompletion
+from utils.servers.request import ServerRequest
+
+Counters = Mapping[str, float]  # an engine's own figures at one moment, by their names
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAcceptance:
+    """What a server did with its drafts, in this program's definitions.
+
+    drafted, accepted: numbers of draft tokens. rounds: verify passes with drafts, None if the engine does not count
+    them. by_position: (accepted, verified) for each draft position, as in Generation.accepted_by_position; empty if the
+    engine does not say. valid: whether the figures belong to this request alone. note: why they are not valid, or in
+    which respect they cannot be compared with this program's own.
+    """
+
+    drafted: int
+    accepted: int
+    rounds: int | None = None
+    by_position: tuple[tuple[int, int], ...] = ()
+    valid: bool = True
+    note: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted drafts per draft, or None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+class ServerReader(Protocol):
+    """GET requests to one server; paths begin with a slash and are below its root.
+
+    Both methods return None if the server has no such path or answers with something else, and raise UserError if it
+    cannot be reached.
+    """
+
+    def get_json(self, path: str) -> Any: ...
+
+    def get_text(self, path: str) -> str | None: ...
+
+
+class EngineKind(Protocol):
+    """One kind of engine. It keeps no state: everything about a request is in the arguments."""
+
+    @property
+    def name(self) -> str:
+        """As /server list shows it."""
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether a prompt can be a list of token ids."""
+
+    def recognises(self, server: ServerReader) -> bool:
+        """Whether the server is of this kind, from paths that only this kind has."""
+
+    def path(self, request: ServerRequest) -> str:
+        """The path of the request below the server's root, such as /v1/completions."""
+
+    def body(self, request: ServerRequest, model: str) -> dict[str, Any]:
+        """The JSON body of the request. Raises UserError for what the engine does not support."""
+
+    def read(self, event: Event) -> Piece:
+        """What one event adds to the answer. May raise LookupError, TypeError, ValueError or AttributeError for an
+        event of another shape; the client turns these into one sentence.
+        """
+
+    def counters(self, server: ServerReader) -> Counters:
+        """The engine's figures now, read before and after a request. Empty if it has none."""
+
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> EngineAcceptance | None:
+        """What happened to the drafts of a request, or None if nothing was drafted or nothing is known."""
