@@ -1,21 +1,28 @@
-# make run | make test | make test-full | make check | make bench: each sets up .venv first, once.
+# make run | make test | make test-full | make test-servers | make check | make bench: each sets up .venv first, once.
 # make gpu-check uses .venv if it is there, and otherwise whatever $(PYTHON) has; it installs nothing.
 PYTHON ?= python3
 VENV := .venv
+SERVERS := .venv-servers
 BIN := $(VENV)/bin
 LLAMA := xllamacpp==2026.10.11549
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: run test test-full check bench gpu-check clean
+.PHONY: run test test-full test-servers check bench gpu-check clean
 
 run: $(VENV)/.ready
 	@$(BIN)/python infer.py $(ARGS)
 
 test: $(VENV)/.ready
-	@$(PYTEST) -m "not full"
+	@$(PYTEST) -m "not full and not servers"
 
 test-full: $(VENV)/.ready
-	@$(PYTEST)
+	@$(PYTEST) -m "not servers"
+
+# The servers run in an environment of their own, as those of users do.
+test-servers: $(VENV)/.ready
+	@[ -x $(SERVERS)/bin/python ] || $(PYTHON) -m venv $(SERVERS)
+	@$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: $(LLAMA)
+	@SERVERS_PYTHON=$(abspath $(SERVERS))/bin/python $(BIN)/python -m pytest -m servers $(ARGS)
 
 check: $(VENV)/.ready
 	@$(BIN)/ruff check .
@@ -34,7 +41,7 @@ gpu-check:
 	@if [ -e $(VENV)/.ready ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python tests/benchmarks/gpu.py $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SERVERS)
 
 $(VENV)/.ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,51 @@
+"""Helpers for tests that start servers: a program that acts as an engine, and what is left of processes."""
+
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+FAKE = Path(__file__).parent / "fake_engine.py"
+
+
+def fake_program(folder: Path, behaviour: str = "serve", name: str = "llama-server") -> str:
+    """The path of a program that takes an engine's flags."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / name
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" {behaviour} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def is_ready(url: str) -> bool:
+    """Whether a server answers /health."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def family() -> set[psutil.Process]:
+    """All processes that this one has started, and theirs."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def gone(processes: set[psutil.Process], seconds: float = 15.0) -> bool:
+    """Whether all these processes end within so many seconds."""
+    end = time.monotonic() + seconds
+    while any(_is_alive(process) for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

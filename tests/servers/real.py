@@ -1,0 +1,46 @@
+"""llama.cpp with the embedded model for the tests of `make test-servers`, which sets up its environment."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from utils.models.embedded import embedded_gguf
+from utils.servers.address import ServerAddress
+from utils.servers.client import ServerClient
+from utils.servers.processes.launch import Launch
+from utils.servers.processes.local_servers import LocalServers
+
+PYTHON = "SERVERS_PYTHON"
+
+
+def llama_python() -> str:
+    """The Python that has xllamacpp. Without one the test fails: these tests are deselected otherwise, not skipped."""
+    if PYTHON not in os.environ:
+        pytest.fail(f"{PYTHON} is not set; `make test-servers` runs this test")
+    return os.environ[PYTHON]
+
+
+def embedded_file() -> str:
+    return str(embedded_gguf(lambda line: None))
+
+
+def llama_launch(**values: object) -> Launch:
+    """A launch of llama.cpp with the embedded model, in a small context."""
+    model = embedded_file()
+    if values.get("drafter") == "self":
+        values["drafter"] = model
+    return Launch("llama.cpp", model, program=llama_python(), **{"context": 2048, "parallel": 1} | values)
+
+
+@contextmanager
+def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers]]:
+    """A client of a server that runs within the block."""
+    servers = LocalServers()
+    try:
+        url = servers.start("llama", llama_launch(**values), lambda line: None, limit=120)
+        with ServerClient(ServerAddress("llama", url)) as client:
+            yield client, servers
+    finally:
+        servers.stop_all()

@@ -1,0 +1,90 @@
+"""llama.cpp's own server, started by this program: it answers, drafts as it was told, and is gone afterwards."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servers.launches import family, gone
+from servers.real import llama_launch, running_llama
+
+from utils.errors import UserError
+from utils.servers.client import ServerClient
+from utils.servers.completion import ServerCompletion
+from utils.servers.engines.openai import OpenAIKind
+from utils.servers.processes.local_servers import LocalServers
+from utils.servers.request import Chat, ServerRequest
+
+pytestmark = pytest.mark.servers
+REPEATING = "Count: one two three four five six. one two three four five six. one two three four five six. one two"
+LENGTH = 24
+
+
+class LlamaKind(OpenAIKind):
+    """llama.cpp takes ignore_eos in every version."""
+
+    def engine_fields(self, request: ServerRequest) -> dict[str, object]:
+        return {"ignore_eos": request.ignore_eos, "cache_prompt": False}
+
+
+def answer(client: ServerClient, prompt: str | Chat = REPEATING) -> ServerCompletion:
+    return client.complete(ServerRequest(prompt, LENGTH, ignore_eos=True), LlamaKind())
+
+
+def drafts(completion: ServerCompletion) -> tuple[int, int]:
+    """The drafts and the accepted ones, in llama.cpp's own words."""
+    timings = completion.field("timings")
+    return timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+
+
+def counter(client: ServerClient, name: str) -> float:
+    page = client.get_text("/metrics") or ""
+    found = re.search(rf"^llamacpp:{name} (\S+)$", page, re.MULTILINE)
+    assert found is not None, page
+    return float(found[1])
+
+
+def test_plain_decoding_and_what_is_left_after_it() -> None:
+    before = family()
+    with running_llama() as (client, servers):
+        assert client.models() == ["model"]  # not the path of the file
+        completion = answer(client)
+        assert completion.token_count == completion.field("timings")["predicted_n"] == LENGTH
+        assert completion.finish_reason == "length" and drafts(completion) == (0, 0)
+        chat = answer(client, Chat(({"role": "user", "content": "Say hello."},)))
+        assert chat.token_count == LENGTH and chat.text.strip()
+        assert counter(client, "tokens_predicted_total") == 2 * LENGTH
+        started = family() - before
+        assert started and "llama" in servers
+    assert gone(started)
+
+
+def test_ngram_drafts_have_the_given_length() -> None:
+    with running_llama(drafter="ngram", draft=3) as (client, _):
+        drafted, accepted = drafts(answer(client))
+        assert 0 < accepted <= drafted
+        assert drafted <= 3 * counter(client, "spec_decode_num_drafts_total")
+
+
+def test_the_model_as_its_own_drafter_is_accepted() -> None:
+    with running_llama(drafter="self", draft=4) as (client, _):
+        drafted, accepted = drafts(answer(client, "The sea is"))
+        rounds = counter(client, "spec_decode_num_drafts_total")
+        assert accepted >= 0.9 * drafted and drafted <= 4 * rounds
+        assert accepted + rounds >= LENGTH - 2  # nearly every token is from a round
+
+
+def test_requests_at_the_same_time() -> None:
+    with running_llama(parallel=3, context=3072) as (client, _), ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda number: answer(client, f"{number} is a number and"), range(3)))
+        assert [completion.token_count for completion in answers] == [LENGTH] * 3
+
+
+def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:
+    launch = llama_launch()
+    broken = f"{tmp_path}/broken.gguf"
+    with open(broken, "wb") as file:
+        file.write(b"GGUF" + bytes(100))
+    servers = LocalServers()
+    with pytest.raises(UserError, match=r"(?s)ended with status \d+.*Its log ends with:.*model"):
+        servers.start("llama", type(launch)("llama.cpp", broken, program=launch.program), lambda line: None, limit=60)
+    servers.stop_all()

@@ -1,0 +1,134 @@
+"""Command lines of engines: loopback only, the flags of each engine for drafts, and launches that are refused."""
+
+import json
+import re
+import shlex
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from servers.launches import fake_program
+
+from utils.errors import UserError
+from utils.servers.processes.launch import DEFAULT_DRAFT, NGRAM, Launch
+from utils.servers.processes.llama_child import parser
+from utils.servers.processes.programs import PROGRAMS, command_line
+from utils.servers.processes.server_process import OUR_VARIABLES, environment
+
+ENGINES = tuple(PROGRAMS)
+
+
+def line(engine: str, folder: Path, **values: object) -> list[str]:
+    """The arguments after the program."""
+    name = "python3" if engine == "sglang" else engine
+    program = fake_program(folder, name=name)
+    return command_line(Launch(engine, "target", program=program, **values), 1234)[1:]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_listens_on_loopback_only(engine: str, tmp_path: Path) -> None:
+    words = line(engine, tmp_path)
+    assert words[words.index("--host") + 1] == "127.0.0.1" and words[words.index("--port") + 1] == "1234"
+    assert not [word for word in words if word.startswith(("--spec", "0.0.0.0"))]
+
+
+def test_drafts_of_llama_cpp(tmp_path: Path) -> None:
+    model = " ".join(line("llama.cpp", tmp_path, drafter="small.gguf", draft=5))
+    assert "--spec-type draft-simple --spec-draft-n-max 5 --spec-draft-model small.gguf" in model
+    ngram = " ".join(line("llama.cpp", tmp_path, drafter=NGRAM))
+    assert f"--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {DEFAULT_DRAFT}" in ngram
+    assert "--spec-type draft-eagle3" in " ".join(line("llama.cpp", tmp_path, drafter="e.gguf", method="draft-eagle3"))
+
+
+def test_targets_of_llama_cpp_are_files_or_repositories(tmp_path: Path) -> None:
+    program = fake_program(tmp_path)
+    file = command_line(Launch("llama.cpp", "folder/tiny.gguf", program=program), 1)
+    assert file[1:5] == ["--model", "folder/tiny.gguf", "--alias", "tiny"]
+    assert command_line(Launch("llama.cpp", "org/tiny-GGUF", program=program), 1)[1:3] == ["--hf-repo", "org/tiny-GGUF"]
+
+
+def test_drafts_of_vllm(tmp_path: Path) -> None:
+    words = line("vllm", tmp_path, drafter="small", draft=5)
+    assert words[:2] == ["serve", "target"] and "--no-enable-prefix-caching" in words
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config == {"method": "draft_model", "model": "small", "num_speculative_tokens": 5}
+    ngram = json.loads(line("vllm", tmp_path, drafter=NGRAM, draft=2)[-1])
+    assert ngram["method"] == "ngram" and ngram["num_speculative_tokens"] == 2 and "model" not in ngram
+
+
+def test_drafts_of_sglang(tmp_path: Path) -> None:
+    words = line("sglang", tmp_path, drafter="small", draft=5)
+    assert words[:2] == ["-m", "sglang.launch_server"]
+    flags = dict(pairwise(words))
+    assert flags["--speculative-algorithm"] == "STANDALONE" and flags["--speculative-draft-model-path"] == "small"
+    assert (flags["--speculative-num-steps"], flags["--speculative-num-draft-tokens"]) == ("5", "6")
+    ngram = dict(pairwise(line("sglang", tmp_path, drafter=NGRAM, draft=5)))
+    assert (ngram["--speculative-algorithm"], ngram["--speculative-num-draft-tokens"]) == ("NGRAM", "5")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_draft_length_of_zero_means_no_speculation(engine: str, tmp_path: Path) -> None:
+    assert line(engine, tmp_path, drafter="small", draft=0) == line(engine, tmp_path)
+
+
+def test_sizes_and_further_flags_are_passed_on(tmp_path: Path) -> None:
+    words = line("llama.cpp", tmp_path, context=2048, parallel=8, flags=("--threads", "2"))
+    assert shlex.join(words).endswith("--ctx-size 2048 --parallel 8 --threads 2")
+    assert "--max-model-len 2048 --max-num-seqs 8" in " ".join(line("vllm", tmp_path, context=2048, parallel=8))
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"engine": "vlm"}, "Did you mean vllm"),
+        ({"model": ""}, "needs a target"),
+        ({"draft": 3}, "needs a drafter"),
+        ({"draft": -1, "drafter": NGRAM}, "0 to 256"),
+        ({"method": "eagle"}, "needs a drafter"),
+        ({"context": 1}, "at least 16|16 to"),
+        ({"parallel": 0}, "1 to 4096"),
+        ({"program": "/nowhere/llama-server"}, "not a program"),
+        ({"flags": ("--host=0.0.0.0",)}, "loopback"),
+        ({"engine": "transformers", "drafter": "small"}, "no flags for speculative"),
+        ({"engine": "transformers", "context": 2048}, "no flags for context"),
+    ],
+)
+def test_launches_that_are_refused(values: dict[str, object], part: str, tmp_path: Path) -> None:
+    base = {"engine": "llama.cpp", "model": "target", "program": fake_program(tmp_path)}
+    with pytest.raises(UserError, match=part):
+        command_line(Launch(**base | values), 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_that_are_not_installed(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr("utils.servers.processes.programs.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"^{re.escape(engine)} is not installed .*program=PATH"):
+        command_line(Launch(engine, "target"), 1)
+
+
+def test_llama_server_is_preferred_to_xllamacpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("utils.servers.processes.programs.find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_line(Launch("llama.cpp", "a.gguf"), 1)[1].endswith("llama_child.py")
+    server = fake_program(tmp_path)
+    assert command_line(Launch("llama.cpp", "a.gguf"), 1)[0] == server
+
+
+@pytest.mark.parametrize("values", [{}, {"drafter": NGRAM}, {"drafter": "small.gguf", "draft": 2}])
+def test_the_server_of_xllamacpp_takes_these_flags(values: dict[str, object], tmp_path: Path) -> None:
+    words = command_line(Launch("llama.cpp", "a.gguf", context=64, program=fake_program(tmp_path), **values), 7)[1:]
+    options = parser().parse_args(words)
+    assert (options.model, options.host, options.port, options.ctx_size) == ("a.gguf", "127.0.0.1", 7, 64)
+
+
+def test_servers_do_not_inherit_how_our_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OUR_VARIABLES.items():
+        assert f'os.environ.setdefault("{name}", "{value}")' in (ROOT / "infer.py").read_text(encoding="utf-8")
+        monkeypatch.setenv(name, value)
+    assert not OUR_VARIABLES.keys() & environment().keys()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert environment()["OMP_WAIT_POLICY"] == "ACTIVE"

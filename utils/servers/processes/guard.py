@@ -1,0 +1,79 @@
+"""The process between this program and a server that it has started: it ends the server when this program is gone.
+
+`guard.py PIPE PARENT FOLDER COMMAND ...` runs as a script. It starts the command and waits until the command ends,
+SIGTERM arrives, or the parent is gone, which closes the other end of the pipe. Then it ends the command and everything
+that the command has started. So not even SIGKILL of the parent leaves a server behind.
+"""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+GRACE = 5.0  # seconds that a server has to end after SIGTERM
+EVERY, ATTEMPTS = 0.25, 20  # seconds between two looks at the processes, and how often those that remain are killed
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
+
+
+def main() -> int:
+    """Guard a command. Returns its exit status."""
+    pipe, parent, folder, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(SET_SUBREAPER, 1)  # what the server's processes leave behind becomes a child of the guard
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    orphaned = False
+    try:
+        while server.poll() is None and not orphaned:
+            # The end of the pipe makes it readable. A process that the parent has forked may keep it open.
+            orphaned = bool(select.select([int(pipe)], [], [], EVERY)[0]) or os.getppid() != int(parent)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all(server)
+        if orphaned:  # the parent could not remove its temporary folder
+            shutil.rmtree(folder, ignore_errors=True)
+    # As in a shell, a signal is a status above 128.
+    return server.returncode if server.returncode >= 0 else 128 - server.returncode
+
+
+def end_all(server: "subprocess.Popen[bytes]") -> None:
+    """End the server, and then every process that it has left behind."""
+    server.terminate()
+    try:
+        server.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+    for _ in range(ATTEMPTS):  # killing a process may leave its own children to the guard
+        if not (children := psutil.Process().children(recursive=True)):
+            break
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=EVERY)
+    server.wait()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _die_with_guard() -> None:
+    """Runs in the server's process before its program begins."""
+    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere a server may survive the SIGKILL of its guard."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

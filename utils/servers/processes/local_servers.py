@@ -1,0 +1,103 @@
+"""The local servers that a session has started. They end with it, and so does the temporary folder of their logs."""
+
+import atexit
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from utils.errors import UserError
+from utils.models import Reporter
+from utils.servers.address import ServerAddress
+from utils.servers.client import ServerClient
+from utils.servers.processes.launch import Launch
+from utils.servers.processes.programs import command_line
+from utils.servers.processes.server_process import ServerProcess, free_port
+
+READY_SECONDS = 600.0  # large models take minutes to load
+PATIENCE = 5.0  # seconds for one answer while a server starts
+
+
+def answers(url: str) -> bool:
+    """Whether the server at a URL can take requests. Raises UserError if it answers with an error."""
+    with ServerClient(ServerAddress("new", url, timeout=PATIENCE)) as client:
+        return client.is_ready()
+
+
+class LocalServers:
+    """Servers by name. is_ready: asks the server at a URL whether it can answer."""
+
+    def __init__(self, is_ready: Callable[[str], bool] = answers) -> None:
+        self._is_ready = is_ready
+        self._running: dict[str, tuple[Launch, ServerProcess]] = {}
+        self._folder: Path | None = None
+
+    def start(self, name: str, launch: Launch, report: Reporter, *, limit: float = READY_SECONDS) -> str:
+        """Start a server and wait until it is ready, at most `limit` seconds. Returns its URL.
+
+        Raises UserError if the engine is not installed, or with the end of the server's log if it does not get ready.
+        Ctrl-C ends the server as well.
+        """
+        if name in self:
+            raise UserError(f"{name} is running already; /server stop {name} ends it.")
+        self._forget(name)
+        port = free_port()
+        command = command_line(launch, port)
+        process = ServerProcess(name, command, port, self._log_of(name))
+        self._running[name] = launch, process
+        try:
+            report(f"starting {name}: {launch.engine}, {launch.model}")
+            process.wait_until_ready(lambda: self._is_ready(process.url), limit=limit, report=report)
+        except BaseException:
+            self._forget(name)
+            raise
+        return process.url
+
+    def stop(self, name: str) -> None:
+        """End a server. Raises UserError if this session has started none with this name."""
+        if name not in self._running:
+            started = ", ".join(self._running) or "none is running"
+            raise UserError(f"{name} was not started by this session; /server stop takes one that was: {started}.")
+        self._forget(name)
+
+    def stop_all(self) -> None:
+        """End all servers and remove their logs."""
+        for name in list(self._running):
+            self._forget(name)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        atexit.unregister(self.stop_all)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a server was started and has not ended."""
+        return name in self._running and self._running[name][1].is_running
+
+    def names(self) -> list[str]:
+        """The names of all that were started and not stopped, in this order. Some may have ended on their own."""
+        return list(self._running)
+
+    def launch_of(self, name: str) -> Launch:
+        """How a server was started. Raises UserError if this session has not started it."""
+        if name not in self._running:
+            raise UserError(f"{name} was not started by this session; /server start starts one.")
+        return self._running[name][0]
+
+    def process_of(self, name: str) -> ServerProcess | None:
+        """The process of a server, or None if this session has not started it."""
+        return self._running[name][1] if name in self._running else None
+
+    def _forget(self, name: str) -> None:
+        if entry := self._running.pop(name, None):
+            entry[1].stop()
+
+    def _log_of(self, name: str) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="speculative-decoding-"))
+            atexit.register(self.stop_all)
+        path = self._folder / f"{re.sub('[^A-Za-z0-9.-]', '-', name)}.log"
+        with suppress(OSError):
+            path.unlink()
+        return path
