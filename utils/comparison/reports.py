@@ -48,6 +48,16 @@ class Column:
     other: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A further table of a report. note: what its headings mean, or ""."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
     """A text on one line, cut to about this many characters."""
     words = " ".join(text[: 4 * length].split())
@@ -61,7 +71,7 @@ class Report:
     name: its `record` field in JSON. headings: of the cells of a finding. conclude: makes sentences from all findings.
     attachment: one line of data to copy, or "". transposed: each finding is a column instead of a row, for few findings
     with many cells. optional: the headings of columns that a narrow screen lacks, the first ones first. title: replaces
-    the headline, for reports that are not about the last prompt.
+    the headline, for reports that are not about the last prompt. tables: further ones, below that of the findings.
     """
 
     name: str
@@ -72,6 +82,7 @@ class Report:
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
     charts: Callable[[Sequence[Finding]], Sequence[Chart]] = lambda findings: ()
+    tables: Callable[[Sequence[Finding]], Sequence[ReportTable]] = lambda findings: ()
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
@@ -84,10 +95,12 @@ class Report:
     def concluded(self, findings: Sequence[Finding]) -> "Report":
         """The finished report. It holds its sentences and data, and releases what was needed to compute them."""
         lines, attached, charts = self.conclude(findings), self.attachment(findings), tuple(self.charts(findings))
+        tables = tuple(self.tables(findings))
         return replace(
             self,
             events=iter(()),
             conclude=lambda findings: lines,
             attachment=lambda findings: attached,
             charts=lambda findings: charts,
+            tables=lambda findings: tables,
         )

@@ -116,6 +116,11 @@ def _report(number: int, result: ShownResult, place: str) -> Iterator[Block]:
     if report.transposed:
         rows = list(zip(report.headings, *rows, strict=True))
     yield DataTable([[Cell(cell) for cell in row] for row in rows], () if report.transposed else report.headings)
+    for table in report.tables(result.findings):
+        yield Paragraph(table.title)
+        yield DataTable([[Cell(cell) for cell in row] for row in table.rows], table.headings)
+        if table.note:
+            yield Paragraph(table.note)
     yield from (Plot(chart) for chart in report.charts(result.findings))
     yield from (Paragraph(line) for line in record["conclusion"])
     if attachment := report.attachment(result.findings):

@@ -197,6 +197,12 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding])
             renderer.rows(rows)
     else:
         renderer.table(report.headings, cells, report.optional)
+    for table in report.tables(findings):
+        renderer.newline()
+        renderer.result(table.title)
+        renderer.table(table.headings, table.rows)
+        if table.note:
+            renderer.remark(table.note)
     for chart in report.charts(findings):
         renderer.data(text_plot(chart, width=renderer.width))
     for line in report.conclude(findings):

@@ -46,9 +46,9 @@ WITHOUT_FASTER = "Next: /why shows what limits the speed-up."
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
-    repeats, file = _parsed(argument)
-    if file:
-        return suite(file, repeats or 1, context)
+    repeats, file, limit = _parsed(argument)
+    if file or limit is not None:
+        return suite(file, repeats or 1, context, limit=limit)
     last, harness, settings = context.harness.last(), context.harness, context.settings
     enabled = harness.enabled(settings)  # raises UserError where nothing is enabled
     repeats = repeats or REPEATS
@@ -61,15 +61,28 @@ def _race(argument: str, context: CommandContext) -> Outcome:
 
 
 def _suite(argument: str, context: CommandContext) -> Outcome:
-    return suite(argument, 1, context)
+    file, limit = _limited(argument)
+    return suite(file, 1, context, limit=limit)
 
 
-def _parsed(argument: str) -> tuple[int | None, str]:
-    """The number of repeats, or None, and the file, or "". A first word that begins like a number must be one."""
+def _limited(argument: str) -> tuple[str, int | None]:
+    """The argument without its word limit=N, which may be the first or the last one, and N, or None."""
+    match = re.fullmatch(r"(?:limit=(\S*)\s*)?(.*?)(?:(?:^|\s+)limit=(\S*))?", argument.strip(), re.DOTALL)
+    assert match is not None  # the pattern matches every argument
+    first, file, last = match.groups()
+    number = last if first is None else first
+    return file, None if number is None else WholeRange(1).parse(number)
+
+
+def _parsed(argument: str) -> tuple[int | None, str, int | None]:
+    """The number of repeats, or None, the file, or "", and the limit, or None.
+
+    A first word that begins like a number must be one.
+    """
     match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*)", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
     number, file = match.groups("")
-    return WholeRange(1, MAX_REPEATS).parse(number) if number else None, file
+    return WholeRange(1, MAX_REPEATS).parse(number) if number else None, *_limited(file)
 
 
 def _events(

@@ -17,7 +17,7 @@ from utils.comparison.speed_claims import SpeedClaim
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.settings import Settings
-from utils.metrics.results import Generation, compare
+from utils.metrics.results import Generation, compare, pooled
 from utils.text import count_of
 
 Item = TypeVar("Item")
@@ -25,10 +25,25 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class PairedRun:
-    """One run of a repeat, with the target's own run of the same repeat where the target is on."""
+    """One run of a repeat, with the target's own run of the same repeat where the target is on.
+
+    turns: those of a conversation, whose tokens, seconds and drafts are added up here.
+    """
 
     run: Generation
     target: Generation | None
+    turns: tuple["PairedRun", ...] = ()
+
+    @classmethod
+    def of_turns(cls, runs: Sequence[Generation], targets: Sequence[Generation]) -> "PairedRun":
+        """The runs of all turns of a conversation as one."""
+        pairs = tuple(map(cls, runs, targets))
+        return pairs[0] if len(pairs) == 1 else cls(pooled(runs), pooled(targets), pairs)
+
+    @property
+    def each(self) -> tuple["PairedRun", ...]:
+        """The turns, or itself if there is only one."""
+        return self.turns or (self,)
 
     @property
     def tokens_per_second(self) -> float:

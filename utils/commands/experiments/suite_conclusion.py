@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import BASELINE, FASTER, NOT_DISTINGUISHABLE, SLOWER, TOO_FEW, Row, claim_text
@@ -11,14 +12,16 @@ from utils.text import count_of
 MEANING = "Speed-ups are geometric means over the prompts."
 
 
-def suite_conclusion(harness: Harness, settings: Settings, prompts: int, findings: Sequence[Finding]) -> list[str]:
+def suite_conclusion(
+    harness: Harness, settings: Settings, sample: BenchmarkSample, findings: Sequence[Finding]
+) -> list[str]:
     """A sentence for each task, whether the texts are as they must be, and what to do next."""
     tasks: dict[str, list[Row]] = {}
     for finding in findings:
         tasks.setdefault(finding.figures["task"], []).append(finding.figures)
     overall = list(tasks.values())[-1]  # all prompts, or the only task
     finished = max(row["prompts"] for row in overall)
-    lines = [f"{finished} of {prompts} prompts were run."] if finished < prompts else []
+    lines = [f"{finished} of {sample.prompts} prompts were run."] if finished < sample.prompts else []
     lines += [task_sentence(task, rows) for task, rows in tasks.items()]
     compared = [row for row in overall if row["compared_texts"] and row["strategy"] != harness.baseline.name]
     lines += _required_texts([row for row in compared if row["must_be_the_targets"]], harness)

@@ -4,7 +4,6 @@ Candidates that were chosen on the measured prompts would look better than they 
 prompts to divide are both done on the same ones, in different repeats, and the answer is about these prompts only.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt, read_prompts
+from utils.prompts.samples import spaced, tasks_in_turn
 from utils.text import encodable
 
 BUILT_IN = "builtin"  # the argument that chooses the built-in prompts
@@ -81,23 +81,6 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
     others = [prompt for prompt in prompts if prompt not in tuning]
     measured = tasks_in_turn(spaced(others, MOST_MEASURED))
     return PromptPlan(source, measured, tuning, left_out=len(others) - len(measured))
-
-
-def tasks_in_turn(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """The first prompt of each task, then the second of each: the first intervals must not be those of one task."""
-    seen: Counter[str] = Counter()
-    turns = []
-    for prompt in prompts:
-        turns.append(seen[prompt.task])
-        seen[prompt.task] += 1
-    return tuple(prompt for _, prompt in sorted(zip(turns, prompts, strict=True), key=lambda pair: pair[0]))
-
-
-def spaced(prompts: Sequence[Prompt], count: int) -> tuple[Prompt, ...]:
-    """So many of the prompts, evenly spaced, or all."""
-    if len(prompts) <= count:
-        return tuple(prompts)
-    return tuple(prompts[(2 * index + 1) * len(prompts) // (2 * count)] for index in range(count))
 
 
 def ready_prompts(

@@ -1,0 +1,101 @@
+"""The tables of Spec-Bench and SPEED-Bench, with their own figures, for rows measured on prompts in their formats."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.comparison.reports import ReportTable, shortened
+from utils.comparison.speed_claims import BASELINE, Row
+from utils.metrics.benchmark_figures import Repeat, benchmark_figures
+from utils.prompts.benchmarks import SPEC_BENCH
+from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.text import count_of
+
+SHOWN_CATEGORY = 16  # characters of a category in the tables
+SHOWN_POSITIONS = 6  # draft positions in a table; the JSON record has all of them
+PUBLISHED = {  # how published figures were measured
+    SPEC_BENCH: "Published figures: greedy, up to 1024 new tokens per turn, 480 prompts.",
+}
+SPEC_MEANING = (
+    "speed-up: mean tokens/s over prompts / target-only's. MAT: mean accepted tokens, that is, new tokens per round "
+    "with the target's own token."
+)
+SPEED_MEANING = (
+    "AL: acceptance length, new tokens per round with the target's own token, mean over prompts. 1, 2, ...: "
+    "conditional acceptance rate of the first, second, ... draft of a round."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkSample:
+    """Which prompts of a benchmark's file are run. name: of the benchmark, or "" if the file is not of one.
+
+    prompts: how many are run. of: how many the file has.
+    """
+
+    name: str
+    prompts: int
+    of: int
+
+    @classmethod
+    def chosen(cls, prompts: Sequence[Prompt], of: int) -> "BenchmarkSample":
+        """So many prompts of a file are of a benchmark if all of them are."""
+        names = {prompt.benchmark for prompt in prompts}
+        return cls(names.pop() if len(names) == 1 else "", len(prompts), of)
+
+    def figures(self, repeats: Sequence[Repeat]) -> dict[str, Any] | None:
+        """The field `benchmark` of a row, or None if the prompts are not of a benchmark."""
+        return {"name": self.name, "prompts_in_file": self.of, **benchmark_figures(repeats)} if self.name else None
+
+    @property
+    def text(self) -> str:
+        """The prompts in words."""
+        return count_of(self.prompts, "prompt") if self.prompts == self.of else f"{self.prompts} of {self.of} prompts"
+
+    def tables(self, rows: Sequence[Row], length: int) -> list[ReportTable]:
+        """The benchmark's tables. rows: with task, strategy, prompts, verdict and benchmark. length: new tokens."""
+        drafting = [row for row in rows if row["benchmark"] and row["verdict"] != BASELINE and row["drafted"]]
+        if not drafting:
+            return []
+        if self.name == SPEC_BENCH:
+            return [self._spec_table(drafting, length)]
+        names = list(dict.fromkeys(str(row["strategy"]) for row in drafting))
+        tables = [self._speed_table(name, [row for row in drafting if row["strategy"] == name]) for name in names]
+        return [*tables[:-1], replace(tables[-1], note=SPEED_MEANING)]
+
+    def _spec_table(self, rows: Sequence[Row], length: int) -> ReportTable:
+        """Categories by strategies: the leaderboard of Spec-Bench, turned so that it fits on a screen."""
+        names = list(dict.fromkeys(str(row["strategy"]) for row in rows))
+        by_task: dict[str, dict[str, Row]] = {}
+        for row in rows:
+            by_task.setdefault(str(row["task"]), {})[str(row["strategy"])] = row
+        cells = []
+        for task, group in by_task.items():
+            figures = [group[name]["benchmark"] if name in group else {} for name in names]
+            values = [(_text(one.get("speedup"), "{:.2f}x"), _text(one.get("mean_accepted_tokens"))) for one in figures]
+            prompts = max(row["prompts"] for row in group.values())
+            cells.append((_category(task), str(prompts), *(cell for pair in values for cell in pair)))
+        headings = ("category", "prompts", *(f"{name} {what}" for name in names for what in ("speed-up", "MAT")))
+        note = f"{SPEC_MEANING} {PUBLISHED[SPEC_BENCH]} Here: {self.text}, up to {length} new tokens."
+        return ReportTable(f"{self.name}'s table, with its own definitions:", headings, tuple(cells), note)
+
+    def _speed_table(self, name: str, rows: Sequence[Row]) -> ReportTable:
+        """Acceptance of one strategy by category and draft position."""
+        longest = max(len(row["benchmark"]["conditional_acceptance"]) for row in rows)
+        positions = range(min(longest, SHOWN_POSITIONS))
+        cells = []
+        for row in rows:
+            rates = row["benchmark"]["conditional_acceptance"]
+            shown = (_text(rates[index] if index < len(rates) else None) for index in positions)
+            length = _text(row["benchmark"]["acceptance_length"])
+            cells.append((_category(row["task"]), str(row["prompts"]), length, *shown))
+        headings = ("category", "prompts", "AL", *(str(index + 1) for index in positions))
+        return ReportTable(f"{self.name}'s table, {name}, {self.text}:", headings, tuple(cells))
+
+
+def _category(task: str) -> str:
+    return "overall" if task == ALL_TASKS else shortened(task, SHOWN_CATEGORY)
+
+
+def _text(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if value is None else form.format(value)

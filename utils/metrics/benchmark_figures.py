@@ -1,0 +1,62 @@
+"""The figures of published benchmarks, by their own definitions, so that they can be compared with published ones.
+
+Spec-Bench: evaluation/speed.py of hemingkx/Spec-Bench. SPEED-Bench: acceptance_rate.py and specbench.py of
+specdec_bench in NVIDIA/Model-Optimizer. Both count the tokens that a round adds: accepted drafts and the target's own.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+from utils.metrics.results import Generation, pooled
+
+# The answers of a strategy to the prompts of one repeat, each with the target's own, if there is one. Several turns of
+# a conversation are one run, as both benchmarks count them.
+Repeat = Sequence[tuple[Generation, Generation | None]]
+
+
+def benchmark_figures(repeats: Sequence[Repeat]) -> dict[str, Any]:
+    """The figures of a group of prompts, all turns of them, as the JSON records have them.
+
+    speedup: Spec-Bench's. mean_accepted_tokens: Spec-Bench's "#Mean accepted tokens", new tokens per round over all
+    rounds of all prompts. acceptance_length: SPEED-Bench's, the mean over prompts of their new tokens per round.
+    conditional_acceptance: SPEED-Bench's, by position.
+    """
+    runs = [run for repeat in repeats for run, _ in repeat]
+    lengths = [run.tokens_per_target_forward for run in runs]
+    known = [length for length in lengths if length is not None]
+    total = pooled(runs)
+    return {
+        "speedup": speedup(repeats),
+        "mean_accepted_tokens": total.tokens_per_target_forward,
+        "acceptance_length": mean(known) if known else None,
+        "conditional_acceptance": conditional_acceptance(total),
+    }
+
+
+def speedup(repeats: Sequence[Repeat]) -> float | None:
+    """The mean tokens/s over prompts divided by the target's mean tokens/s, averaged over repeats.
+
+    None if the target did not run.
+    """
+    ratios = []
+    for repeat in repeats:
+        speeds = [
+            (run.tokens_per_second, target.tokens_per_second)
+            for run, target in repeat
+            if target is not None and run.tokens_per_second and target.tokens_per_second
+        ]
+        if speeds:
+            ratios.append(mean(ours or 0.0 for ours, _ in speeds) / mean(theirs or 0.0 for _, theirs in speeds))
+    return mean(ratios) if ratios else None
+
+
+def conditional_acceptance(run: Generation) -> list[float]:
+    """For each draft position: rounds in which this draft was accepted / rounds in which all drafts before it were.
+
+    A round with fewer drafts counts as one that rejects the next. `Generation.accepted_by_position` leaves it out, so
+    both are equal where all rounds have the same number of drafts.
+    """
+    reached = [len(run.steps), *(accepted for accepted, _ in run.accepted_by_position)]
+    return [now / before for before, now in pairwise(reached) if before]
