@@ -127,6 +127,7 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.logit_trials",
         "utils.commands.experiments.suite",
         "utils.commands.experiments.suite_conclusion",
+        "utils.commands.experiments.turn_runs",
         "utils.commands.experiments.sweep_conclusion",
         "utils.commands.paths",
         "utils.commands.setting_changes",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.comparison.reports import ReportTable, shortened
-from utils.comparison.speed_claims import BASELINE, Row
+from utils.comparison.speed_claims import Row
 from utils.metrics.benchmark_figures import Repeat, benchmark_figures
 from utils.prompts.benchmarks import SPEC_BENCH
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -17,12 +17,13 @@ PUBLISHED = {  # how published figures were measured
     SPEC_BENCH: "Published figures: greedy, up to 1024 new tokens per turn, 480 prompts.",
 }
 SPEC_MEANING = (
-    "speed-up: mean tokens/s over prompts / target-only's. MAT: mean accepted tokens, that is, new tokens per round "
-    "with the target's own token."
+    "Speed-up: mean tokens/s over prompts, divided by that of target-only. MAT: new tokens per round, accepted drafts "
+    "and the target's own token."
 )
 SPEED_MEANING = (
-    "AL: acceptance length, new tokens per round with the target's own token, mean over prompts. 1, 2, ...: "
-    "conditional acceptance rate of the first, second, ... draft of a round."
+    "AL: acceptance length, new tokens per round (accepted drafts and the target's own token), mean over prompts. "
+    "1, 2, ...: acceptance rate of the first, second, ... draft of a round, of the rounds that accepted all drafts "
+    "before it (conditional acceptance rate)."
 )
 
 
@@ -53,8 +54,8 @@ class BenchmarkSample:
         return count_of(self.prompts, "prompt") if self.prompts == self.of else f"{self.prompts} of {self.of} prompts"
 
     def tables(self, rows: Sequence[Row], length: int) -> list[ReportTable]:
-        """The benchmark's tables. rows: with task, strategy, prompts, verdict and benchmark. length: new tokens."""
-        drafting = [row for row in rows if row["benchmark"] and row["verdict"] != BASELINE and row["drafted"]]
+        """The benchmark's tables. rows: with task, strategy, prompts, drafted and benchmark. length: new tokens."""
+        drafting = [row for row in rows if row["benchmark"] and row["drafted"]]
         if not drafting:
             return []
         if self.name == SPEC_BENCH:
@@ -75,9 +76,11 @@ class BenchmarkSample:
             values = [(_text(one.get("speedup"), "{:.2f}x"), _text(one.get("mean_accepted_tokens"))) for one in figures]
             prompts = max(row["prompts"] for row in group.values())
             cells.append((_category(task), str(prompts), *(cell for pair in values for cell in pair)))
-        headings = ("category", "prompts", *(f"{name} {what}" for name in names for what in ("speed-up", "MAT")))
+        headings = ("category", "prompts", *(heading for name in names for heading in (name, "MAT")))
         note = f"{SPEC_MEANING} {PUBLISHED[SPEC_BENCH]} Here: {self.text}, up to {length} new tokens."
-        return ReportTable(f"{self.name}'s table, with its own definitions:", headings, tuple(cells), note)
+        return ReportTable(
+            f"Speed-up and mean accepted tokens (MAT) as {self.name} defines them:", headings, tuple(cells), note
+        )
 
     def _speed_table(self, name: str, rows: Sequence[Row]) -> ReportTable:
         """Acceptance of one strategy by category and draft position."""
@@ -90,7 +93,7 @@ class BenchmarkSample:
             length = _text(row["benchmark"]["acceptance_length"])
             cells.append((_category(row["task"]), str(row["prompts"]), length, *shown))
         headings = ("category", "prompts", "AL", *(str(index + 1) for index in positions))
-        return ReportTable(f"{self.name}'s table, {name}, {self.text}:", headings, tuple(cells))
+        return ReportTable(f"Acceptance as {self.name} defines it, {name}, {self.text}:", headings, tuple(cells))
 
 
 def _category(task: str) -> str:

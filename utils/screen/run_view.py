@@ -203,6 +203,7 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding])
         renderer.table(table.headings, table.rows)
         if table.note:
             renderer.remark(table.note)
+            renderer.newline()
     for chart in report.charts(findings):
         renderer.data(text_plot(chart, width=renderer.width))
     for line in report.conclude(findings):

@@ -72,7 +72,7 @@ def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None
         charts=charts,
         tables=lambda findings: sample.tables([finding.figures for finding in findings], settings.length),
         optional=OPTIONAL,
-        title=f"/race {repeats} {path}: {sample.text}",
+        title=f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}",
     )
     return [RunReport(report)]
 

@@ -1,6 +1,6 @@
 """The sentences below the table of /race FILE: which strategies are faster on which tasks, and what to do next."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
@@ -22,7 +22,7 @@ def suite_conclusion(
     overall = list(tasks.values())[-1]  # all prompts, or the only task
     finished = max(row["prompts"] for row in overall)
     lines = [f"{finished} of {sample.prompts} prompts were run."] if finished < sample.prompts else []
-    lines += [task_sentence(task, rows) for task, rows in tasks.items()]
+    lines += _task_sentences(tasks)
     compared = [row for row in overall if row["compared_texts"] and row["strategy"] != harness.baseline.name]
     lines += _required_texts([row for row in compared if row["must_be_the_targets"]], harness)
     if free := [row["strategy"] for row in compared if not row["must_be_the_targets"]]:
@@ -33,12 +33,34 @@ def suite_conclusion(
     return [*lines, next_step(overall)]
 
 
+def _task_sentences(tasks: Mapping[str, Sequence[Row]]) -> list[str]:
+    """A sentence for each task. Several tasks with too few runs share one."""
+    undecided = {task: row for task, rows in tasks.items() if (row := _undecided(rows))}
+    if len(undecided) < 2:
+        return [task_sentence(task, rows) for task, rows in tasks.items()]
+    shown = ", ".join(f"{task} ({row['strategy']} about {row['speedup']:.1f}x)" for task, row in undecided.items())
+    others = [task_sentence(task, rows) for task, rows in tasks.items() if task not in undecided]
+    return [f"Too few runs to tell: {shown}.", *others]
+
+
+def _undecided(rows: Sequence[Row]) -> Row | None:
+    """The fastest strategy that drafts with a gain, if there are too few runs to tell whether it is faster."""
+    gaining = [row for row in _measured(rows) if not row["without_gain"]]
+    return gaining[0] if gaining and {row["verdict"] for row in gaining} == {TOO_FEW} else None
+
+
+def _measured(rows: Sequence[Row]) -> list[Row]:
+    """Strategies that preserve the target's distribution, compared with the target, the fastest first."""
+    known = (row for row in rows if row["lossless"] and row["verdict"] != BASELINE and row["speedup"] is not None)
+    return sorted(known, key=lambda row: -row["speedup"])
+
+
 def task_sentence(task: str, rows: Sequence[Row]) -> str:
     """Which of the strategies that preserve the target's distribution are faster than the target alone."""
     others = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE]
     if not others:
         return f"{task}: no enabled strategy drafts, so there is nothing to compare."
-    measured = sorted((row for row in others if row["speedup"] is not None), key=lambda row: -row["speedup"])
+    measured = _measured(rows)
     if not measured:
         return f"{task}: speed-ups need the target's own runs: /target on."
     if faster := [row for row in measured if row["verdict"] == FASTER]:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_turns
 from utils.commands.experiments.verdict import wording
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.measurement import Measurement
@@ -15,9 +16,10 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.commands.experiments.verdict.timing import Stopwatch, run_length, run_seconds
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Report, ReportEvent, shortened
+from utils.comparison.reports import Finding, Report, ReportEvent, ReportTable, shortened
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import SLOWER
@@ -42,6 +44,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         run.conclusion,
         attachment=run.attachment,
         charts=_charts,
+        tables=run.tables,
         transposed=True,
         title=title,
     )
@@ -103,7 +106,8 @@ class VerdictRun:
         settings = replace(self.settings, turns=False)
         measured, skipped = ready_prompts(self.harness, settings, self.plan.measured)
         tuning, _ = ready_prompts(self.harness, settings, self.plan.tuning)
-        self.skipped = tuple(skipped)
+        only_first = (ONLY_FIRST_TURNS,) if has_skipped_turns(self.plan.measured, settings) else ()
+        self.skipped = (*skipped, *only_first)
         if not measured or not tuning:
             raise UserError(f"none of the prompts can be used. {' '.join(skipped[:1])}")
         self.selection = Selection(self.harness, settings, tuning, clock)
@@ -134,6 +138,14 @@ class VerdictRun:
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         return wording.without_blanks(wording.sentences(findings[-1].figures))
+
+    def tables(self, findings: Sequence[Finding]) -> list[ReportTable]:
+        """The tables of the benchmark whose format the prompts have."""
+        row = findings[-1].figures
+        if not row["benchmark"]:
+            return []
+        name = str(row["benchmark"][0]["benchmark"]["name"])
+        return BenchmarkSample(name, row["prompts"], self.plan.total).tables(row["benchmark"], row["length"])
 
     def attachment(self, findings: Sequence[Finding]) -> str:
         """Equivalent settings of other programs, to copy, where the candidate is recommended."""

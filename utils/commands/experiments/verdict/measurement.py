@@ -1,7 +1,7 @@
 """Measures a candidate against the target alone: in turns, pass after pass over all prompts, until the answer is clear.
 
 Both run in the same settings, each with a prefill of its own, and after a short run of the same prompt that is not
-counted. Who goes first alternates over prompts and passes.
+counted. Who goes first alternates over prompts and passes. The turns of a conversation are run one after the other.
 """
 
 from collections.abc import Generator, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from utils.bounds import MAX_SEED
 from utils.commands.experiments.repeated_runs import PairedRun
+from utils.commands.experiments.turn_runs import turn_runs
 from utils.commands.experiments.verdict.candidates import Candidate
 from utils.commands.experiments.verdict.plan import ReadyPrompt
 from utils.commands.experiments.verdict.timing import TOTAL_SECONDS, Stopwatch
@@ -17,6 +18,7 @@ from utils.comparison.reports import Progress
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.intervals import Interval, speedup_interval
+from utils.metrics.results import Generation
 from utils.metrics.stopwatch import Stopwatch as RunStopwatch
 
 ENOUGH_PROMPTS = 6  # after which a first pass may end early
@@ -103,13 +105,16 @@ class Measurement:
             self.harness.run_alone(ids, strategy, replace(self.settings, length=WARM_UP_TOKENS))
         # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
         settings = replace(self.settings, seed=(self.settings.seed + 1 + number) % (MAX_SEED + 1))
-        runs = {}
+        runs: dict[str, list[Generation]] = {}
         order = (strategy, self.harness.baseline) if (index + number) % 2 else (self.harness.baseline, strategy)
         for one in order:
-            watch = RunStopwatch() if one is strategy else None
-            runs[one.name] = self.harness.run_alone(ids, one, settings, stopwatch=watch)
+            watch = RunStopwatch if one is strategy else lambda: None
+            runs[one.name] = turn_runs(
+                self.harness, self.prompts[index].prompt, one, settings, ids=ids, stopwatch=watch
+            )
         # Only complete pairs are added, so Ctrl-C cannot leave a run without its partner.
-        self.pairs.setdefault(index, []).append(PairedRun(runs[strategy.name], runs[self.harness.baseline.name]))
+        pair = PairedRun.of_turns(runs[strategy.name], runs[self.harness.baseline.name])
+        self.pairs.setdefault(index, []).append(pair)
 
     def _is_enough(self, passes: int, began: float) -> bool:
         seconds = self.clock.seconds

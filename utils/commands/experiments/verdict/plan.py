@@ -39,6 +39,11 @@ class PromptPlan:
     divided: bool = True
     left_out: int = 0
 
+    @property
+    def total(self) -> int:
+        """How many prompts there were to choose from."""
+        return len(self.measured) + self.left_out + (len(self.tuning) if self.divided else 0)
+
     def named(self, count: int) -> str:
         """So many of these prompts."""
         return f"{count} {self.source if count != 1 else self.source.replace('prompts', 'prompt', 1)}"

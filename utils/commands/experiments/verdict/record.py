@@ -10,9 +10,11 @@ from utils.commands.experiments.verdict.candidates import best_of_each, kind_nam
 from utils.commands.experiments.verdict.measurement import Measurement
 from utils.commands.experiments.verdict.plan import PromptPlan
 from utils.commands.experiments.verdict.selection import Selection
+from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.speed_claims import NO_GAIN
 from utils.config.settings import Settings, setting_fields
+from utils.prompts.prompt_files import ALL_TASKS
 
 Row = dict[str, Any]
 
@@ -34,7 +36,9 @@ class Measured:
         return {"strategy": self.harness.baseline.name, "name": "target-only", "speedup": 1.0, **run_figures(runs)}
 
     def _pairs(self) -> list[PairedRun]:
-        return [pair for index in sorted(self.measurement.pairs) for pair in self.measurement.pairs[index]]
+        """Each turn of a conversation by itself, because each has its own prefill."""
+        pairs = self.measurement.pairs
+        return [turn for index in sorted(pairs) for pair in pairs[index] for turn in pair.each]
 
     def candidate_row(self) -> Row:
         measurement, pair = self.measurement, self.harness.pair
@@ -92,7 +96,28 @@ class Measured:
             "same_texts": sum(one["same"] for one in each),
             "by_prompt": each,
             "tasks": {task: _task_figures(group) for task, group in tasks.items()},
+            "conversations": sum(bool(pairs[0].turns) for _, pairs in numbered),
+            "benchmark": self._benchmark_rows(),
         }
+
+    def _benchmark_rows(self) -> list[Row] | None:
+        """The figures of each task and of all prompts by a benchmark's own definitions, or None without a benchmark."""
+        measurement = self.measurement
+        groups = [(measurement.prompts[index].prompt, measurement.pairs[index]) for index in sorted(measurement.pairs)]
+        sample = BenchmarkSample.chosen([prompt for prompt, _ in groups], self.plan.total)
+        if not sample.name:
+            return None
+        tasks = list(dict.fromkeys(prompt.task for prompt, _ in groups))
+        rows = []
+        for task in [*tasks, ALL_TASKS] if len(tasks) > 1 else tasks:
+            chosen = [pairs for prompt, pairs in groups if task in (prompt.task, ALL_TASKS)]
+            passes = range(max(map(len, chosen)))
+            repeats = [[(pairs[one].run, pairs[one].target) for pairs in chosen if len(pairs) > one] for one in passes]
+            drafted = sum(run.drafted for repeat in repeats for run, _ in repeat)
+            counts = {"prompts": len(chosen), "drafted": drafted}
+            name = measurement.candidate.strategy.drafter_label(self.harness.pair)
+            rows.append({"task": task, "strategy": name, **counts, "benchmark": sample.figures(repeats)})
+        return rows
 
     def _circumstances(self) -> Row:
         measurement = self.measurement

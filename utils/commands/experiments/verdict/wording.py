@@ -99,7 +99,9 @@ def conditions(row: Row) -> str:
     where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
     chosen = "other prompts" if row["divided"] else "runs that are not counted"
     shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
-    first = " Every prompt was a first turn." if row["turns"] else ""
+    first = " Every prompt began a new conversation." if row["turns"] else ""
+    if row["conversations"]:
+        first += f" {row['conversations']} of the prompts were conversations of several turns."
     left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
     return (
         f"Measured: whole runs with prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "

@@ -1,0 +1,200 @@
+"""/race FILE and /verdict FILE on prompts of Spec-Bench and SPEED-Bench: conversations, limits, figures and tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from fakes import Screen, open_session, records_of, screen
+from verdict_runs import Runs, helpful, similar_pair, verdict_of
+
+from utils.comparison.harness import Harness
+from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings
+from utils.metrics.results import Generation
+from utils.repl.runner import Verdict
+
+CATEGORIES = ("writing", "stem", "translation", "qa")
+
+
+def spec_bench(folder: Path) -> Path:
+    """Eight questions, two of each category. Those of MT-bench have two turns."""
+    rows = [
+        {
+            "question_id": 81 + number,
+            "category": (category := CATEGORIES[number // 2]),
+            "turns": [f"say {number} and {number}", "again"][: 2 if category in ("writing", "stem") else 1],
+        }
+        for number in range(8)
+    ]
+    return written(folder / "question.jsonl", rows)
+
+
+def speed_bench(folder: Path) -> Path:
+    rows = [
+        {
+            "question_id": f"q{number}",
+            "category": "mixed",
+            "sub_category": "x",
+            "turns": [f"count {number} and {number}"],
+        }
+        for number in range(7)
+    ]
+    return written(folder / "throughput_1k" / "test.jsonl", rows)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+class Seen:
+    """Every run on a clock of its own: a tenth of a second for each round, whatever it drafts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: list[tuple[str, str, Generation]] = []  # strategy, text of the prompt ids, run
+        run_alone = Harness.run_alone
+
+        def run(harness: Harness, ids: list[int], strategy: Strategy, settings: Settings, **options: Any) -> Generation:
+            made = run_alone(harness, ids, strategy, settings, **options)
+            made = Generation(made.steps, 0.1 * len(made.steps), 0.1, made.finish, made.timings)
+            self.runs.append((strategy.name, str(harness.pair.tokenizer.decode(ids)), made))
+            return made
+
+        monkeypatch.setattr(Harness, "run_alone", run)
+
+    def of(self, strategy: str) -> list[Generation]:
+        return [run for name, _, run in self.runs if name == strategy]
+
+
+def raced(view: Screen, folder: Path, line: str, *settings: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of the record by task and strategy."""
+    file = folder / "records.jsonl"
+    session = open_session(view, similar_pair(), records=file)
+    for typed in ("/length 6", "/ngram off", *settings, line):
+        assert session.handle(typed) is Verdict.DONE, view.take()
+    return {(row["task"], row["strategy"]): row for row in records_of(file)[-1]["findings"]}
+
+
+def test_figures_are_those_of_the_rounds_of_all_turns(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    rows = raced(view, tmp_path, f"/race 1 {spec_bench(tmp_path)}")
+    assert [task for task, name in rows if name == "target"] == ["mt_bench", "translation", "qa", "all"]
+    assert [rows[task, "target"]["prompts"] for task in ("mt_bench", "translation", "all")] == [4, 2, 8]
+    drafted, target = seen.of("speculative"), seen.of("target")
+    assert len(drafted) == len(target) == 8 + 4, "the second turns of four conversations"
+    rounds = [len(step.tokens) for run in drafted for step in run.steps]
+    figures = rows["all", "speculative"]["benchmark"]
+    assert figures["name"] == "Spec-Bench" and max(rounds) > 1
+    assert figures["mean_accepted_tokens"] == pytest.approx(mean(rounds))
+    assert rows["all", "target"]["benchmark"]["mean_accepted_tokens"] == 1
+    conversations = [drafted[2 * index : 2 * index + 2] for index in range(4)] + [[run] for run in drafted[8:]]
+    lengths = [sum(len(run.tokens) for run in turns) / sum(len(run.steps) for run in turns) for turns in conversations]
+    assert figures["acceptance_length"] == pytest.approx(mean(lengths))
+    # A round takes a tenth of a second, so tokens/s are ten times the tokens per round.
+    assert figures["speedup"] == pytest.approx(mean(lengths))
+    assert figures["conditional_acceptance"][0] == pytest.approx(mean(length > 1 for length in rounds))
+    first = rows["mt_bench", "speculative"]["benchmark"]
+    assert first["speedup"] == pytest.approx(mean(lengths[:4]))
+    shown = view.take()[0]
+    assert re.search(rf"mt_bench +4 +{first['speedup']:.2f}x +{first['mean_accepted_tokens']:.2f}\n", shown)
+    assert re.search(rf"overall +8 +{figures['speedup']:.2f}x +{figures['mean_accepted_tokens']:.2f}\n", shown)
+
+
+def test_a_later_turn_continues_with_the_own_answer(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    raced(view, tmp_path, f"/race 1 {spec_bench(tmp_path)}", "/processor multinomial 1")
+    for name in ("speculative", "target"):
+        mine = [(text, run) for strategy, text, run in seen.runs if strategy == name]
+        (_, answer), (text, _) = mine[:2]
+        session = open_session(view)
+        answered = session.harness.pair.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        assert "say 0 and 0" in text and "again" in text and text.index("say 0") < text.index("again")
+        assert answered.strip()[:3] in text
+
+
+def test_without_a_chat_template_only_first_turns_are_run(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    raced(view, tmp_path, f"/race 1 {spec_bench(tmp_path)}", "/chat off")
+    assert len(seen.of("target")) == 8 and not any("again" in text for _, text, _ in seen.runs)
+    assert view.take()[1].count("Only the first turn") == 1
+
+
+@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/suite {} limit=1"])
+def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path, line: str) -> None:
+    rows = raced(view, tmp_path, line.format(spec_bench(tmp_path)))
+    assert [row["prompts"] for (_, name), row in rows.items() if name == "target"] == [1, 1, 1, 3]
+    assert rows["qa", "target"]["benchmark"]["prompts_in_file"] == 8
+    shown = view.take()[0]
+    assert "question.jsonl limit=1: 3 of 8 prompts" in shown and "Here: 3 of 8 prompts, up to 6 new tokens." in shown
+
+
+def test_a_limit_must_be_a_number_and_needs_a_file(view: Screen, tmp_path: Path) -> None:
+    session = open_session(view)
+    for line, words in (
+        (f"/race {spec_bench(tmp_path)} limit=x", "'x'"),
+        (f"/race {spec_bench(tmp_path)} limit=0", "nearest is 1"),
+        (f"/race {spec_bench(tmp_path)} limit=", "missing"),
+        ("/race limit=3", "give a file"),
+    ):
+        assert session.handle(line) is Verdict.FAILED
+        assert words in view.take()[1], line
+
+
+def test_a_conversation_that_becomes_too_long_is_left_out(view: Screen, tmp_path: Path) -> None:
+    long = {"question_id": 1, "category": "stem", "turns": ["hello", "x" * 900]}
+    short = {"question_id": 2, "category": "qa", "turns": ["hello"]}
+    rows = raced(view, tmp_path, f"/race 1 {written(tmp_path / 'q.jsonl', [long, short])}")
+    assert list(rows) == [("qa", "speculative"), ("qa", "target")]
+    assert "target: prompt 1 is left out. Turn 2: " in view.take()[1]
+
+
+def test_speed_bench_shows_acceptance_by_position_and_an_export_has_it(tmp_path: Path) -> None:
+    view = screen(width=80)
+    page = tmp_path / "report.md"
+    file = tmp_path / "records.jsonl"
+    session = open_session(view, similar_pair(), records=file)
+    for typed in ("/length 6", "/ngram off", f"/race 1 {speed_bench(tmp_path)}", f"/export {page}"):
+        assert session.handle(typed) is Verdict.DONE, view.take()
+    row = next(row for row in records_of(file)[-1]["findings"] if row["strategy"] == "speculative")
+    assert row["task"] == "1k mixed" and len(row["benchmark"]["conditional_acceptance"]) == 4
+    first, second = (f"{rate:.2f}" for rate in row["benchmark"]["conditional_acceptance"][:2])
+    length = f"{row['benchmark']['acceptance_length']:.2f}"
+    assert re.search(rf"1k mixed +7 +{length} +{first} +{second}", view.take()[0])
+    assert f"| 1k mixed | 7 | {length} | {first} | {second} |" in page.read_text(encoding="utf-8")
+
+
+def test_other_files_have_no_tables_of_benchmarks(view: Screen, tmp_path: Path) -> None:
+    rows = [{"question_id": 1, "category": "qa", "turns": ["hello"]}, {"prompt": "hello"}]
+    findings = raced(view, tmp_path, f"/race 1 {written(tmp_path / 'q.jsonl', rows)}")
+    assert all(row["benchmark"] is None for row in findings.values())
+    assert "Bench" not in view.take()[0]
+
+
+def test_a_verdict_runs_conversations_and_shows_the_table(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Runs(monkeypatch, helpful)
+    session = open_session(view, similar_pair(), records=tmp_path / "records.jsonl")
+    assert session.handle("/length 8") is Verdict.DONE
+    row, shown = verdict_of(session, view, tmp_path, f"/verdict {spec_bench(tmp_path)}")
+    measured = row["by_prompt"]
+    assert {one["task"] for one in measured} == {"mt_bench", "translation", "qa"}
+    assert row["runs"] > row["pairs"] and row["same_texts"] == row["prompts"] == 6
+    figures = {one["task"]: one for one in row["benchmark"]}
+    assert figures["all"]["prompts"] == 6 and row["passes"] * 6 == row["pairs"]
+    assert figures["all"]["benchmark"]["mean_accepted_tokens"] == row["tokens_per_target_forward"]
+    assert row["conversations"] == figures["mt_bench"]["prompts"]
+    assert "as Spec-Bench defines them" in shown and re.search(r"overall +6 +\d\.\d\dx", shown)
+    assert f"{row['conversations']} of the prompts were conversations" in shown
