@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sampling.debug import traced
+from sampling.drafters.masked import block_session
 from sampling.drafters.model import ModelDrafter
 from sampling.verification import REJECTION, choose_rule
 from utils.bounds import WholeRange
@@ -101,12 +102,12 @@ def speculative_generate(
     acceptance rate.
 
     inputs: flat list of prompt ids. drafter, target: two causal or two encoder-decoder models with the same
-    vocabulary, except for padding. tokenizer: makes debug output readable. gamma: maximum number of drafts per round.
-    eos_tokens_id: as in autoregressive_generate; "model" stands for the target's. skip_sample_adjustment: draw
-    corrected tokens from p, which no longer follows the target's distribution. first_target: the first round drafts
-    nothing. verify: "rejection", "coupled" (the text of autoregressive_generate with the same seed) or "block". The
-    acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError) for an unusable prompt, pair, rule,
-    cache or logits.
+    vocabulary, except for padding. A PARD model drafts a block in one pass. tokenizer: makes debug output readable.
+    gamma: maximum number of drafts per round. eos_tokens_id: as in autoregressive_generate; "model" stands for the
+    target's. skip_sample_adjustment: draw corrected tokens from p, which no longer follows the target's distribution.
+    first_target: the first round drafts nothing. verify: "rejection", "coupled" (the text of autoregressive_generate
+    with the same seed) or "block". The acceptance rate is 0.0 if nothing was drafted. Raises UserError (a ValueError)
+    for an unusable prompt, pair, rule, cache, PARD config or logits.
     """
     check_model(drafter, "drafter", "; autoregressive_generate needs no drafter")
     check_model(target, "target")
@@ -115,8 +116,9 @@ def speculative_generate(
     decoding = Decoding.of(logits_processor, max_gen_len, end_ids=end_tokens(eos_tokens_id, target), seed=seed)
     session = ModelSession(target, use_cache=use_cache, start_token=pad_token_id)
     rule = choose_rule(verify, adjust=not skip_sample_adjustment)
-    drafter_session = ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id)
-    model_drafter = ModelDrafter(drafter_session, decoding, session.vocab_size, shares_noise=rule.shares_noise)
+    drafting, block = block_session(ModelSession(drafter, use_cache=use_cache, start_token=pad_token_id), target)
+    shares = rule.shares_noise
+    model_drafter = ModelDrafter(drafting, decoding, session.vocab_size, shares_noise=shares, block=block)
     rounds = speculative_steps(
         token_ids(inputs), model_drafter, session, decoding, gamma=gamma, first_target=first_target, rule=rule
     )

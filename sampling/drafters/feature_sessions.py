@@ -26,7 +26,7 @@ class FeatureSession(ABC):
     block_size = 1  # drafts that a pass gives
 
     def __init__(self, model: FeatureDrafter) -> None:
-        self.name = f"the head of {model_name(model)}"
+        self.name = f"the drafter {model_name(model)}"
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
         self._device = model.device
@@ -116,8 +116,8 @@ class HeadSession(FeatureSession):
         self._cached = end
 
     def _states_before(self, end: int) -> Tensor:
-        """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the head's
-        own last one.
+        """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the
+        drafter's own last one.
         """
         if self._pending is None:
             assert self._state is not None and end == self._cached + 1
@@ -127,7 +127,7 @@ class HeadSession(FeatureSession):
         return self.model.fuse_features(features)
 
     def rewind(self, length: int) -> None:
-        """Forget the entries made from the head's own states, and those after the first `length` positions."""
+        """Forget the entries made from the drafter's own states, and those after the first `length` positions."""
         kept = min(self._cached, self._known, length)
         if kept < self._cached:
             self._cache.crop(kept - self._cached)

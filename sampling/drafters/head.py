@@ -57,7 +57,7 @@ class HeadDrafter(ModelDrafter):
         super().commit(context, verified)
         if verified.features is None:
             raise UserError(
-                "A head drafts from the target's hidden states: open its session with features=head.feature_layers."
+                "This drafter reads the target's hidden states: open its session with features=drafter.feature_layers."
             )
         first = verified.start + len(verified.logits) - 1 - len(verified.features)  # the last row is the last draft's
         # Up to the last token, which the target has not been fed.
@@ -76,7 +76,7 @@ class FreeHead(HeadSession):
         """Raises UserError for a prompt of one token: the target has no features before it."""
         context = self._target.begin(prompt)
         if len(context) < 2:
-            raise UserError("A head alone needs a prompt of at least two tokens.")
+            raise UserError("A drafter that reads hidden states needs a prompt of at least two tokens to run alone.")
         super().begin(prompt)
         # The last token enters the head by its embedding only.
         self._target.feed(context[:-1], keep=1)

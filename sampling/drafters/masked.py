@@ -4,9 +4,13 @@ The session answers like that of any model, so drawing drafts and sharing noise 
 token.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from utils.decode.model_session import ModelSession
+from utils.decode.session import Session
+from utils.drafter_formats.pard import drafting_block
 
 
 class MaskedSession:
@@ -53,3 +57,10 @@ class MaskedSession:
         known = length if self._block is None else min(length, self._block[0])
         self._block = None
         self._session.rewind(known)
+
+
+def block_session(session: ModelSession, target: Any) -> tuple[Session, int]:
+    """A drafter's session for this target, and how many drafts a pass gives: a block if the drafter is a PARD model."""
+    if (block := drafting_block(session.model, target)) is None:
+        return session, 1
+    return MaskedSession(session, block.token, block.size), block.size

@@ -38,9 +38,9 @@ SETTING_HELP = {
         "drafting",
         "what drafts; several kinds are compared",
         Page(
-            "What drafts for the strategy speculative: loaded (the drafter of the pair), model, head, layers:K (the "
-            "first K layers of the target), lookup (prompt lookup), suffix (suffix automaton) or chain (suffix, then "
-            "head or model). Several kinds are run one after the other.",
+            "What drafts for the strategy speculative: loaded (the pair's drafter), model, head (if it reads hidden "
+            "states, in any format), layers:K (the first K layers of the target), lookup (prompt lookup), suffix (an "
+            "automaton) or chain (suffix, then the pair's drafter). Several kinds are run one after the other.",
             ("> /drafter_kind loaded suffix", "drafter_kind: loaded suffix"),
             see_also=("load", "speculative", "race"),
         ),

@@ -7,11 +7,11 @@ SETTING_WORDS: Mapping[str, Mapping[str, str]] = {
     "drafter_kind": {
         "loaded": "the drafter of the pair",
         "model": "the drafter model",
-        "head": "the draft head",
+        "head": "a drafter that reads hidden states",
         "layers:K": "the first K layers of the target",
         "lookup": "prompt lookup",
         "suffix": "a suffix automaton of the texts",
-        "chain": "suffix, then head or model",
+        "chain": "suffix, then the drafter of the pair",
     },
     "debug": {
         "on": "a line per round",

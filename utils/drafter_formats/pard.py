@@ -52,6 +52,19 @@ def masked_block(model: Any) -> MaskedBlock | None:
     return MaskedBlock(token, size, key, 2 if kind == "pard2" or getattr(config, "pard2", False) else 1)
 
 
+def drafting_block(drafter: Any, target: Any) -> MaskedBlock | None:
+    """Return the blocks in which a model drafts for a target of the same vocabulary, or None if it drafts token by
+    token. Raises UserError as `masked_block`.
+    """
+    # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
+    block = masked_block(drafter)
+    return None if block is None or _share_weights(drafter, target) else block
+
+
+def _share_weights(first: Any, second: Any) -> bool:
+    return first.get_input_embeddings().weight is second.get_input_embeddings().weight
+
+
 def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tuple[str, ...]:
     """Messages for the user about a PARD drafter. translated: whether its tokenizer differs from the target's."""
     if block is None:

@@ -39,8 +39,11 @@ from utils.models.tensor_parallel import check_tensor_parallel
 from utils.text import byte_size
 
 
-def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
-    """Load a model in a kind of quantization, one of QUANTIZATIONS. Raises UserError for anything that goes wrong."""
+def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str = "") -> PreTrainedModel:
+    """Load a model in a kind of quantization, one of QUANTIZATIONS. Raises UserError for anything that goes wrong.
+
+    drafts_with: what the names of tensors in its files begin with that its drafter reads; empty for none.
+    """
     plan = plan_memory(source, kind, where)
     where.report(_progress_line(source, kind, where, plan))
     with _loading(source):
@@ -70,7 +73,8 @@ def load_model(source: Source, kind: str, where: Placement) -> PreTrainedModel:
         check_runs(model, source.name)
         check_causal(model, source.name)
     # Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have.
-    if unused := sorted(loading_info["unexpected_keys"]):
+    unexpected = sorted(loading_info["unexpected_keys"])
+    if unused := [name for name in unexpected if not drafts_with or not name.startswith(drafts_with)]:
         where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
     # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
     return model.eval().requires_grad_(False)

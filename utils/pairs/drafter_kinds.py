@@ -18,7 +18,7 @@ from sampling.drafters.masked import MaskedSession
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
-from utils.drafter_formats.pard import MaskedBlock, masked_block
+from utils.drafter_formats.pard import MaskedBlock, drafting_block
 from utils.errors import UserError, check_choice
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
@@ -62,14 +62,14 @@ class DrafterKind:
 
     def check_pair(self, pair: Pair) -> None:
         """Raise UserError if the pair's drafter is of a different kind."""
-        if self.loaded_as and pair.drafter is not None and self.loaded_as != pair.drafter_kind:
+        if self.loaded_as and pair.drafter is not None and self.loaded_as != _kind_word(pair):
             raise UserError(
                 f"The loaded drafter is {pair.drafter_kind}, not {self.loaded_as}: start with a different --drafter."
             )
 
     def survives_load(self, pair: Pair) -> bool:
         """Whether the setting still makes sense after this pair was loaded."""
-        return self.loaded_as == pair.drafter_kind if self.loaded_as else not self.cuts_target
+        return self.loaded_as == _kind_word(pair) if self.loaded_as else not self.cuts_target
 
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
@@ -109,9 +109,7 @@ def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEs
 
 def parallel_block(pair: Pair) -> MaskedBlock | None:
     """The blocks of a PARD drafter, or None if the pair's drafter drafts token by token."""
-    # A cut of a target that is a PARD model has its config, but not its training.
-    usable = pair.drafter_kind == MODEL and pair.drafter_tokenizer is None
-    return masked_block(pair.drafter) if usable else None
+    return None if pair.drafter_tokenizer is not None else drafting_block(pair.drafter, pair.target)
 
 
 def _masked(inputs: DrafterInputs, block: MaskedBlock, throughput: ThroughputEstimate | None) -> BuiltDrafter:
@@ -218,8 +216,13 @@ def drafter_kind(word: str) -> DrafterKind:
 
 
 def drafter_label(word: str, pair: Pair) -> str | None:
-    """The drafter kind that a word of /drafter_kind means for this pair, as records and costs name it."""
-    return pair.drafter_kind if word == LOADED else word
+    """The drafter kind that a word of /drafter_kind means for this pair, as tables, records and costs name it."""
+    return pair.drafter_kind if word in (LOADED, _kind_word(pair)) else word
+
+
+def _kind_word(pair: Pair) -> str | None:
+    """The word of /drafter_kind that names what was loaded: one word for all drafters that read hidden states."""
+    return HEAD if isinstance(pair.drafter, FeatureDrafter) else pair.drafter_kind
 
 
 def surviving_kinds(words: tuple[str, ...], pair: Pair) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,6 +74,17 @@ class DrafterPlan:
     layers: int | None
     published: tuple[DrafterCheckpoint, DrafterFormat] | None = None
 
+    @property
+    def target_prefix(self) -> str:
+        """What the names of tensors begin with that the drafter reads from the target's own files. Empty if it reads
+        none.
+        """
+        if self.published is None or self.source is not None:
+            return ""
+        names = [stored.split(".") for _, stored in self.published[0].files.values()]
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+        return "".join(f"{parts[0]}." for parts in common)
+
 
 def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> DrafterPlan:
     """Find the drafter before the target is loaded. target: where the target comes from.
@@ -89,7 +101,7 @@ def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> 
         source = locate(request.drafter, placement.report)
         published = _published(source)
     if head or published:
-        _check_head_options(request)
+        _check_shared_options(request, published[1].name if published else HEAD)
     return DrafterPlan(placement, quantize, head, source, layers, published)
 
 
@@ -139,21 +151,27 @@ def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
     return mtp_layers(checkpoint), MTP_FORMAT
 
 
-def _check_head_options(request: PairRequest) -> None:
+def _check_shared_options(request: PairRequest, kind: str) -> None:
+    """Raise UserError for options of a drafter of its own. kind: of a drafter that reads hidden states."""
     if request.drafter_quantize != "none":
-        raise UserError("A head is computed in the number format of the target: leave --drafter-quantize out.")
+        raise UserError(
+            f"A drafter of the kind {kind} is computed in the number format of the target: leave --drafter-quantize "
+            "out."
+        )
     # Both are resolved devices here, so `auto` has become the name of a device.
     if request.drafter_device != request.device:
-        raise UserError("A head is computed on the device of the target: leave --drafter-device out.")
+        raise UserError(
+            f"A drafter of the kind {kind} is computed on the device of the target: leave --drafter-device out."
+        )
 
 
 def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
-    _check_one_device(target)
+    _check_one_device(target, HEAD)
     return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
 
 
 def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
-    _check_one_device(target)
+    _check_one_device(target, known.name)
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name):
@@ -161,13 +179,16 @@ def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target:
     drafter.name_or_path = checkpoint.name
     files = tuple(sorted({path for path, _ in checkpoint.files.values()}))
     drafter.origin = Origin(files, drafter.conventions, known.is_ambiguous(checkpoint))
-    return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", HEAD)
+    return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", known.name)
 
 
-def _check_one_device(target: LoadedTarget) -> None:
-    # A head reads features of several depths, which would lie on different devices.
+def _check_one_device(target: LoadedTarget, kind: str) -> None:
+    # Features of several depths would lie on different devices.
     if is_spread(target.model):
-        raise UserError(f"A head needs {target.name} on one device, and it is on several: use a different --drafter.")
+        raise UserError(
+            f"A drafter of the kind {kind} needs {target.name} on one device, and it is on several: use a different "
+            "--drafter."
+        )
 
 
 def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:

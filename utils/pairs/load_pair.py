@@ -31,7 +31,7 @@ from utils.models.memory import free_bytes
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate
 from utils.pairs.compatibility import describe_without_model
-from utils.pairs.load_drafter import LoadedDrafter, LoadedTarget, load_drafter, plan_drafter
+from utils.pairs.load_drafter import DrafterPlan, LoadedDrafter, LoadedTarget, load_drafter, plan_drafter
 from utils.pairs.pair import Pair
 from utils.pairs.request import EMBEDDED, PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
@@ -58,7 +58,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     GUARD.start()  # it starts while the weights are read
     # Before the target is loaded, so that mistakes are reported early.
     plan = plan_drafter(resolved, drafter_placement, source)
-    target = _load_target(source, resolved, placement)
+    target = _load_target(source, resolved, placement, plan)
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
@@ -79,7 +79,7 @@ def _located(request: PairRequest, report: Reporter) -> Source:
     return locate(request.target, report)
 
 
-def _load_target(located: Source, request: PairRequest, placement: Placement) -> LoadedTarget:
+def _load_target(located: Source, request: PairRequest, placement: Placement, plan: DrafterPlan) -> LoadedTarget:
     if request.engine_weights == "gguf":
         adapt = {"adapt": split_digits} if request.target == EMBEDDED else {}
         loaded = load_in_blocks(located, placement, **adapt)
@@ -90,7 +90,8 @@ def _load_target(located: Source, request: PairRequest, placement: Placement) ->
             return LoadedTarget(located.name, loaded.model, loaded.tokenizer, str(request.quantize), weights)
         placement.report(f"{located.name} is unpacked to float32 when it is loaded: {loaded}")
     source, quantize = convert_if_gguf(located, placement), str(request.quantize)
-    model = load_model(source, quantize, replace(placement, tensor_parallel=is_tensor_parallel()))
+    where = replace(placement, tensor_parallel=is_tensor_parallel())
+    model = load_model(source, quantize, where, drafts_with=plan.target_prefix)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UserError(

@@ -17,10 +17,10 @@ from utils.pairs.request import PairRequest
 class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
-    drafter_kind: "model", "layers:K" or "head". device, drafter_device: where the weights are. quantize,
-    drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages for the user. request: what was requested,
-    defaults not filled in. drafter_tokenizer: the drafter's if it differs from the target's, so that drafts must be
-    translated.
+    drafter_kind: "model", "layers:K", "head", or the name of a published drafter's format, such as "EAGLE-3". device,
+    drafter_device: where the weights are. quantize, drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages
+    for the user. request: what was requested, defaults not filled in. drafter_tokenizer: the drafter's if it differs
+    from the target's, so that drafts must be translated.
     """
 
     target: PreTrainedModel
@@ -55,5 +55,5 @@ class Pair:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads. Empty unless it is a head."""
+        """The target's hidden states that the drafter reads. Empty unless it reads some."""
         return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()

@@ -82,4 +82,7 @@ def _check_tensor_parallel(request: PairRequest) -> None:
             f"torchrun shards the target over {accelerator} devices, not over {request.device}: leave --device out."
         )
     if request.drafter in (HEAD, MTP):
-        raise UserError("A head needs all weights of the target, which torchrun shards: use a different --drafter.")
+        raise UserError(
+            f"The drafter '{request.drafter}' needs all weights of the target, which torchrun shards: use a different "
+            "--drafter."
+        )

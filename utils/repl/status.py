@@ -17,7 +17,7 @@ def model_facts(pair: Pair, settings: Settings) -> tuple[tuple[str, str], ...]:
     same_device = pair.drafter_device in (None, pair.device)
     return (
         ("target model", pair.target_name),
-        ("drafter model", f"{pair.drafter_name} ({pair.drafter_kind})" if pair.drafter is not None else "none"),
+        ("drafter model", _drafter(pair)),
         ("device", pair.device if same_device else f"{pair.device}, drafter: {pair.drafter_device}"),
         ("target weights", describe_target(pair)),
         ("drafter weights", describe_drafter(pair)),
@@ -26,6 +26,15 @@ def model_facts(pair: Pair, settings: Settings) -> tuple[tuple[str, str], ...]:
         ("context", f"{bound} tokens" if bound is not None else "unlimited"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
     )
+
+
+def _drafter(pair: Pair) -> str:
+    """The drafter by name and kind, which names of published drafters end with."""
+    if pair.drafter is None:
+        return "none"
+    kind = f"({pair.drafter_kind})"
+    name = str(pair.drafter_name)
+    return name if name.endswith(kind) else f"{name} {kind}"
 
 
 def _chat(settings: Settings) -> str:

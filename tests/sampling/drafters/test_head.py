@@ -158,7 +158,7 @@ def test_a_target_session_without_features_is_refused():
     target = tiny_llama(vocab_size=SIZE)
     plan = decoding(9, processor=PROCESSORS[0])
     drafter = HeadDrafter(HeadSession(tiny_head(target)), plan, SIZE)
-    with pytest.raises(UserError, match=r"features=head\.feature_layers"):
+    with pytest.raises(UserError, match=r"features=drafter\.feature_layers"):
         list(speculative_steps(PROMPT, drafter, ModelSession(target), plan, gamma=2))
 
 

@@ -84,7 +84,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     save_folder(tmp_path / "target", target_model(vocab_size=300), tiny_tokenizer())
     folder = write_checkpoint(tmp_path / "drafter", zlab_config(), tensors_of())
     pair = load(tmp_path / "target", folder)
-    assert pair.drafter_kind == "head" and "DFlash" in str(pair.drafter_name)
+    assert pair.drafter_kind == "DFlash" and "DFlash" in str(pair.drafter_name)
     assert pair.feature_layers == (2, 3, 5)
 
 

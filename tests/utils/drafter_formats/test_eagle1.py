@@ -86,7 +86,7 @@ def test_the_text_is_the_targets_own(tmp_path, rule):
 def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
     pair = load(tmp_path / "target", write_checkpoint(tmp_path / "drafter", layer_keys(), tensors_of()))
-    assert pair.drafter_kind == "head" and "EAGLE" in str(pair.drafter_name) and pair.feature_layers == (2,)
+    assert pair.drafter_kind == "EAGLE" and "EAGLE" in str(pair.drafter_name) and pair.feature_layers == (2,)
 
 
 @pytest.mark.parametrize(

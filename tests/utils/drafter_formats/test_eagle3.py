@@ -171,7 +171,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     tensors["lm_head.weight"] = torch.randn(300, HIDDEN)
     folder = write_checkpoint(tmp_path / "drafter", speculators_config({}), tensors)
     pair = load(tmp_path / "target", folder)
-    assert pair.drafter_kind == "head" and "EAGLE-3" in str(pair.drafter_name)
+    assert pair.drafter_kind == "EAGLE-3" and "EAGLE-3" in str(pair.drafter_name)
     assert pair.feature_layers == (2, LAYERS // 2, LAYERS - 3)
 
 

@@ -167,7 +167,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path, name):
     folder = write_checkpoint(tmp_path / "drafter", FASTER, faster_names(tensors_of(rows=300)))
     (folder / "model.safetensors").rename(folder / name)
     pair = load(tmp_path / "target", folder)
-    assert pair.drafter_kind == "head" and "Medusa" in str(pair.drafter_name) and pair.feature_layers == (LAYERS,)
+    assert pair.drafter_kind == "Medusa" and "Medusa" in str(pair.drafter_name) and pair.feature_layers == (LAYERS,)
 
 
 def target_folder(path: Path) -> Path:

@@ -21,6 +21,7 @@ from mtp_checkpoints import (
     tiny_glm,
     tiny_glm_lite,
     tiny_qwen,
+    tiny_qwen3,
     write_target,
 )
 from mtp_reference import QWEN as QWEN_NAMES
@@ -34,6 +35,8 @@ from transformers.modeling_layers import MtpModel
 from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
 from utils.pairs.doctor import examine, own_text
+from utils.pairs.load_pair import load_pair
+from utils.pairs.request import PairRequest
 
 TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "glm_lite": tiny_glm_lite}
 KEYS = {"rms_norm_eps": 1e-5}
@@ -229,7 +232,25 @@ def test_mtp_is_a_drafter_of_a_pair(tmp_path):
     target = tiny_glm(vocab_size=300)
     folder = write_target(tmp_path, target, deepseek_layers(target, copies=False), tiny_tokenizer())
     pair = load(folder, "mtp")
-    assert pair.drafter_kind == "head" and pair.feature_layers == (LAYERS,) and "MTP" in str(pair.drafter_name)
+    assert pair.drafter_kind == "MTP" and pair.feature_layers == (LAYERS,) and "MTP" in str(pair.drafter_name)
+
+
+@pytest.mark.parametrize(("drafter", "layer"), [("mtp", LAYERS + 1), (None, LAYERS)])
+def test_only_weights_that_nothing_reads_are_reported_as_unused(tmp_path, drafter, layer):
+    """Of two MTP layers the first one drafts, if any does."""
+    target = tiny_glm(vocab_size=300)
+    layers = deepseek_layers(target, copies=False) | deepseek_layers(target, copies=False, number=LAYERS + 1)
+    folder, lines = write_target(tmp_path, target, layers, tiny_tokenizer()), []
+    load_pair(PairRequest(str(folder), drafter, device="cpu"), lines.append)
+    [unused] = [line for line in lines if "not used" in line]
+    assert f"(model.layers.{layer}." in unused
+
+
+def test_no_weights_are_reported_as_unused_if_the_only_layer_drafts(tmp_path):
+    target, lines = tiny_qwen3(vocab_size=300), []
+    folder = write_target(tmp_path, target, qwen_layers(target), tiny_tokenizer())
+    load_pair(PairRequest(str(folder), "mtp", device="cpu"), lines.append)
+    assert lines and not any("not used" in line for line in lines)
 
 
 @pytest.mark.parametrize(

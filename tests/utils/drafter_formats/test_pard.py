@@ -14,7 +14,7 @@ from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from ngram_assisted import NGramStorage
-from sampling import RULES, autoregressive_steps, speculative_steps
+from sampling import RULES, autoregressive_generate, autoregressive_steps, speculative_generate, speculative_steps
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from sampling.drafters.masked import MaskedSession
 from utils.bounds import MAX_GAMMA
@@ -22,6 +22,7 @@ from utils.comparison.gamma_replay import replay_gammas
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
+from utils.decode.layer_cut import first_layers
 from utils.engine import Engine
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
@@ -163,3 +164,26 @@ def test_pard_2_is_used_without_the_targets_hidden_states(tmp_path, target, keys
 )
 def test_unusable_keys_are_refused_in_one_sentence(tmp_path, target, keys, word):
     assert word in refusal(target, drafter(tmp_path, **keys))
+
+
+@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+def test_the_library_function_drafts_blocks_too(verify):
+    """One pass of the drafter for each round, and the rounds of a session."""
+    pair, passes = perfect_first_drafts(), []
+    hook = pair.drafter.register_forward_hook(lambda *_: passes.append(1))
+    arguments = {"gamma": 16, "max_gen_len": 24, "seed": 1, "verify": verify, "eos_tokens_id": None}
+    made, acceptance = speculative_generate(PROMPT, pair.drafter, pair.target, first_target=False, **arguments)
+    hook.remove()
+    assert made == autoregressive_generate(PROMPT, pair.target, 24, None, None, seed=1)
+    _, steps, _ = run(pair, gamma=16, seed=1)
+    drafted = [len(step.drafted) for step in steps]
+    assert acceptance == sum(step.accepted for step in steps) / sum(drafted) and len(passes) == sum(map(bool, drafted))
+
+
+def test_the_library_function_drafts_token_by_token_with_a_cut_of_a_pard_model():
+    target = tiny_llama(vocab_size=300)
+    target.config.pard_token = 290
+    cut, passes = first_layers(target, 1), []
+    cut.register_forward_hook(lambda *_: passes.append(1))
+    speculative_generate(PROMPT, cut, target, gamma=4, max_gen_len=9, first_target=False, eos_tokens_id=None)
+    assert len(passes) >= 8

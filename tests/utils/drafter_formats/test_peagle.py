@@ -96,7 +96,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
     tensors = tensors_of({}, size=300, every=1) | {"lm_head.weight": torch.randn(300, HIDDEN)}
     pair = load(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config_of({}, 4), tensors))
-    assert pair.drafter_kind == "head" and "P-EAGLE" in str(pair.drafter_name) and pair.feature_layers == READ
+    assert pair.drafter_kind == "P-EAGLE" and "P-EAGLE" in str(pair.drafter_name) and pair.feature_layers == READ
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
     ],
 )
 def test_which_kinds_survive_load(word: str, loaded: tuple[str | None, ...]) -> None:
-    pairs = [SimpleNamespace(drafter_kind=kind) for kind in LOADED_KINDS]
+    pairs = [SimpleNamespace(drafter_kind=kind, drafter=None) for kind in LOADED_KINDS]
     assert tuple(pair.drafter_kind for pair in pairs if drafter_kind(word).survives_load(pair)) == loaded
 
 
 def test_the_default_kind_replaces_those_that_do_not_survive_load() -> None:
-    pair = SimpleNamespace(drafter_kind="head")
+    pair = SimpleNamespace(drafter_kind="head", drafter=None)
     assert surviving_kinds(("layers:4", "suffix", "model", "head"), pair) == ("suffix", "head")
     assert surviving_kinds(("layers:4", "model"), pair) == ("loaded",)
 
@@ -80,7 +80,7 @@ def test_a_kind_that_the_pair_does_not_have_is_refused() -> None:
 
 
 def test_records_and_costs_name_the_kind_of_the_loaded_drafter() -> None:
-    pair = SimpleNamespace(drafter_kind="head")
+    pair = SimpleNamespace(drafter_kind="head", drafter=None)
     assert [drafter_label(word, pair) for word in ("loaded", "head", "layers:4")] == ["head", "head", "layers:4"]
 
 

@@ -83,7 +83,8 @@ def kind_name(strategy: Strategy, pair: Pair) -> str:
     label = strategy.drafter_label(pair) or strategy.name
     if label.startswith(LAYERS):
         return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
-    return NAMES.get(label, label)
+    loaded = f"the {label} drafter" if label == pair.drafter_kind else label  # published, such as EAGLE-3
+    return NAMES.get(label, loaded)
 
 
 def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, dict[str, list[str]]]:
