@@ -179,5 +179,14 @@ FIGURES = (
         "/race: faster or slower if the 95 % interval excludes 1, the repeats of a prompt agree, and drafts were "
         "accepted; otherwise not distinguishable, or too few with fewer than five runs",
     ),
+    Figure(
+        "mean accepted tokens (mat)",
+        "/race and /verdict of Spec-Bench files: new tokens / rounds, that is, accepted drafts and the target's own "
+        "token; the same as tokens/forward",
+    ),
+    Figure(
+        "acceptance length (al)",
+        "/race and /verdict of SPEED-Bench files: the mean over prompts of new tokens / rounds",
+    ),
     Figure("ratio", "/replay: tokens/s now / tokens/s in the record"),
 )

@@ -143,7 +143,7 @@ def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path,
 def test_a_limit_must_be_a_number_and_needs_a_file(view: Screen, tmp_path: Path) -> None:
     session = open_session(view)
     for line, words in (
-        (f"/race {spec_bench(tmp_path)} limit=x", "'x'"),
+        (f"/race {spec_bench(tmp_path)} limit=x", "limit: 'x'"),
         (f"/race {spec_bench(tmp_path)} limit=0", "nearest is 1"),
         (f"/race {spec_bench(tmp_path)} limit=", "missing"),
         ("/race limit=3", "give a file"),

@@ -27,6 +27,7 @@ from utils.comparison.reports import Finding, Report, ReportEvent, shortened
 from utils.comparison.speed_claims import FASTER, TOO_FEW, Row, interval_text, speed_sentence, speedup_text
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
+from utils.errors import UserError
 
 REPEATS, MAX_REPEATS = 5, 1000
 HEADINGS = (
@@ -71,7 +72,10 @@ def _limited(argument: str) -> tuple[str, int | None]:
     assert match is not None  # the pattern matches every argument
     first, file, last = match.groups()
     number = last if first is None else first
-    return file, None if number is None else WholeRange(1).parse(number)
+    try:
+        return file, None if number is None else WholeRange(1).parse(number)
+    except UserError as error:
+        raise UserError(f"limit: {error}") from error
 
 
 def _parsed(argument: str) -> tuple[int | None, str, int | None]:
