@@ -24,7 +24,8 @@ from utils.screen.starting import clear_importing, show_importing
 GRAPHS = "openvino"  # in the cache folder; converted weights, see utils.engine.openvino_cache
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
-    if (asked := request_from_flags(parse_arguments())).target == "embedded":
+    flags = parse_arguments()
+    if not flags.servers_only and (asked := request_from_flags(flags)).target == "embedded":
         check_embedded_early(gguf=asked.engine_weights == "gguf")
     check_newest_early(user_folder("cache") / GRAPHS)
     show_importing()
@@ -80,16 +81,17 @@ def start_session(
     records = RecordFile(arguments.json) if arguments.json and reads_and_writes() else None
     first_settings(arguments, Limits())  # reports invalid settings before anything slow
     announce = announcer(renderer)
-    pair = load_pair(request_from_flags(arguments), announce)
-    if not interactive:
+    pair = None if arguments.servers_only else load_pair(request_from_flags(arguments), announce)
+    if pair is not None and not interactive:
         renderer.note(loaded_message(pair))
-    settings = first_settings(arguments, limits_of(pair))
+    settings = first_settings(arguments, Limits() if pair is None else limits_of(pair))
     results = ResultFile(user_folder("cache") / RESULTS)
     tools = SessionTools(
         registry, renderer, records, interactive, load=load_pair, pairs=arguments.config.pairs, results=results
     )
-    announce(STARTING_ENGINE.format(settings.engine))
-    session = ReplSession(pair, tools, settings)
+    if pair is not None:
+        announce(STARTING_ENGINE.format(settings.engine))
+    session = ReplSession(pair, tools, settings, arguments.servers)
     session.introduce(time.monotonic() - STARTED)
     return session
 

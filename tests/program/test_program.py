@@ -26,7 +26,7 @@ try:
     runpy.run_path("infer.py", run_name="__main__")
 except SystemExit:
     pass
-assert "torch" not in sys.modules and "transformers" not in sys.modules
+assert not {"torch", "transformers", "httpx"} & set(sys.modules)
 """
 
 

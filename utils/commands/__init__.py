@@ -17,6 +17,7 @@ from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.registry import Command, CommandContext, Registry
+from utils.commands.servers.command import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
 from utils.commands.settings import setting_commands
 from utils.commands.settings_files import FILE_COMMANDS
@@ -30,5 +31,5 @@ def default_registry() -> Registry:
     experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, SUITE, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, COLUMNS, DIVERGENCE, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
-    commands = (*experiments, *settings, *PAIR_COMMANDS, *results, *FILE_COMMANDS, *SESSION_COMMANDS)
+    commands = (*experiments, *settings, *PAIR_COMMANDS, SERVER, *results, *FILE_COMMANDS, *SESSION_COMMANDS)
     return Registry([help_command(commands), *commands])

@@ -49,7 +49,8 @@ def _page(write: Callable[[Iterable[Block]], str], _: ShownResult, context: Comm
 def _picture(shown: ShownResult, context: CommandContext) -> str:
     if report := shown.report:
         return picture(lambda renderer: show_report(renderer, report, shown.findings))
-    return picture(lambda renderer: show_prompt_runs(renderer, context.harness.last(), shown.causes))
+    state = context.harness.state
+    return picture(lambda renderer: show_prompt_runs(renderer, state.last, shown.causes, state.last_servers))
 
 
 def _plot(draw: Callable[[Sequence[Chart], str], str | bytes], shown: ShownResult, _: CommandContext) -> str | bytes:

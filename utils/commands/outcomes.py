@@ -10,6 +10,7 @@ from ngram_assisted import NGramStorage
 from utils.comparison.reports import Column, Report
 from utils.config.settings import Settings
 from utils.pairs.request import PairRequest
+from utils.servers.address import ServerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ class UseStorage:
 
 
 @dataclass(frozen=True, slots=True)
+class UseServers:
+    """Send every prompt to these servers from now on."""
+
+    addresses: Sequence[ServerAddress]
+
+
+@dataclass(frozen=True, slots=True)
 class UsePair:
     """Load other models and use them from now on."""
 
@@ -119,6 +127,7 @@ Effect = (
     | UndoSettings
     | UseStorage
     | UsePair
+    | UseServers
     | ForgetConversations
     | RunPrompt
     | RunLines

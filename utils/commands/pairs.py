@@ -15,7 +15,12 @@ NOT_TRIED = (
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
-    return [UsePair(parse_request(argument, context.harness.pair.request, context.pairs))]
+    harness = context.harness
+    current = harness.pair.request if harness.has_pair else PairRequest("", None)
+    request = parse_request(argument, current, context.pairs)
+    if not request.target:
+        raise UserError("name a target too, because no model is loaded: /load target=FOLDER, or a pair by name.")
+    return [UsePair(request)]
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:
@@ -34,7 +39,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
 
 
 def _known(context: CommandContext) -> Outcome:
-    loaded = context.harness.pair.request
+    loaded = context.harness.pair.request if context.harness.has_pair else PairRequest("", None)
     rows = [(name, _state(pair, loaded), _description(pair)) for name, pair in context.pairs.items()]
     untried = any(not pair.is_tried for pair in context.pairs.values())
     return [ShowRows(rows), *([Reply(NOT_TRIED)] if untried else [])]

@@ -135,7 +135,8 @@ def time_chart(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[StackedCh
 
 
 def prompt_charts(records: Sequence[Record]) -> list[Chart]:
-    """The charts of the runs of one prompt, from their records."""
+    """The charts of the runs of one prompt, from their records. Servers do not say where their time goes."""
+    records = [row for row in records if "draft_seconds" in row]
     rates = {
         row["strategy"]: [accepted / tried if tried else None for accepted, tried in row["accepted_by_position"] or ()]
         for row in records
@@ -161,10 +162,10 @@ def _seconds(row: Record) -> dict[str, float]:
 def caption(record: Record) -> str:
     """The circumstances of a record in one line: the pair, the machine and the prompt."""
     models, engine, machine = (record.get(part, {}) for part in ("models", "engine", "machine"))
-    pair = f"{models.get('target')} + {models.get('drafter') or 'no drafter'}"
+    pair = f"{models.get('target')} + {models.get('drafter') or 'no drafter'}" if models.get("target") else "servers"
     threads = engine.get("threads")
     place = "" if models.get("device") != "cpu" else f", {threads} thread{'s' * (threads != 1)}"
-    computer = machine.get("cpu") if models.get("device") == "cpu" else ", ".join(machine.get("gpus", ()))
+    computer = machine.get("cpu") if models.get("device") in ("cpu", None) else ", ".join(machine.get("gpus", ()))
     prompt = " ".join(str(record.get("prompt", "")).split())
     return f"{pair} · {computer or models.get('device')}{place} · {shortened_text(prompt, 60)}"
 

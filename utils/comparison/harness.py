@@ -27,6 +27,8 @@ from utils.text import count_of, decode
 
 NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/load or --drafter loads one)."
 NO_PROMPT_YET = "a prompt is needed: send one first."
+NO_MODEL = "this needs a loaded model, and none is loaded: /load PAIR loads one."
+NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds a server, and /load PAIR loads models."
 NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
 
@@ -38,22 +40,36 @@ def empty_storage(settings: Settings, vocabulary: int) -> NGramStorage:
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """A pair, the table of strategies, and the state of the session."""
+    """A pair, the table of strategies, and the state of the session.
 
-    pair: Pair
+    loaded: None in a session that only talks to servers.
+    """
+
+    loaded: Pair | None
     state: SessionState
     strategies: Sequence[Strategy] = field(default=STRATEGIES)
 
     @classmethod
-    def of(cls, pair: Pair, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
+    def of(cls, pair: Pair | None, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
         """With a new state."""
-        storage = empty_storage(settings, vocabulary_size(pair.target))
+        storage = empty_storage(settings, 1 if pair is None else vocabulary_size(pair.target))
         return cls(pair, SessionState(storage), strategies)
 
+    @property
+    def has_pair(self) -> bool:
+        return self.loaded is not None
+
+    @property
+    def pair(self) -> Pair:
+        """The loaded models. Raises UserError if there are none."""
+        if self.loaded is None:
+            raise UserError(NO_MODEL)
+        return self.loaded
+
     def last(self) -> LastPrompt:
-        """The last prompt's runs. Raises UserError if there was no prompt."""
+        """The last prompt's local runs. Raises UserError if there are none."""
         if self.state.last is None:
-            raise UserError(NO_PROMPT_YET)
+            raise UserError(NO_PROMPT_YET if self.has_pair else NO_MODEL)
         return self.state.last
 
     def variants(self, settings: Settings) -> list[Strategy]:
@@ -75,6 +91,9 @@ class Harness:
             raise UserError(NO_STRATEGY)
         return enabled
 
+    def _any_enabled(self, settings: Settings) -> bool:
+        return any(strategy.is_on(settings) for strategy in self.runnable(settings))
+
     @property
     def baseline(self) -> Strategy:
         """The target alone."""
@@ -94,9 +113,13 @@ class Harness:
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
         """The enabled strategies with their jobs. All share the session's storage and caches.
 
-        Raises UserError for a prompt that the target cannot take. note: receives each reason why a strategy is
-        skipped or drafts nothing.
+        There are none if servers are to run alone. Raises UserError for a prompt that the target cannot take. note:
+        receives each reason why a strategy is skipped or drafts nothing.
         """
+        if not self.has_pair and not self.state.servers:
+            raise UserError(NOTHING_RUNS)
+        if self.state.servers and not (self.has_pair and self._any_enabled(settings)):
+            return []
         missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
         if self.pair.drafter is None and missing:
             note(NO_DRAFTER)
@@ -138,11 +161,15 @@ class Harness:
 
     def keep_turn(self) -> None:
         """Add the last prompt and its answers to the conversations."""
-        last = self.last()
-        for strategy, run, _ in last.compared:
-            # Appended to the history of this run, which may be the baseline's instead of the strategy's own.
-            turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
-            self.state.conversations.by_name[strategy.name] = (*last.jobs[strategy.name].history, turn)
+        turns = self.state.conversations.by_name
+        if (last := self.state.last) is not None:
+            for strategy, run, _ in last.compared:
+                # Appended to the history of this run, which may be the baseline's instead of the strategy's own.
+                turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
+                turns[strategy.name] = (*last.jobs[strategy.name].history, turn)
+        if (servers := self.state.last_servers) is not None:
+            for server, _ in servers.compared:
+                turns[server.name] = (*servers.histories[server.name], Turn(servers.text, server.text))
 
     def start_engine(self, settings: Settings, *, anew: bool = False) -> None:
         """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not

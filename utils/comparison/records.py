@@ -29,6 +29,12 @@ from utils.prompts.conversation import to_messages
 from utils.text import decode
 
 SCHEMA = 1
+MODEL_FIELDS = {  # of a record, and the attributes of a Pair that they hold
+    "target": "target_name",
+    "drafter": "drafter_name",
+    **{name: name for name in ("dtype", "device", "quantize", "memory")},
+    **{f"drafter_{name}": f"drafter_{name}" for name in ("device", "dtype", "quantize", "memory")},
+}
 
 
 def generation_records(last: LastPrompt, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
@@ -93,10 +99,13 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
-    """Everything that a run depends on: seed, settings, models, engine, versions, machine."""
+    """Everything that a run depends on: seed, settings, models, engine, versions, machine.
+
+    pair: None if no models are loaded; then nothing is known about models and engine.
+    """
     state = {
-        "models": _models(pair),
-        "engine": pair.engine.figures(),
+        "models": dict.fromkeys(MODEL_FIELDS) if pair is None else _models(pair),
+        "engine": {} if pair is None else pair.engine.figures(),
         "versions": versions(),
         "machine": dict(machine_facts()),
     }
@@ -120,18 +129,7 @@ def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
 
 
 def _models(pair: Any) -> dict[str, str | int | None]:
-    return {
-        "target": pair.target_name,
-        "drafter": pair.drafter_name,
-        "dtype": pair.dtype,
-        "device": pair.device,
-        "quantize": pair.quantize,
-        "memory": pair.memory,
-        "drafter_device": pair.drafter_device,
-        "drafter_dtype": pair.drafter_dtype,
-        "drafter_quantize": pair.drafter_quantize,
-        "drafter_memory": pair.drafter_memory,
-    }
+    return {name: getattr(pair, attribute) for name, attribute in MODEL_FIELDS.items()}
 
 
 def versions() -> dict[str, str]:

@@ -9,9 +9,11 @@ from ngram_assisted import NGramStorage
 from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
+from utils.comparison.server_runs import ServerPrompt
 from utils.metrics.divergence import Divergence
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.prompts.conversation import Conversations
+from utils.servers.server_list import ServerList
 
 MAX_RESULTS = 200  # kept for the report of /export
 
@@ -47,10 +49,11 @@ class ShownResults:
 class SessionState:
     """The memory of one session.
 
-    storage: the session's n-gram storage. prompts: those that were run, in order. advice: the fields of Settings that
-    the last verdict recommends. rounding: the largest change of the target's logits by verify width seen so far.
-    first_drafts: by strategy, how many first drafts of rounds the loaded drafter made, and how many of them were
-    accepted. said_low_acceptance: whether that was pointed out.
+    storage: the session's n-gram storage. prompts: those that were run, in order. last, last_servers: the runs of the
+    last prompt on the loaded models and on servers. advice: the fields of Settings that the last verdict recommends.
+    servers: those that every prompt is sent to. rounding: the largest change of the target's logits by verify width
+    seen so far. first_drafts: by strategy, how many first drafts of rounds the loaded drafter made, and how many of
+    them were accepted. said_low_acceptance: whether that was pointed out.
     """
 
     storage: NGramStorage
@@ -63,6 +66,8 @@ class SessionState:
     said_low_acceptance: bool = False
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
+    servers: ServerList = field(default_factory=ServerList)
+    last_servers: ServerPrompt | None = None
 
     @property
     def shown(self) -> ShownResult | None:

@@ -12,6 +12,8 @@ from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, T
 from utils.config.config_file import config_file, read_config
 from utils.errors import UserError, check_choice
 from utils.pairs.known_pairs import PAIRS
+from utils.servers.address_list import merged
+from utils.servers.address_words import parse_server_flag
 from utils.text import visible
 
 Value = TypeVar("Value")
@@ -49,11 +51,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(**config.flags)
     arguments = parser.parse_args(argv)
     arguments.config = config
+    _add_server_addresses(arguments, parser)
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
+
+
+def _add_server_addresses(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """The servers of the flags and the config file as addresses, and whether they are all that is used."""
+    try:
+        given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
+        arguments.servers = merged(arguments.config.servers, given)
+    except UserError as error:
+        parser.error(f"--server: {error}")
+    arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
 
 
 def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -113,6 +126,13 @@ def _parser() -> argparse.ArgumentParser:
         const="",
         metavar="FILE",
         help="answer whether speculative decoding helps, on the prompts of a file or on built-in ones, and exit",
+    )
+    add(
+        "--server",
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="an inference server that answers prompts, too; repeatable; without --target or --pair no model is loaded",
     )
     add("--json", type=Path, metavar="FILE", help="append a JSON record of each generation to this file")
     add("--no-color", action="store_true", help="plain text output")

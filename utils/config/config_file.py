@@ -15,15 +15,17 @@ from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import REQUEST_FIELDS, check_field
+from utils.servers.address import ServerAddress
+from utils.servers.address_words import OPTIONS, server_of
 
 FLAGS = tuple(name for name in REQUEST_FIELDS if name not in ("target", "drafter"))
-ENTRIES = ("pair", "pairs", "settings", *FLAGS)
+ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """file: where it was read. pair: the pair to start with. flags: their values. settings: values as typed. pairs: all
-    known pairs.
+    known pairs. servers: those that every prompt is sent to.
     """
 
     file: Path | None = None
@@ -31,6 +33,7 @@ class Config:
     flags: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     pairs: dict[str, PairSpec] = field(default_factory=lambda: dict(PAIRS))
+    servers: tuple[ServerAddress, ...] = ()
 
 
 def config_file() -> Path:
@@ -67,7 +70,8 @@ def _parse(entries: Mapping[str, object]) -> Config:
     flags = {name: check_field(name, _text(entries[name], name)) for name in FLAGS if name in entries}
     settings = _table(entries.get("settings", {}), "settings")
     typed = {name: _text(value, f"settings.{name}") for name, value in settings.items()}
-    return Config(pair=pair, flags=flags, settings=typed, pairs=pairs)
+    servers = tuple(_server(name, value) for name, value in _table(entries.get("servers", {}), "servers").items())
+    return Config(pair=pair, flags=flags, settings=typed, pairs=pairs, servers=servers)
 
 
 def _pair(name: str, value: object) -> PairSpec:
@@ -83,6 +87,18 @@ def _pair(name: str, value: object) -> PairSpec:
         entries.get("summary", "from the config file"),
         check_choice(entries.get("cuda_quantize", "none"), QUANTIZATIONS, f"in pairs.{name} the cuda_quantize"),
     )
+
+
+def _server(name: str, value: object) -> ServerAddress:
+    entries = {key: _text(text, f"servers.{name}.{key}") for key, text in _table(value, f"servers.{name}").items()}
+    for key in entries:
+        check_choice(key, ("url", *OPTIONS), f"in servers.{name} the entry")
+    if "url" not in entries:
+        raise UserError(f'servers.{name} needs an address: url = "http://127.0.0.1:8000".')
+    try:
+        return server_of(name, entries)
+    except UserError as error:
+        raise UserError(f"servers.{name}: {error}") from error
 
 
 def _table(value: object, name: str) -> dict[str, object]:

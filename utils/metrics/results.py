@@ -52,6 +52,13 @@ class Generation:
         return _ratio(len(self.tokens), self.seconds)
 
     @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Throughput after the first round, which contains the prefill."""
+        later = len(self.tokens) - (len(self.steps[0].tokens) if self.steps else 0)
+        seconds = self.seconds - (self.first_seconds or 0.0)
+        return later / seconds if seconds > 0 and later > 0 else None
+
+    @property
     def drafted(self) -> int:
         return sum(len(step.drafted) for step in self.steps)
 

@@ -1,8 +1,11 @@
 """The first screen of an interactive session: what is loaded, what is guaranteed, one example and what to type next."""
 
+from collections.abc import Sequence
+
 from utils.config.settings import Settings, setting_fields
 from utils.engine import EngineState
 from utils.pairs.pair import Pair
+from utils.servers.address import ServerAddress
 
 TITLE = "speculative decoding, side by side"
 EXAMPLE = "Write a Python function that checks whether a number is even."
@@ -12,6 +15,25 @@ COMMANDS = (
     ("/whatif", "which gamma is best"),
     ("/help", "everything else; /quit leaves"),
 )
+
+
+def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: int) -> list[str]:
+    """The lines of a session that only talks to servers. They are not contacted yet."""
+    names = ", ".join(server.name for server in servers)
+    loaded = f"{names} · no model · {setting_fields()['processor'].show(settings)} · seed {settings.seed}"
+    commands = (
+        ("/server", "list, add and remove servers; baseline=NAME compares"),
+        ("/race FILE", "the prompts of a file, with speed-ups and texts"),
+        ("/help", "everything else; /quit leaves"),
+    )
+    return [
+        *_heading(loaded, width),
+        *(f"  {server.name:13}{server.url}" for server in servers),
+        "",
+        "  Type a prompt, for example:",
+        f"  {EXAMPLE}",
+        *(f"  {'then' if index == 0 else '':6}{name:13}{meaning}" for index, (name, meaning) in enumerate(commands)),
+    ]
 
 
 def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:

@@ -48,17 +48,22 @@ def announcer(renderer: Renderer) -> Callable[[str], None]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """Everything that lives as long as the pair. Only `settings` changes."""
+    """Everything that lives as long as the pair. Only `settings` changes.
 
-    pair: Pair
+    pair: None in a session that only talks to servers.
+    """
+
+    pair: Pair | None
     limits: Limits
     harness: Harness
     settings: SessionSettings
     warming: BackgroundTask
 
     @classmethod
-    def prepare(cls, pair: Pair, tools: SessionTools, settings: Settings) -> "LoadedPair":
+    def prepare(cls, pair: Pair | None, tools: SessionTools, settings: Settings) -> "LoadedPair":
         """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used."""
+        if pair is None:
+            return cls._without_models(tools, settings)
         pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
@@ -73,14 +78,23 @@ class LoadedPair:
         warming = BackgroundTask(warmed)
         return cls(pair, limits, harness, fitted, warming)
 
+    @classmethod
+    def _without_models(cls, tools: SessionTools, settings: Settings) -> "LoadedPair":
+        limits, harness = Limits(), Harness.of(None, settings, tools.strategies)
+        fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
+        return cls(None, limits, harness, fitted, BackgroundTask(lambda stopped: None))
+
     def introduce(self, note: Callable[[str], None]) -> None:
         """Report what is loaded and which engine computes it."""
+        if self.pair is None:
+            return
         engine = self.pair.engine
         for line in (f"engine: {engine.state.sentence()}", *busy_notes(engine), *self.pair.notes):
             note(line)
 
     def warm_up(self) -> None:
         """Run every strategy once, so that no measured run pays for a first use."""
+        assert self.pair is not None
         warm_up(self.harness, self.settings.current)
 
 
@@ -101,8 +115,9 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     renderer, threads = tools.renderer, torch.get_num_threads()
     note, announce = renderer.note, announcer(renderer)
     before = current.settings.current
-    for message in option_changes(request, current.pair.request):
-        note(message)
+    if current.pair is not None:
+        for message in option_changes(request, current.pair.request):
+            note(message)
     try:
         # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
         pair = tools.load(request, announce)
@@ -116,12 +131,13 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         loaded.warm_up()
     except BaseException:
         torch.set_num_threads(threads)  # the current engine was tested with this number of threads
-        note(f"Still loaded: {pair_names(current.pair)}.")
+        note(f"Still loaded: {'no model' if current.pair is None else pair_names(current.pair)}.")
         raise
     # After everything has succeeded, because it describes the state of the old pair.
     _note_losses(current, note)
     loaded.harness.state.results = current.harness.state.results  # a report covers all models of the session
     loaded.harness.state.prompts.extend(current.harness.state.prompts)
+    loaded.harness.state.servers = current.harness.state.servers
     return loaded
 
 

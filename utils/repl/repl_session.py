@@ -9,20 +9,16 @@ from collections.abc import Callable, Sequence
 from utils.commands import CommandContext, Outcome, Registry
 from utils.commands.outcomes import (
     ChangeSettings,
-    ClearScreen,
     Effect,
     ForgetConversations,
     Quit,
-    Reply,
     RetestEngine,
     RunLines,
     RunPrompt,
     RunReport,
-    ShowRows,
-    ShowTable,
-    ShowTexts,
     UndoSettings,
     UsePair,
+    UseServers,
     UseStorage,
 )
 from utils.comparison.harness import Harness
@@ -32,13 +28,15 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.repl.first_screen import first_screen
+from utils.repl.first_screen import first_screen, server_screen
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, load_beside
 from utils.repl.quiet_keyboard import Echo
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
+from utils.repl.shown_effects import show_effect
 from utils.repl.status import model_facts, status_line
 from utils.repl.tools import SessionTools
+from utils.servers.address import ServerAddress
 from utils.text import unescape
 
 MAX_NESTED_FILES = 8
@@ -51,16 +49,20 @@ LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a pr
 class ReplSession:
     """Processes lines on the pair that is loaded."""
 
-    def __init__(self, pair: Pair, tools: SessionTools, settings: Settings) -> None:
-        """Raises UserError if the engine cannot be used."""
+    def __init__(
+        self, pair: Pair | None, tools: SessionTools, settings: Settings, servers: Sequence[ServerAddress] = ()
+    ) -> None:
+        """pair: None for a session that only talks to servers. Raises UserError if the engine cannot be used."""
         self._tools, self._renderer = tools, tools.renderer
         self._lone_word_noted = False
         self._nested_files = 0  # files of /run that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings)
+        self.harness.state.servers.use(servers)
 
     @property
     def pair(self) -> Pair:
-        return self._loaded.pair
+        """The loaded models. Raises UserError if there are none."""
+        return self.harness.pair
 
     @property
     def limits(self) -> Limits:
@@ -86,11 +88,17 @@ class ReplSession:
         renderer, loaded = self._renderer, self._loaded
         if not self._tools.interactive:
             loaded.introduce(renderer.note)
-            loaded.warming.plan()
+            if loaded.pair is not None:
+                loaded.warming.plan()
             return
-        for line in first_screen(self.pair, self.settings, seconds, renderer.width):
+        servers = self.harness.state.servers.addresses
+        if loaded.pair is None:
+            for line in server_screen(servers, self.settings, renderer.width):
+                renderer.reply(line)
+            return
+        for line in first_screen(loaded.pair, self.settings, seconds, renderer.width):
             renderer.reply(line)
-        for line in self.pair.notes:
+        for line in loaded.pair.notes:
             renderer.note(line)
         loaded.warming.start()
 
@@ -99,13 +107,13 @@ class ReplSession:
         self._loaded.warm_up()
 
     def close(self) -> None:
-        """End what runs behind the prompt."""
+        """End what runs behind the prompt, and the connections to servers."""
         self._loaded.warming.stop()
+        self.harness.state.servers.close()
 
     def status(self) -> str:
         """The line of the toolbar."""
-        state = self.harness.state
-        return status_line(self.pair, self.settings, state.last, len(state.conversations))
+        return status_line(self._loaded.pair, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
         r"""Process a typed line: a command, a prompt (in which \n and \t are a newline and a tab), or nothing."""
@@ -159,7 +167,8 @@ class ReplSession:
         self._loaded.warming.wait()
 
     def _run_command(self, line: str) -> Verdict:
-        registry, facts = self._tools.registry, model_facts(self.pair, self.settings)
+        registry, servers = self._tools.registry, self.harness.state.servers.addresses
+        facts = model_facts(self._loaded.pair, self.settings, servers)
         context = CommandContext(
             self.settings,
             registry,
@@ -180,17 +189,9 @@ class ReplSession:
 
     def _apply_effect(self, effect: Effect) -> Verdict:
         renderer, settings = self._renderer, self._loaded.settings
+        if show_effect(effect, renderer):
+            return Verdict.DONE
         match effect:
-            case Reply(text):
-                renderer.reply(text)
-            case ShowRows(rows):
-                renderer.rows(rows)
-            case ShowTable(headings, rows):
-                renderer.table(headings, rows)
-            case ShowTexts(columns):
-                renderer.columns(columns)
-            case ClearScreen():
-                renderer.clear()
             case ChangeSettings(changed, reply):
                 if message := settings.change(changed, reply):
                     renderer.reply(message)
@@ -199,6 +200,8 @@ class ReplSession:
                 renderer.reply(settings.retest_engine())
             case UndoSettings():
                 renderer.reply(settings.undo())
+            case UseServers(addresses):
+                self.harness.state.servers.use(addresses)
             case UseStorage(storage):
                 self.harness.state.storage = storage
             case ForgetConversations():
@@ -212,7 +215,7 @@ class ReplSession:
             case RunReport(report):
                 self._finish_warm_up()
                 try:
-                    return ReportRunner(self.pair, renderer, self._log()).run(report)
+                    return ReportRunner(self._loaded.pair, renderer, self._log()).run(report)
                 finally:
                     settings.follow_drafter()  # which /pair doctor may have corrected
             case Quit():

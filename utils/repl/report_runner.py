@@ -21,9 +21,9 @@ FINISHED = "Stopped. Finished so far:"
 
 @dataclass(frozen=True, slots=True)
 class ReportRunner:
-    """Runs reports. pair: the loaded models, which the record names."""
+    """Runs reports. pair: the loaded models, which the record names, or None."""
 
-    pair: Pair
+    pair: Pair | None
     renderer: Renderer
     log: ResultLog
 
@@ -55,7 +55,7 @@ class ReportRunner:
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         # After `concluded`, so that the sentence is added to those of every report alike.
-        other = self.pair.engine.faster_baseline()
+        other = None if self.pair is None else self.pair.engine.faster_baseline()
         report, findings = with_second_baseline(report.concluded(findings), findings, other)
         record = report_record(report, findings, self.pair, finished=finished)
         self.log.add(ShownResult([record], report, findings))

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from traceback import clear_frames
+from typing import Any
 
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
 from utils.comparison.low_acceptance import low_acceptance_hint
-from utils.comparison.marked_text import marked_text
+from utils.comparison.marked_text import TextPiece, marked_text
 from utils.comparison.records import RecordFile, generation_records
+from utils.comparison.server_records import server_records
+from utils.comparison.server_runs import ServerPrompt
 from utils.comparison.session_state import SessionState, ShownResult
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
@@ -27,7 +30,9 @@ from utils.metrics.draft_trace import DraftTracer
 from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import Stopwatch
 from utils.models.load_errors import is_out_of_memory
+from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
+from utils.repl.server_runner import ServerRunner
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, RunView, show_comparison
 from utils.text import encodable
@@ -71,13 +76,13 @@ class Refusals:
         self._renderer = renderer
         self._given: dict[str, str] = {}  # the strategy that was refused first, by reason
 
-    def explain(self, strategy: Strategy, error: Exception) -> None:
+    def explain(self, name: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, UserError) else ""
         if reason in self._given:
             self._renderer.error(SAME_REASON.format(self._given[reason]))
             return
         if reason:
-            self._given[reason] = strategy.name
+            self._given[reason] = name
         explain_error(self._renderer, error)
 
 
@@ -121,12 +126,13 @@ class PromptRunner:
             self.harness.state.caches.texts.clear()
         if self.echo:
             self.renderer.prompt(text)
-        return self._run_turn(text, planned) if settings.keeps_conversation else self._run_and_compare(text, planned)
+        run = self._run_turn if settings.keeps_conversation else self._run_and_compare
+        return run(text, planned, settings)
 
-    def _run_turn(self, text: str, planned: Sequence[PlannedRun]) -> Verdict:
+    def _run_turn(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
         verdict = Verdict.FAILED  # unless the runs return another one, so an exception counts as failed
         try:
-            verdict = self._run_and_compare(text, planned)
+            verdict = self._run_and_compare(text, planned, settings)
         finally:
             if verdict is Verdict.DONE:
                 self.harness.keep_turn()
@@ -134,21 +140,28 @@ class PromptRunner:
                 self.renderer.note(TURN_NOT_KEPT)
         return verdict
 
-    def _run_and_compare(self, text: str, planned: Sequence[PlannedRun]) -> Verdict:
+    def _run_and_compare(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
         results: list[tuple[Strategy, Generation]] = []
-        interrupted = self._run_all(planned, results)
-        last = LastPrompt.of(text, planned, results)
+        refusals, state = Refusals(self.renderer), self.harness.state
+        servers = ServerRunner(self.harness, self.renderer, settings, refusals)
+        interrupted = self._run_all(planned, results, refusals) or servers.run(text)
         # Before the comparison, which runs the target again and may be interrupted.
-        self.harness.state.last = last
-        self._compare(last, explain=not interrupted)
+        state.last = LastPrompt.of(text, planned, results) if planned else None
+        state.last_servers = servers.prompt(text, state.last)
+        self._compare(state.last, state.last_servers, explain=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
-        return Verdict.DONE if len(results) == len(planned) else Verdict.FAILED
+        done = len(results) + len(servers.runs)
+        return Verdict.DONE if done == len(planned) + len(state.servers) else Verdict.FAILED
 
-    def _run_all(self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]]) -> bool:
+    def _run_all(
+        self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]], refusals: Refusals
+    ) -> bool:
         """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
+        if not planned:
+            return False
         job = planned[0].job
-        view, refusals = PromptView(self.renderer, job.pair.tokenizer, job.settings), Refusals(self.renderer)
+        view = PromptView(self.renderer, job.pair.tokenizer, job.settings)
         try:
             for strategy, job in planned:
                 # For each strategy, so that its result does not depend on which others are enabled.
@@ -157,7 +170,7 @@ class PromptRunner:
                     run = self._run_strategy(job, view.begin(strategy), results)
                 except Exception as error:
                     view.failed(strategy)
-                    refusals.explain(strategy, with_reset_hint(error, job.history))
+                    refusals.explain(strategy.name, with_reset_hint(error, job.history))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -177,12 +190,13 @@ class PromptRunner:
         view.end(run)
         return run
 
-    def _compare(self, last: LastPrompt, *, explain: bool) -> None:
+    def _compare(self, last: LastPrompt | None, servers: ServerPrompt | None, *, explain: bool) -> None:
         """Show the table, and a line for each text that differs from the target's. The records are kept in any case."""
         causes: dict[str, Divergence] = {}
         try:
-            show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
-            if hint := low_acceptance_hint(last, self.harness.state):
+            reasons = self._explain(last, causes) if explain and last is not None else ()
+            show_comparison(self.renderer, last, reasons, servers)
+            if last is not None and (hint := low_acceptance_hint(last, self.harness.state)):
                 self.renderer.note(hint)
         except KeyboardInterrupt:
             self.renderer.note(COMPARISON_STOPPED)
@@ -191,9 +205,7 @@ class PromptRunner:
             self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
         finally:
-            tokenizer = last.job.pair.tokenizer
-            texts = {strategy.name: marked_text(run.steps, tokenizer) for strategy, run, _ in last.compared}
-            self.log.add(ShownResult(generation_records(last, causes), causes=causes, texts=texts))
+            self.log.add(_shown(last, servers, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
         """Add the cause of each difference to `causes` as soon as it is computed."""
@@ -201,3 +213,19 @@ class PromptRunner:
             self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy, causes[strategy.name]
+
+
+def _shown(
+    last: LastPrompt | None, servers: ServerPrompt | None, causes: dict[str, Divergence], pair: Pair | None
+) -> ShownResult:
+    """The records and texts of a prompt."""
+    records: list[dict[str, Any]] = []
+    texts: dict[str, Sequence[TextPiece]] = {}
+    if last is not None:
+        tokenizer = last.job.pair.tokenizer
+        records += generation_records(last, causes)
+        texts |= {strategy.name: marked_text(run.steps, tokenizer) for strategy, run, _ in last.compared}
+    if servers is not None:
+        records += server_records(servers, pair)
+        texts |= {run.name: [TextPiece(run.text, False)] for run, _ in servers.compared}
+    return ShownResult(records, causes=causes, texts=texts)

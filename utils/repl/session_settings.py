@@ -42,6 +42,11 @@ class SessionSettings:
         self._harness, self._note = harness, note
         self._earlier: list[Settings] = []
         shortened = replace(requested, length=min(requested.length, limits.context))
+        if not harness.has_pair:
+            # Servers have chat templates of their own, and the engine is theirs.
+            self._conventions = self._first_costs = None
+            self.current = replace(shortened, chat_template=True)
+            return
         # Decided anew for each tokenizer: a target without a template must not turn it off for the next one.
         template = has_chat_template(harness.pair.tokenizer)
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
@@ -83,9 +88,10 @@ class SessionSettings:
     def follow_drafter(self) -> None:
         """Measure what a draft costs if the drafter is read in another way by now."""
         before, self._conventions = self._conventions, self._read_now()
-        costs, label = self.current.costs, self._harness.pair.drafter_kind
+        costs = self.current.costs
         if before == self._conventions or costs is None:
             return
+        label = self._harness.pair.drafter_kind
         kept = replace(costs, draft=tuple(entry for entry in costs.draft if entry[0] != label))
         self.current = self._with_costs(replace(self.current, costs=kept))
         # /undo must not bring back the old costs.
@@ -94,7 +100,7 @@ class SessionSettings:
         ]
 
     def _read_now(self) -> Conventions | None:
-        drafter = self._harness.pair.drafter
+        drafter = self._harness.pair.drafter if self._harness.has_pair else None
         return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
 
     def refresh_costs(self, stopped: Callable[[], bool]) -> None:

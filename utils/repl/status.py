@@ -1,18 +1,28 @@
 """Describes the loaded pair for /show and for the toolbar, and derives the limits of settings from it."""
 
-from utils.comparison.last_prompt import LastPrompt
+from collections.abc import Sequence
+
+from utils.comparison.server_runs import row_name
+from utils.comparison.session_state import SessionState
 from utils.config.setting_parts import listed_settings
 from utils.config.settings import Settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.pairs.pair import Pair
 from utils.pairs.weights import describe_drafter, describe_target
+from utils.servers.address import ServerAddress
+from utils.text import count_of
 
 SEPARATOR = " | "  # between the parts of the toolbar
 
 
-def model_facts(pair: Pair, settings: Settings) -> tuple[tuple[str, str], ...]:
-    """(name, value) pairs for /show."""
+def model_facts(
+    pair: Pair | None, settings: Settings, servers: Sequence[ServerAddress] = ()
+) -> tuple[tuple[str, str], ...]:
+    """(name, value) pairs for /show. pair: None if no models are loaded."""
+    listed = tuple((row_name(server.name), server.url) for server in servers)
+    if pair is None:
+        return (("target model", "none"), *listed)
     bound = context_length(pair.target)
     same_device = pair.drafter_device in (None, pair.device)
     return (
@@ -25,6 +35,7 @@ def model_facts(pair: Pair, settings: Settings) -> tuple[tuple[str, str], ...]:
         ("chat now", _chat(settings)),
         ("context", f"{bound} tokens" if bound is not None else "unlimited"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
+        *listed,
     )
 
 
@@ -49,20 +60,24 @@ def pair_names(pair: Pair) -> str:
     return f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
 
 
-def status_line(pair: Pair, settings: Settings, last: LastPrompt | None, turns: int = 0) -> str:
+def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> str:
     """The toolbar: the pair, important and changed settings, the engine, turns of a conversation, last speeds."""
+    servers, turns = len(state.servers), len(state.conversations)
     values = [
         f"{name} {entry.show(settings)}"
         for name, entry in setting_fields().items()
-        if name in ("gamma", "processor", "verify")
+        if name in (("processor",) if pair is None else ("gamma", "processor", "verify"))
     ]
-    runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in last.compared] if last else []
+    runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in state.last.compared] if state.last else []
+    asked = state.last_servers.compared if state.last_servers else ()
+    runs += [(run.name, run.tokens_per_second) for run, _ in asked]
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
     parts = [
-        pair_names(pair),
+        "no model" if pair is None else pair_names(pair),
+        count_of(servers, "server") if servers else "",
         *values,
         *changed_switches(settings),
-        pair.engine.state.kind,
+        "" if pair is None else pair.engine.state.kind,
         f"turn {turns}" if turns and settings.keeps_conversation else "",
         f"tokens/s: {speeds}" if speeds else "",
     ]

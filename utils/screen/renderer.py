@@ -17,6 +17,7 @@ from termcolor import colored
 
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
+from utils.comparison.server_runs import ComparedServer
 from utils.comparison.summary import ending
 from utils.decode.steps import Step
 from utils.metrics.draft_trace import DraftTrace
@@ -138,10 +139,10 @@ class Renderer:
         """A line about the text above it."""
         self._line(self._out, text, "dim")
 
-    def comparison(self, compared: Sequence[ComparedRun]) -> None:
-        """The table below all texts: one row per strategy."""
+    def comparison(self, compared: Sequence[ComparedRun], servers: Sequence[ComparedServer] = ()) -> None:
+        """The table below all texts: one row per strategy and server."""
         self.newline()
-        self._draw(comparison_table(compared, self._out.table_width))
+        self._draw(comparison_table(compared, self._out.table_width, servers))
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
         """Rows under headings. optional: the headings of columns that a narrow screen lacks, the first ones first."""

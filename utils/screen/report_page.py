@@ -9,11 +9,13 @@ from typing import Any
 from utils.comparison.charts import prompt_charts
 from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import shortened
+from utils.comparison.server_records import SERVER_GENERATION
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.settings import Settings, as_json
 from utils.errors import UserError
 from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.screen.server_page import rounded, server_blocks
 from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
@@ -31,7 +33,8 @@ def report_blocks(results: ShownResults, date: str) -> Iterator[Block]:
         raise UserError(NOTHING)
     setups = _setups(kept)
     models = kept[-1].records[0]["models"]
-    yield Heading(f"{models['target']} + {models['drafter'] or 'no drafter'}: speculative decoding", 1)
+    names = f"{models['target']} + {models['drafter'] or 'no drafter'}" if models["target"] else "Servers"
+    yield Heading(f"{names}: speculative decoding", 1)
     program = kept[-1].records[0]["versions"]["program"]
     yield Paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
     if dropped := results.count - len(results.kept):
@@ -78,21 +81,25 @@ def _setups(kept: Sequence[ShownResult]) -> list[dict[str, Any]]:
 
 def setup_rows(setup: Record) -> list[tuple[str, str]]:
     """(name, value) of the models, the machine, the engine and the versions."""
-    models, engine, machine = setup["models"], setup["engine"], setup["machine"]
+    models, machine = setup["models"], setup["machine"]
     drafter = {name.removeprefix("drafter_"): value for name, value in models.items() if name.startswith("drafter_")}
     cores = f"{machine.get('cores') or '?'} cores, {machine.get('threads') or '?'} hardware threads"
-    tested = "bit-identical" if engine.get("verified") else f"not bit-identical ({engine.get('reason')})"
     return [
-        ("target", _model(models["target"], models)),
+        ("target", _model(models["target"], models) if models["target"] else "none"),
         ("drafter", _model(models["drafter"], drafter) if models["drafter"] else "none"),
         ("processor", f"{machine.get('cpu', 'unknown')}, {cores}"),
         ("GPU", ", ".join(machine.get("gpus") or ()) or "none"),
         ("memory", byte_size(machine["memory"]) if machine.get("memory") else "unknown"),
         ("system", str(machine.get("system", "unknown"))),
-        ("engine", f"{engine['kind']}, {engine['weights']} weights, {count_of(engine['threads'], 'thread')}; {tested}"),
-        *_faster_baseline(engine.get("faster_baseline")),
+        *(_engine(setup["engine"]) if setup["engine"] else ()),
         ("versions", ", ".join(f"{name} {number}" for name, number in setup["versions"].items())),
     ]
+
+
+def _engine(engine: Record) -> list[tuple[str, str]]:
+    tested = "bit-identical" if engine.get("verified") else f"not bit-identical ({engine.get('reason')})"
+    text = f"{engine['kind']}, {engine['weights']} weights, {count_of(engine['threads'], 'thread')}; {tested}"
+    return [("engine", text), *_faster_baseline(engine.get("faster_baseline"))]
 
 
 def _faster_baseline(other: Record | None) -> list[tuple[str, str]]:
@@ -133,25 +140,34 @@ def _headline(result: ShownResult) -> str:
 
 
 def _prompt(number: int, result: ShownResult, place: str) -> Iterator[Block]:
-    records = result.records
-    first = records[0]
+    servers = [row for row in result.records if row["record"] == SERVER_GENERATION]
+    records = [row for row in result.records if row["record"] != SERVER_GENERATION]
+    first = result.records[0]
     yield Heading(f"{number}. Prompt: {shortened(first['prompt'])}")
     turn = f" Turn {first['turn'] + 1} of a conversation." if first.get("turn") else ""
     yield Paragraph(f"{_changed(first)}{place}.{turn}")
     yield Verbatim([TextPiece(first["prompt"], False)])
+    if records:
+        yield from _local(records, result)
+    if servers:
+        yield from server_blocks(servers)
+
+
+def _local(records: Sequence[Record], result: ShownResult) -> Iterator[Block]:
+    """The figures, charts and texts of the loaded models."""
     yield DataTable([_figures(row) for row in records], COLUMNS)
     noise = [row["strategy"] for row in records if _saves_nothing(row)]
     yield Paragraph(" ".join([ONE_RUN, *map(NOISE.format, noise)]))
     yield from (Plot(chart) for chart in prompt_charts(records))
     if any(row["accepted"] for row in records):
         yield Paragraph(LEGEND)
-    yield from _texts(result)
+    yield from _texts(records, result)
 
 
-def _texts(result: ShownResult) -> Iterator[Block]:
+def _texts(records: Sequence[Record], result: ShownResult) -> Iterator[Block]:
     """The text of each strategy. One that marks nothing and repeats an earlier text is only named."""
     seen: dict[tuple[int, ...], str] = {}
-    for row in result.records:
+    for row in records:
         name, tokens = row["strategy"], tuple(row["token_ids"])
         yield Heading(f"{name}: {count_of(row['new_tokens'], 'token')}, {_finish(row)}", 3)
         if row["divergence"]:
@@ -189,13 +205,13 @@ def _figures(row: Record) -> list[Cell]:
     return [
         Cell(row["strategy"]),
         Cell(str(row["new_tokens"])),
-        _rounded(row["seconds"], "{:.2f}"),
-        _rounded(row["tokens_per_second"], "{:.1f}"),
+        rounded(row["seconds"], "{:.2f}"),
+        rounded(row["tokens_per_second"], "{:.1f}"),
         _speedup(row),
         Cell(acceptance, str(row["acceptance_rate"]) if drafted else ""),
-        _rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
-        _rounded(row["tokens_per_target_forward"], "{:.2f}"),
-        _rounded(row["first_token_seconds"], "{:.3f}"),
+        rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
+        rounded(row["tokens_per_target_forward"], "{:.2f}"),
+        rounded(row["first_token_seconds"], "{:.3f}"),
         Cell(_same(row)),
     ]
 
@@ -215,10 +231,6 @@ def _same(row: Record) -> str:
     if row["same_as_target"] is None:
         return "-"
     return "same" if row["same_as_target"] else f"differs at token {row['first_difference'] + 1}"
-
-
-def _rounded(value: float | None, form: str) -> Cell:
-    return Cell("-") if value is None else Cell(form.format(value), repr(value))
 
 
 def _changed(record: Record) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 from utils.comparison.last_prompt import LastPrompt, own_conversations
 from utils.comparison.marked_text import MarkedStream
 from utils.comparison.reports import Finding, Report
+from utils.comparison.server_runs import ServerPrompt
+from utils.comparison.server_summary import server_summary
 from utils.comparison.strategies import Strategy
 from utils.comparison.summary import PromptRuns, ending, summary
 from utils.comparison.text_relation import EarlierRun, relation, start_of_context, start_of_difference
@@ -22,6 +24,7 @@ from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
 from utils.screen.report_tables import transposed_rows
 from utils.screen.round_view import RoundView
+from utils.screen.server_view import show_server_runs
 from utils.text import count_of, decode, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
@@ -154,9 +157,21 @@ class RunView:
             self._renderer.explain_marks()
 
 
-def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, Divergence]) -> None:
+def show_prompt_runs(
+    renderer: Renderer, last: LastPrompt | None, causes: Mapping[str, Divergence], servers: ServerPrompt | None = None
+) -> None:
     """Show the runs of a prompt again, as they were shown. causes: why texts differ, by the name of the strategy."""
-    renderer.prompt(last.text)
+    renderer.prompt(last.text if last is not None else servers.text if servers is not None else "")
+    if last is not None:
+        _show_local_runs(renderer, last)
+    if servers is not None:
+        show_server_runs(renderer, servers)
+    compared = () if last is None else last.compared
+    divergences = [(strategy, causes[strategy.name]) for strategy, _, _ in compared if strategy.name in causes]
+    show_comparison(renderer, last, divergences, servers)
+
+
+def _show_local_runs(renderer: Renderer, last: LastPrompt) -> None:
     prompt = PromptView(renderer, last.job.pair.tokenizer, last.job.settings, live=False)
     for strategy, run, _ in last.compared:
         view = prompt.begin(strategy)
@@ -164,15 +179,31 @@ def show_prompt_runs(renderer: Renderer, last: LastPrompt, causes: Mapping[str, 
         for step, timing, traces in zip(run.steps, run.timings, run.traces or repeat(()), strict=False):
             view.show(step, timing, traces)
         view.end(run)
-    divergences = [(strategy, causes[strategy.name]) for strategy, _, _ in last.compared if strategy.name in causes]
-    show_comparison(renderer, last, divergences)
 
 
-def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
-    """Show the table of runs, a line for each text that differs or that cannot be compared, and what it all means."""
+def show_comparison(
+    renderer: Renderer,
+    last: LastPrompt | None,
+    causes: Iterable[tuple[Strategy, Divergence]],
+    servers: ServerPrompt | None = None,
+) -> None:
+    """Show the table of runs, a line for each text that differs or that cannot be compared, and what it all means.
+
+    last: the local runs, servers: those of servers; None if there are none.
+    """
+    compared = () if last is None else last.compared
+    asked = () if servers is None else servers.compared
+    if compared or asked:
+        renderer.comparison(compared, asked)
+    if last is not None:
+        _explain_local_runs(renderer, last, causes)
+    if servers is not None:
+        for sentence in server_summary(servers):
+            renderer.result(sentence)
+
+
+def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[Strategy, Divergence]]) -> None:
     tokenizer = last.job.pair.tokenizer
-    if last.compared:
-        renderer.comparison(last.compared)
     own = own_conversations(last)
     for strategy, turn in own:
         renderer.result(OWN_CONVERSATION.format(strategy.name, turn))

@@ -1,9 +1,10 @@
-"""Builds rich tables: the comparison of strategies, lists, and texts side by side.
+"""Builds rich tables: the comparison of strategies and servers, lists, and texts side by side.
 
 All tables adapt to the width of the screen. They are written by `utils.screen.renderer`.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.reports import Column
+from utils.comparison.server_runs import COLOURS, ComparedServer
+from utils.comparison.server_summary import is_noise as is_server_noise
 from utils.comparison.summary import is_noise
 from utils.text import visible
 
@@ -18,56 +21,93 @@ COLUMNS = (
     "strategy",
     "tokens",
     "seconds",
+    "first\ntoken, s",
     "tokens/s",
+    "decode\ntokens/s",
     "speed-up",
     "acceptance",
     "drafts/\nround",
     "tokens/\nforward",
     "text",
 )
-OPTIONAL = (2, 6, 1, 5)  # columns that a narrow screen lacks, in this order
+OF_SERVERS = ("first\ntoken, s", "decode\ntokens/s")  # columns of tables with servers
+# Columns that a narrow screen lacks, in this order.
+OPTIONAL = ("seconds", "drafts/\nround", "tokens", "first\ntoken, s", "acceptance", "decode\ntokens/s")
+LEFT = ("strategy", "text")  # columns of words
 MIN_TEXT_WIDTH = 36  # of a text beside others
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 
 
-def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
-    """One row per strategy, with the columns that fit."""
+class ComparisonRow(NamedTuple):
+    """A row of the comparison. cells: one for each of COLUMNS, the name first."""
+
+    colour: str
+    cells: Sequence[str]
+
+
+def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Sequence[ComparedServer] = ()) -> Table:
+    """One row per strategy and server, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    rows = [[entry.strategy.name, *_cells(entry)] for entry in compared]
-    lines = [[line for text in texts for line in text.split("\n")] for texts in zip(COLUMNS, *rows, strict=True)]
-    sizes = [max(map(cell_len, texts)) for texts in lines]
-    shown = list(range(len(COLUMNS)))
-    for index in OPTIONAL:
-        if sum(sizes[column] + 1 for column in shown) <= width:
+    rows = [*map(_strategy_row, compared), *(_server_row(index, entry) for index, entry in enumerate(servers))]
+    columns = {name: [row.cells[index] for row in rows] for index, name in enumerate(COLUMNS)}
+    if not servers:
+        columns = {name: cells for name, cells in columns.items() if name not in OF_SERVERS}
+    lines = {name: [line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()}
+    sizes = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
+    for name in OPTIONAL:
+        if sum(size + 1 for size in sizes.values()) <= width:
             break
-        shown.remove(index)
-    for index in shown:
+        sizes.pop(name, None)
+    for name in sizes:
         # rich would otherwise break words to make a column narrower.
-        longest = max(cell_len(word) for line in lines[index] for word in line.split())
-        table.add_column(COLUMNS[index], justify="left" if index in (0, 8) else "right", min_width=longest)
-    for (strategy, _, _), row in zip(compared, rows, strict=True):
+        longest = max(cell_len(word) for line in lines[name] for word in line.split())
+        table.add_column(name, justify="left" if name in LEFT else "right", min_width=longest)
+    for index, row in enumerate(rows):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
-        cells = (Text(strategy.name, style=strategy.colour), *map(Text, row[1:]))
-        table.add_row(*(cells[index] for index in shown))
+        cells = [Text(columns[name][index]) for name in sizes]
+        cells[0].stylize(row.colour)
+        table.add_row(*cells)
     return table
 
 
-def _cells(compared: ComparedRun) -> list[str]:
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _strategy_row(compared: ComparedRun) -> ComparisonRow:
     strategy, run, comparison = compared
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else form.format(value)
-
-    return [
+    cells = (
+        strategy.name,
         str(len(run.tokens)),
         f"{run.seconds:.2f}",
-        number(run.tokens_per_second, "{:.1f}"),
-        "noise" if is_noise(compared) else number(comparison.speedup, "{:.2f}x"),
-        number(run.acceptance_rate, "{:.3f}"),
-        number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
-        number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
+        _number(run.first_seconds, "{:.2f}"),
+        _number(run.tokens_per_second, "{:.1f}"),
+        _number(run.decode_tokens_per_second, "{:.1f}"),
+        "noise" if is_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
+        _number(run.acceptance_rate, "{:.3f}"),
+        _number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
+        _number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
         comparison.text,
-    ]
+    )
+    return ComparisonRow(strategy.colour, cells)
+
+
+def _server_row(index: int, compared: ComparedServer) -> ComparisonRow:
+    run, comparison = compared
+    cells = (
+        run.name,
+        _number(run.new_tokens, "{}"),
+        f"{run.seconds:.2f}",
+        _number(run.first_seconds, "{:.2f}"),
+        _number(run.tokens_per_second, "{:.1f}"),
+        _number(run.decode_tokens_per_second, "{:.1f}"),
+        "noise" if is_server_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
+        _number(run.acceptance_rate, "{:.3f}"),
+        _number(run.drafts_per_round, "{:.1f}"),
+        _number(run.tokens_per_target_forward, "{:.2f}"),
+        comparison.text,
+    )
+    return ComparisonRow(COLOURS[index % len(COLOURS)], cells)
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:

@@ -6,7 +6,7 @@ tried twice. Every failure is a ServerError, a UserError of one sentence.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -93,9 +93,15 @@ class ServerClient:
 
     def get_json(self, path: str) -> Any:
         """The JSON of a page, or None if the server has no such page or if it is not JSON."""
-        body = self._page(path)
+        return self._parsed(self._page(path))
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that a page answers to a JSON body, or None as in get_json."""
+        return self._parsed(self._page(path, dict(body)))
+
+    def _parsed(self, page: bytes | None) -> Any:
         try:
-            return None if body is None else self._secret().scrub(json.loads(body))
+            return None if page is None else self._secret().scrub(json.loads(page))
         except (ValueError, RecursionError):
             return None
 
@@ -136,14 +142,14 @@ class ServerClient:
         # The version of the address may be another one than /v1.
         return self.address.api + path[len("/v1") :] if path.startswith("/v1/") else self.address.root + path
 
-    def _page(self, path: str) -> bytes | None:
-        """The body of a page, or None if the server has no such page."""
-        body = b""
+    def _page(self, path: str, sent: dict[str, Any] | None = None) -> bytes | None:
+        """The body of a page, or None if the server has no such page. sent: a JSON body to send."""
+        page = b""
         try:
-            with self._answer("GET", self._url(path)) as response:
+            with self._answer("GET" if sent is None else "POST", self._url(path), sent) as response:
                 for data in response.iter_raw():
-                    body += data
-                    if len(body) > MAX_PAGE:
+                    page += data
+                    if len(page) > MAX_PAGE:
                         raise ServerError(
                             f"The server {self.address.name} sent more than {MAX_PAGE // 1_000_000} MB as {path}."
                         )
@@ -153,7 +159,7 @@ class ServerClient:
             raise
         except httpx.HTTPError as error:
             raise transport_error(self.address, error) from error
-        return body
+        return page
 
     @contextmanager
     def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:

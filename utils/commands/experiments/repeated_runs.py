@@ -55,10 +55,7 @@ class PairedRun:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Throughput after the first round, which contains the prefill."""
-        first = len(self.run.steps[0].tokens) if self.run.steps else 0
-        seconds = self.run.seconds - (self.run.first_seconds or 0.0)
-        return (len(self.run.tokens) - first) / seconds if seconds > 0 and len(self.run.tokens) > first else None
+        return self.run.decode_tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)

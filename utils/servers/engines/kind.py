@@ -37,15 +37,17 @@ class EngineAcceptance:
 
 
 class ServerReader(Protocol):
-    """GET requests to one server; paths begin with a slash and are below its root.
+    """Requests for pages of one server; paths begin with a slash and are below its root.
 
-    Both methods return None if the server has no such path or answers with something else, and raise UserError if it
-    cannot be reached.
+    All methods return None if the server has no such path or answers with something else, and raise UserError if it
+    cannot be reached. post_json: sends a JSON body.
     """
 
     def get_json(self, path: str) -> Any: ...
 
     def get_text(self, path: str) -> str | None: ...
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any: ...
 
 
 class EngineKind(Protocol):
@@ -61,6 +63,12 @@ class EngineKind(Protocol):
 
     def recognises(self, server: ServerReader) -> bool:
         """Whether the server is of this kind, from paths that only this kind has."""
+
+    def tokens(self, server: ServerReader, text: str) -> tuple[int, ...] | None:
+        """The ids that the server's tokenizer gives for a text, without special tokens around it; None if unknown.
+
+        A prompt is sent as token ids only if the local tokenizer gives the same.
+        """
 
     def path(self, request: ServerRequest) -> str:
         """The path of the request below the server's root, such as /v1/completions."""

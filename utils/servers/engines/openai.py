@@ -25,6 +25,9 @@ class OpenAIKind:
     def recognises(self, server: ServerReader) -> bool:
         return True
 
+    def tokens(self, server: ServerReader, text: str) -> tuple[int, ...] | None:
+        return None
+
     def path(self, request: ServerRequest) -> str:
         return "/v1/chat/completions" if request.is_chat else "/v1/completions"
 

@@ -1,0 +1,1 @@
+"""/server and its subcommands, one module each."""

@@ -1,0 +1,45 @@
+"""/server: finds the subcommand. A new subcommand is one row of the table."""
+
+from collections.abc import Callable, Mapping
+
+from utils.commands.outcomes import Outcome
+from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.servers.add import add, remove, show
+from utils.errors import check_choice
+
+LIST = "list"
+SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {"add": add, LIST: show, "remove": remove}
+SYNTAX = (
+    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
+    "/server [list]",
+    "/server remove NAME",
+)
+MEANINGS = {
+    "add": "a server by its name and address",
+    LIST: "the servers of this session",
+    "remove": "a server",
+}
+
+
+def _server(argument: str, context: CommandContext) -> Outcome:
+    name, _, rest = argument.partition(" ")
+    name = check_choice(name.lower() or LIST, tuple(SUBCOMMANDS), "subcommand")
+    return SUBCOMMANDS[name](rest.strip(), context)
+
+
+SERVER = Command(
+    "server",
+    "add NAME URL",
+    "compare inference servers",
+    _server,
+    group="models",
+    page=Page(
+        "Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
+        "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
+        ("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
+        SYNTAX,
+        ("race", "speed-up"),
+    ),
+    words=tuple(SUBCOMMANDS),
+    meanings=MEANINGS,
+)

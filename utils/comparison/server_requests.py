@@ -1,0 +1,60 @@
+"""A prompt and the settings as the request for a server.
+
+Token ids are sent only if the server's tokenizer gives the same ids as the local one; otherwise the messages of a chat,
+or plain text with /chat off.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from utils.comparison.harness import Harness
+from utils.config.sampling_parts import Sampling
+from utils.config.settings import Settings
+from utils.errors import UserError
+from utils.prompts.conversation import Message, Turns, to_messages
+from utils.servers.client import ServerClient
+from utils.servers.connection import RequestFor
+from utils.servers.engines.kind import EngineKind
+from utils.servers.request import Chat, ServerRequest
+
+NO_TEXT = "the prompt is empty."
+
+
+def request_maker(harness: Harness, text: str, settings: Settings, history: Turns = ()) -> RequestFor:
+    """A function that makes the request for the engine kind of a server. Raises UserError for an empty prompt."""
+    if not text:
+        raise UserError(NO_TEXT)
+    sampling = Sampling.of(settings)
+
+    def make(kind: EngineKind, server: ServerClient) -> ServerRequest:
+        return ServerRequest(
+            _prompt(harness, text, settings, history)(kind, server),
+            settings.length,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            seed=settings.seed,
+        )
+
+    return make
+
+
+def _prompt(
+    harness: Harness, text: str, settings: Settings, history: Turns
+) -> Callable[[EngineKind, ServerClient], str | tuple[int, ...] | Chat]:
+    def choose(kind: EngineKind, server: ServerClient) -> str | tuple[int, ...] | Chat:
+        if harness.has_pair and kind.takes_token_ids and _same_tokenizer(harness.pair.tokenizer, text, kind, server):
+            return tuple(harness.prompt_ids(text, settings, history))
+        return Chat(tuple(_messages(text, settings, history))) if settings.uses_chat else text
+
+    return choose
+
+
+def _same_tokenizer(tokenizer: Any, text: str, kind: EngineKind, server: ServerClient) -> bool:
+    """Whether the server and the local tokenizer give the same ids for the text of the prompt."""
+    return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _messages(text: str, settings: Settings, history: Turns) -> list[Message]:
+    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    return [*system, *to_messages(history), {"role": "user", "content": text}]
