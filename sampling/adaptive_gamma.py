@@ -7,7 +7,7 @@ depends on earlier drafts and on distributions, never on the token that would be
 because it looks unlikely would bias the output.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from utils.metrics.costs import Costs
 
@@ -27,6 +27,7 @@ PRIORS = {
         0.96,
     ),  # eighths of the highest probability
     "position": (0.6,),  # in its round, from 0
+    "runner_up": (0.02, 0.08, 0.14, 0.19, 0.24, 0.29, 0.34, 0.4),  # of a comb: sixteenths of its probability
 }
 PRIOR_WEIGHT = 2.0
 DECAY = 0.98  # of old evidence, per round, so that what failed long ago is tried again
@@ -51,6 +52,29 @@ class ThroughputEstimate:
         return max(1.0, self._tokens / self._time)
 
 
+class AcceptanceEstimates:
+    """Acceptance probabilities by bucket, from the run so far."""
+
+    def __init__(self) -> None:
+        self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
+
+    def probability(self, bucket: Bucket) -> float:
+        """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
+        accepted.
+        """
+        priors = PRIORS[bucket[0]]
+        prior = priors[min(bucket[1], len(priors) - 1)]
+        accepted, verified = self._evidence.get(bucket, (0.0, 0.0))
+        return min(MAX_PROBABILITY, (accepted + prior * PRIOR_WEIGHT) / (verified + PRIOR_WEIGHT))
+
+    def learn(self, outcomes: Iterable[tuple[Bucket, bool]]) -> None:
+        """Learn from a round: the buckets of verified drafts, and whether each was accepted."""
+        self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
+        for bucket, accepted in outcomes:
+            good, tried = self._evidence.get(bucket, (0.0, 0.0))
+            self._evidence[bucket] = (good + accepted, tried + 1)
+
+
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
@@ -63,17 +87,9 @@ class AdaptiveGamma:
         self, costs: Costs, draft_cost: float = 0.0, throughput: ThroughputEstimate | None = None, *, block: int = 1
     ) -> None:
         self._costs, self._draft_cost, self._block = costs, draft_cost, block
-        self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
+        self._estimates = AcceptanceEstimates()
+        self.probability = self._estimates.probability
         self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
-
-    def probability(self, bucket: Bucket) -> float:
-        """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
-        accepted.
-        """
-        priors = PRIORS[bucket[0]]
-        prior = priors[min(bucket[1], len(priors) - 1)]
-        accepted, verified = self._evidence.get(bucket, (0.0, 0.0))
-        return min(MAX_PROBABILITY, (accepted + prior * PRIOR_WEIGHT) / (verified + PRIOR_WEIGHT))
 
     def cost(self, drafts: int) -> float:
         """What this many drafts add to a round."""
@@ -120,19 +136,22 @@ class AdaptiveGamma:
             values.append(tokens - rate * self.cost(count))
         return values
 
-    def learn(self, buckets: Sequence[Bucket], accepted: int, computed: int = 0) -> None:
+    def learn(
+        self, buckets: Sequence[Bucket], accepted: int, computed: int = 0, *, leaves: int = 0, leaf: bool = False
+    ) -> None:
         """Learn from a round: the buckets of its drafts, and how many were accepted. Drafts after the first rejected
         one tell nothing.
 
-        computed: how many distributions were computed, if more than were proposed.
+        computed: how many distributions were computed, if more than were proposed. leaves: how many leaves were
+        verified besides. leaf: whether one of them was accepted.
         """
-        self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
-        for position, bucket in enumerate(buckets[: accepted + 1]):
-            # Positions are counted as well: nothing else is known of a draft that is not yet computed.
-            for known in (bucket, ("position", position)):
-                good, tried = self._evidence.get(known, (0.0, 0.0))
-                self._evidence[known] = (good + (position < accepted), tried + 1)
+        # Positions are counted as well: nothing else is known of a draft that is not yet computed.
+        self._estimates.learn(
+            (known, position < accepted)
+            for position, bucket in enumerate(buckets[: accepted + 1])
+            for known in (bucket, ("position", position))
+        )
         if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
             count = len(buckets)
-            time = 1 + self._costs.verify_cost(count) + max(count, computed) * self._draft_cost
-            self._throughput.add(accepted + 1, time)
+            time = 1 + self._costs.pass_cost(count, leaves) + max(count, computed) * self._draft_cost
+            self._throughput.add(accepted + leaf + 1, time)

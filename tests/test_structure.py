@@ -129,8 +129,10 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.suite_conclusion",
         "utils.commands.experiments.turn_runs",
         "utils.commands.experiments.sweep_conclusion",
+        "utils.commands.drafting_pages",
         "utils.commands.paths",
         "utils.commands.setting_changes",
+        "utils.commands.setting_help",
         "utils.commands.setting_pages",
         "utils.commands.setting_words",
     }

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from sampling.adaptive_gamma import AdaptiveGamma
+from sampling.combs import Comb
 from sampling.drafters.feature_sessions import FeatureSession, HeadSession
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
@@ -31,6 +32,7 @@ class HeadDrafter(ModelDrafter):
         adaptive: AdaptiveGamma | None = None,
         observed: bool = False,
         prefilled: Tensor | None = None,
+        comb: Comb | None = None,
     ) -> None:
         super().__init__(
             session,
@@ -40,6 +42,7 @@ class HeadDrafter(ModelDrafter):
             adaptive=adaptive,
             observed=observed,
             block=session.block_size,
+            comb=comb,
         )
         self._head, self._prefilled = session, prefilled
 

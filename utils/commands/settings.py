@@ -8,7 +8,8 @@ from functools import partial
 
 from utils.commands.registry import Command, Page
 from utils.commands.setting_changes import set_or_show
-from utils.commands.setting_pages import SETTING_HELP, SettingHelp
+from utils.commands.setting_help import SettingHelp
+from utils.commands.setting_pages import SETTING_HELP
 from utils.commands.setting_words import SETTING_WORDS
 from utils.config.setting_parts import SAMPLING_PARTS
 from utils.config.settings import setting_fields

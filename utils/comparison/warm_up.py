@@ -13,9 +13,12 @@ from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason, Step
+from utils.decode.tree_check import tree_support
 from utils.distributed import broadcast
+from utils.engine import Engine
+from utils.engine.forward_timing import leaf_seconds
 from utils.errors import UserError
-from utils.metrics.costs import Costs
+from utils.metrics.costs import LEAF, Costs
 from utils.metrics.results import collect
 from utils.metrics.stopwatch import Stopwatch
 from utils.models.feature_drafter import FeatureDrafter
@@ -36,27 +39,47 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     known = settings.costs or Costs.of(engine.costs, {})
     draft = dict(known.draft)
     # A fixed gamma, because adaptive gamma needs the costs that are measured here.
-    timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
+    timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS, tree="off")
     chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
-            seconds = _stored_seconds(label, word, harness, timed)
-            draft[label] = seconds / engine.step_seconds if engine.step_seconds else 0.0
+            draft[label] = _in_steps(_draft_seconds(label, word, harness, timed), engine)
+    if settings.tree == "auto" and LEAF not in draft:
+        draft[LEAF] = _in_steps(_leaf_seconds(harness, settings), engine)
     return replace(settings, costs=Costs.of(known.verify, draft))
 
 
-def _stored_seconds(label: str, word: str, harness: Harness, settings: Settings) -> float:
-    """The seconds of one draft, which the engine keeps together with the times of verify passes."""
-    engine, shown = harness.pair.engine, as_json(settings)
+def _in_steps(seconds: float, engine: Engine) -> float:
+    return seconds / engine.step_seconds if engine.step_seconds else 0.0
+
+
+def _leaf_seconds(harness: Harness, settings: Settings) -> float:
+    """What a leaf costs more than a draft of the chain; 0 if the target cannot compute leaves."""
+    pair = harness.pair
+    if tree_support(pair.target, use_cache=settings.cache).obstacle:
+        return 0.0
+    return _stored_seconds(LEAF, harness, "measuring leaves of combs", lambda: leaf_seconds(pair.target))
+
+
+def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> float:
+    """The seconds of one draft."""
+    shown = as_json(settings)
     # With everything else that the time depends on.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
     if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
+    job = replace(harness.job(PROMPT, settings), drafter=word)
+    return _stored_seconds(key, harness, f"measuring the drafter {label}", lambda: draft_seconds(job))
+
+
+def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[], float]) -> float:
+    """A measured time that the engine keeps together with the times of verify passes."""
+    engine = harness.pair.engine
     if key not in engine.draft_seconds:
-        engine.report(f"measuring the drafter {label}")
-        # All ranks must choose the same gammas, so all use rank zero's measurement.
-        engine.draft_seconds[key] = broadcast(draft_seconds(replace(harness.job(PROMPT, settings), drafter=word)))
+        engine.report(what)
+        # All ranks must choose the same drafts, so all use rank zero's measurement.
+        engine.draft_seconds[key] = broadcast(measure())
         engine.store()
     return engine.draft_seconds[key]
 

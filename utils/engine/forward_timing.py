@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
+from utils.decode.steps import Leaf
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
@@ -20,6 +21,7 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 REPEATS = 5
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
+LEAVES, LEAF_REPEATS = 2, 11
 
 
 class ForwardProbe:
@@ -43,6 +45,14 @@ class ForwardProbe:
         self.make_room(width)
         self._context += sample_ids(width, self._vocabulary)
         float(self._session.feed(self._context, keep=width)[0, 0])  # waits for a GPU to finish
+
+    def verify(self, drafts: int, leaves: int) -> None:
+        """Run one verify pass over a comb, and forget it."""
+        ids = sample_ids(drafts + leaves, self._vocabulary)
+        beside = [Leaf(index % drafts, token) for index, token in enumerate(ids[drafts:])]
+        context = [*self._context, 0]
+        float(self._session.feed([*context, *ids[:drafts]], drafts + 1, beside)[0, 0])
+        self._session.rewind(len(self._context))
 
     def prefill(self, count: int) -> int:
         """Read a prompt of at most `count` tokens. Returns their number, less in a short context."""
@@ -109,6 +119,18 @@ def width_seconds(
             probe.forward(width)
             times[width].append(clock() - start)
     return times
+
+
+def leaf_seconds(model: PreTrainedModel, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return what a leaf adds to a verify pass beyond the time of one more draft in the chain, in seconds."""
+    probe = ForwardProbe(model)
+    times: dict[int, list[float]] = {0: [], LEAVES: []}
+    for _ in range(LEAF_REPEATS):
+        for leaves, spent in times.items():  # in turns
+            start = clock()
+            probe.verify(CHECKED_WIDTH - 1 - leaves, leaves)
+            spent.append(clock() - start)
+    return max(0.0, median(times[LEAVES]) - median(times[0])) / LEAVES
 
 
 def times_have_changed(

@@ -214,11 +214,12 @@ def _verify_logits(case: DivergenceCase) -> Tensor:
     context = session.begin(case.prompt)
     left = case.position  # new tokens from the round's start to the difference
     for step in case.rounds:
-        logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1)
+        logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1, leaves=step.leaves)
         if left < len(step.tokens):
-            return logits[left]
+            # What follows an accepted leaf was computed in the leaf's row.
+            return logits[left if left < step.all_accepted or step.leaf is None else len(step.drafted) + 1 + step.leaf]
         left -= len(step.tokens)
         context.extend(step.tokens)
         # As in the draft-verify loop, so that every pass has the rows that the run's pass had.
-        session.rewind(len(context) - 1)
+        session.rewind(len(context) - 1, step.leaf)
     raise AssertionError("the difference lies after the last round")

@@ -96,7 +96,7 @@ class DraftTracer:
 
     def _trace(self, last: Round, index: int, token: int, step: Step) -> DraftTrace:
         row = last.verified.logits[index]  # (V,)
-        target_token = token if index < step.accepted or step.token is None else step.token
+        target_token = step.tokens[index]
         logits, lengths = last.evidence.logits, last.evidence.match_lengths
         match_length = lengths[index] if lengths else None
         return DraftTrace(

@@ -7,12 +7,14 @@ program reports it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.decode.model_info import context_length
-from utils.decode.model_session import rewind_method
+from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.prompts.chat_template import has_chat_template, prompt_ids
 
@@ -101,7 +103,7 @@ def compare_models(
     )
     same = _same_ids(ours, theirs)
     tokens = len(ours.vocabulary)
-    caches = _caches(rewind_method(target), rewind_method(drafter))
+    caches = _caches(_rewind_method(target), _rewind_method(drafter))
     findings = (
         Finding(
             "vocabulary",
@@ -139,7 +141,7 @@ def describe_without_model(
 ) -> Compatibility:
     """The findings for layers or a head of the target itself, which always suit it, and for no drafter."""
     own = Finding("drafter", drafter or "none", "part of the target, with the same tokens" if drafter else "")
-    caches = _caches(rewind_method(target))
+    caches = _caches(_rewind_method(target))
     verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
     return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))
 
@@ -234,3 +236,10 @@ def _millions(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:,}"
+
+
+def _rewind_method(model: Any) -> str:
+    """How the model's cache forgets rejected drafts, or an empty string if it cannot."""
+    with suppress(UserError):
+        return ModelSession(model).rewind_method
+    return ""

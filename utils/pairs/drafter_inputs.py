@@ -7,9 +7,11 @@ from typing import Any, Protocol
 from ngram_assisted import NGramStorage, SuffixAutomaton
 from sampling import AdaptiveGamma
 from sampling.adaptive_gamma import ThroughputEstimate
+from sampling.combs import Comb
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
 from utils.decode.model_session import ModelSession
+from utils.decode.tree_check import tree_support
 from utils.metrics.costs import Costs
 from utils.pairs.pair import Pair
 
@@ -34,9 +36,9 @@ class DrafterCaches:
 class DrafterInputs:
     """Everything a drafter is built from, for one run.
 
-    kind: a name of the table, with its number. costs: for adaptive gamma; None if gamma is fixed. shares_noise: whether
-    drafts are drawn with the target's noise. filler_top_k: see NGramDrafter. max_text: maximum number of tokens of
-    earlier texts. observed: whether drafts carry evidence.
+    kind: a name of the table, with its number. costs: for adaptive gamma and /tree auto. adapts: whether gamma is
+    adaptive. tree: off, comb or auto. shares_noise: whether drafts are drawn with the target's noise. filler_top_k: see
+    NGramDrafter. max_text: maximum number of tokens of earlier texts. observed: whether drafts carry evidence.
     """
 
     kind: str
@@ -45,7 +47,9 @@ class DrafterInputs:
     open_session: OpenSession
     storage: NGramStorage
     caches: DrafterCaches
-    costs: Costs | None
+    costs: Costs
+    adapts: bool
+    tree: str
     use_cache: bool
     shares_noise: bool
     filler_top_k: int
@@ -56,9 +60,23 @@ class DrafterInputs:
         self, kind: str | None, throughput: ThroughputEstimate | None = None, *, block: int = 1
     ) -> AdaptiveGamma | None:
         """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed. block: see AdaptiveGamma."""
-        if self.costs is None:
+        if not self.adapts:
             return None
         return AdaptiveGamma(self.costs, self.costs.draft_cost(kind), throughput, block=block)
+
+    def comb(self, kind: str | None, adaptive: AdaptiveGamma | None) -> Comb | None:
+        """Chooses leaves beside the drafts of this kind of drafter. None if there are none, or if the target cannot
+        compute them.
+        """
+        if self.tree == "off" or tree_support(self.pair.target, use_cache=self.use_cache).obstacle:
+            return None
+        return Comb(
+            self.decoding.noise,
+            shares_noise=self.shares_noise,
+            costs=self.costs if self.tree == "auto" else None,
+            draft_cost=self.costs.draft_cost(kind),
+            adaptive=adaptive,
+        )
 
 
 class Replay(Enum):

@@ -117,9 +117,9 @@ class Unsure(RandomBlocks):
 class Recording(AdaptiveGamma):
     """Remembers the buckets of each round."""
 
-    def learn(self, buckets, accepted, computed=0):
+    def learn(self, buckets, accepted, computed=0, **options):
         self.rounds = [*getattr(self, "rounds", []), list(buckets)]
-        super().learn(buckets, accepted, computed)
+        super().learn(buckets, accepted, computed, **options)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

@@ -104,8 +104,8 @@ def _measured(last: LastPrompt) -> dict[str, float | None]:
 def _round_figures(steps: Sequence[Step]) -> Row:
     return {
         "rounds": len(steps),
-        "drafted": sum(len(step.drafted) for step in steps),
-        "accepted": sum(step.accepted for step in steps),
+        "drafted": sum(step.all_drafted for step in steps),
+        "accepted": sum(step.all_accepted for step in steps),
         "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
     }
 
