@@ -37,6 +37,7 @@ def test_default_settings() -> None:
         "drafter": False,
         "beams": 0,
         "gamma": "auto",
+        "tree": "off",
         "drafter_kind": "loaded",
         "costs": "measure",
         "length": 128,
