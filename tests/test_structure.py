@@ -131,6 +131,7 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.sweep_conclusion",
         "utils.commands.drafting_pages",
         "utils.commands.paths",
+        "utils.commands.servers.race",
         "utils.commands.setting_changes",
         "utils.commands.setting_help",
         "utils.commands.setting_pages",

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -84,6 +85,9 @@ class Loopback:
             server, self._server = self._server, None
         if server is not None:
             server.shutdown()
+            for connection in server.connections:  # clients keep them for their next request
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             server.server_close()
 
     def revive(self) -> None:
@@ -124,7 +128,13 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], owner: Loopback) -> None:
         self.owner = owner
+        self.connections: list[socket.socket] = []
         super().__init__(address, _Handler)
+
+    def get_request(self) -> Any:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is not worth a message."""

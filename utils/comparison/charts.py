@@ -88,10 +88,11 @@ class StackedChart:
 Chart = DotChart | LineChart | BarChart | StackedChart
 
 
-def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run") -> DotChart:
+def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run", over: str = TARGET_ONLY) -> DotChart:
     """The speed-up of each run or prompt, or the throughput of each run if the target alone did not run.
 
-    findings: a label, and the figures of repeated runs with their strategy. each: what a dot is.
+    findings: a label, and the figures of repeated runs with their strategy. each: what a dot is. over: what the
+    speed-ups are relative to.
     """
     rows = [
         DotRow(label, values, _interval(values, row["interval"]), row["strategy"], speedup_text(row))
@@ -99,7 +100,7 @@ def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run") -> 
         if row["strategy"] != BASELINE and (values := _speedups(row))
     ]
     if rows:
-        return DotChart(f"speed-up over {TARGET_ONLY}, one dot per {each}", "speed-up", rows, 1.0)
+        return DotChart(f"speed-up over {over}, one dot per {each}", "speed-up", rows, 1.0, over)
     speeds = [DotRow(label, row["tokens_per_second"], series=row["strategy"]) for label, row in findings]
     return DotChart("throughput, one dot per run", "tokens/s", speeds)
 

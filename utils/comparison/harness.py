@@ -96,8 +96,9 @@ class Harness:
             raise UserError(NO_STRATEGY)
         return enabled
 
-    def _any_enabled(self, settings: Settings) -> bool:
-        return any(strategy.is_on(settings) for strategy in self.runnable(settings))
+    def runs_locally(self, settings: Settings) -> bool:
+        """Whether models are loaded and a strategy is enabled that runs them."""
+        return self.has_pair and any(strategy.is_on(settings) for strategy in self.runnable(settings))
 
     @property
     def baseline(self) -> Strategy:
@@ -123,7 +124,7 @@ class Harness:
         """
         if not self.has_pair and not self.state.servers:
             raise UserError(NOTHING_RUNS)
-        if self.state.servers and not (self.has_pair and self._any_enabled(settings)):
+        if self.state.servers and not self.runs_locally(settings):
             return []
         missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
         if self.pair.drafter is None and missing:

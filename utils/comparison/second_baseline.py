@@ -42,7 +42,7 @@ def with_second_baseline(
     """A finished report and its findings with the second figures, and with one sentence more."""
     speedups: dict[str, list[float]] = {}
     for row in (finding.figures for finding in findings):
-        if row.get("speedup") is not None:
+        if row.get("speedup") is not None and "baseline" not in row:  # servers have baselines of their own
             speedups.setdefault(str(row.get("strategy")), []).append(row["speedup"])
     sentence = second_sentence(speedups, other)
     if not sentence:
@@ -52,7 +52,8 @@ def with_second_baseline(
 
 
 def _with_figure(figures: dict[str, Any], other: FasterEngine | None) -> dict[str, Any]:
-    return figures | {FIGURE: estimated(figures["speedup"], other)} if "speedup" in figures else figures
+    over_target = "speedup" in figures and "baseline" not in figures
+    return figures | {FIGURE: estimated(figures["speedup"], other)} if over_target else figures
 
 
 def _range(values: Sequence[float], other: FasterEngine) -> str:

@@ -89,7 +89,7 @@ def speedup_text(row: Row) -> str:
 
 def claim_text(row: Row) -> str:
     """The speed-up of a record with its interval: 1.52x target-only (95 % interval 1.41 to 1.63)."""
-    text = f"{row['speedup']:.2f}x target-only"
+    text = f"{row['speedup']:.2f}x {_baseline(row)}"
     if (interval := row["interval"]) is None:
         return text
     return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
@@ -103,10 +103,15 @@ def speed_sentence(row: Row) -> str:
     if row["without_gain"] and row["speedup"] > 1:
         return f"{name}: {NO_GAIN_SENTENCE}, so {row['speedup']:.2f}x is noise."
     if verdict == TOO_FEW:
-        return f"{name}: about {row['speedup']:.1f}x target-only, but too few runs to tell."
+        return f"{name}: about {row['speedup']:.1f}x {_baseline(row)}, but too few runs to tell."
     if verdict == NOT_DISTINGUISHABLE:
         low, high = row["interval"] or (0.0, inf)
         # An interval that excludes 1 would otherwise seem to contradict the verdict.
         why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
         return f"{name}: {claim_text(row)}, not distinguishable from no difference{why}."
     return f"{name} is {verdict}: {claim_text(row)}."
+
+
+def _baseline(row: Row) -> str:
+    """What a speed-up is relative to. Only the records of servers name it."""
+    return row.get("baseline") or "target-only"

@@ -20,6 +20,7 @@ from utils.commands.experiments.repeated_runs import (
 from utils.commands.experiments.suite import suite
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.servers.race import server_race
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
@@ -28,6 +29,7 @@ from utils.comparison.speed_claims import FASTER, TOO_FEW, Row, interval_text, s
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.errors import UserError
+from utils.prompts.prompt_files import Prompt
 
 REPEATS, MAX_REPEATS = 5, 1000
 HEADINGS = (
@@ -50,9 +52,21 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     repeats, file, limit = _parsed(argument)
     if file or limit is not None:
         return suite(file, repeats or 1, context, limit=limit)
+    repeats, harness = repeats or REPEATS, context.harness
+    asked = harness.state.last_servers
+    if asked is None or not harness.state.servers:
+        return _local(repeats, context)
+    title = f'/race {repeats} of "{shortened(asked.text)}"'
+    prompts = [(1, Prompt(asked.text))]
+    on_servers = RunReport(server_race(harness, context.settings, prompts, repeats=repeats, title=title))
+    runs_locally = harness.runs_locally(context.settings) and harness.state.last is not None
+    return [*(_local(repeats, context) if runs_locally else ()), on_servers]
+
+
+def _local(repeats: int, context: CommandContext) -> Outcome:
+    """The report of the loaded models."""
     last, harness, settings = context.harness.last(), context.harness, context.settings
     enabled = harness.enabled(settings)  # raises UserError where nothing is enabled
-    repeats = repeats or REPEATS
     title = f'/race {repeats} of "{shortened(last.text)}"'
     events = _events(harness, last, settings, enabled=enabled, repeats=repeats)
     report = Report(

@@ -7,6 +7,7 @@ more than short ones. Prompts with several turns are conversations.
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.commands.experiments.suite_conclusion import suite_conclusion
@@ -15,6 +16,7 @@ from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_t
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
 from utils.commands.registry import CommandContext
+from utils.commands.servers.race import server_race
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
@@ -62,7 +64,19 @@ def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None
     numbered = [(index + 1, prompts[index]) for index in chosen]
     sample = BenchmarkSample.chosen([prompt for _, prompt in numbered], len(prompts))
     plan = SuitePlan(numbered, sample, repeats, limit)
-    report = Report(
+    title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
+    on_servers = (
+        [server_race(harness, settings, numbered, repeats=repeats, title=title)] if harness.state.servers else []
+    )
+    if on_servers and not harness.runs_locally(settings):
+        return list(map(RunReport, on_servers))
+    return [RunReport(_report(path, harness, settings, plan, title=title)), *map(RunReport, on_servers)]
+
+
+def _report(path: Path, harness: Harness, settings: Settings, plan: SuitePlan, *, title: str) -> Report:
+    """The report of the loaded models."""
+    sample = plan.sample
+    return Report(
         "suite",
         str(path),
         settings,
@@ -72,9 +86,8 @@ def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None
         charts=charts,
         tables=lambda findings: sample.tables([finding.figures for finding in findings], settings.length),
         optional=OPTIONAL,
-        title=f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}",
+        title=title,
     )
-    return [RunReport(report)]
 
 
 def _events(

@@ -1,0 +1,112 @@
+"""/race with servers: turns, pairing within repeats, claims over the named baseline only, and what failures leave."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Screen, records_of, tiny_pair
+from servers.loopback import Faults, Loopback
+from servers.server_sessions import server_session
+
+from utils.repl.runner import Verdict
+from utils.servers.address import ServerAddress
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Loopback, Loopback]]:
+    with Loopback() as plain, Loopback() as spec:
+        yield plain, spec
+
+
+def addresses(two: tuple[Loopback, Loopback]) -> tuple[ServerAddress, ServerAddress]:
+    return ServerAddress("plain", two[0].url), ServerAddress("spec", two[1].url, baseline="plain")
+
+
+def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The findings of the last race, by task and strategy."""
+    (record,) = [row for row in records_of(file) if row["record"] == "server_race"]
+    return {(row["task"], row["strategy"]): row for row in record["findings"]}
+
+
+def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+    two[0].faults, two[1].faults = Faults(chunk_delay=0.06), Faults(chunk_delay=0.02)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    assert session.handle("Hello") is Verdict.DONE
+    for server in two:
+        server.log.clear()
+    assert session.handle("/race 5") is Verdict.DONE, view.take()
+    rows = rows_of(tmp_path / "r.jsonl")
+    plain, spec = rows["all", "server plain"], rows["all", "server spec"]
+    ratios = [ours / theirs for ours, theirs in zip(spec["tokens_per_second"], plain["tokens_per_second"], strict=True)]
+    assert spec["speedups"] == pytest.approx(ratios) and len(ratios) == 5
+    assert spec["verdict"] == "faster" and spec["speedup"] > 1.5 and plain["speedup"] is None
+    assert (spec["same_texts"], spec["compared_texts"]) == (1, 1)
+    assert [len(server.posts()) for server in two] == [6, 6]  # one of them warms up
+    merged = sorted(((post.at, name) for name, server in enumerate(two) for post in server.posts()))[2:]
+    assert [name for _, name in merged] == [0, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert "server spec is faster: " in view.take()[0]
+
+
+def test_a_file_with_tasks_and_turns(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+    two[1].texts = ("other",)
+    prompts = [{"turns": ["One", "Two"], "task": "chat"}, {"prompt": "def f", "task": "code"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    assert session.handle(f"/race {tmp_path / 'p.jsonl'}") is Verdict.DONE, view.take()
+    rows = rows_of(tmp_path / "r.jsonl")
+    assert list(rows) == [(task, f"server {name}") for task in ("chat", "code", "all") for name in ("plain", "spec")]
+    assert rows["chat", "server plain"]["new_tokens"] == 12 and rows["all", "server spec"]["prompts"] == 2
+    # The second turn follows another answer, so its text is not compared.
+    assert rows["all", "server spec"]["other_texts_at_prompts"] == [1, 2]
+    second = two[1].posts()[2].body["messages"]
+    assert [message["content"] for message in second][::2] == ["One", "Two"] and "other" in second[1]["content"]
+    assert "0 of 2 texts equal those of server plain, not at prompt 1, 2" in view.take()[0]
+
+
+def test_a_server_that_fails_is_named_and_the_others_are_measured(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("One\nTwo\n")
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    two[0].die()
+    assert session.handle(f"/race 2 {tmp_path / 'p.txt'}") is Verdict.DONE
+    assert list(rows_of(tmp_path / "r.jsonl")) == [("all", "server spec")]
+    assert view.take()[1].count("cannot be reached") == 2  # once for each prompt, not in every repeat
+    two[1].die()
+    assert session.handle(f"/race 2 {tmp_path / 'p.txt'}") is Verdict.FAILED
+    assert "no server has answered" in view.take()[1]
+
+
+def test_the_local_target_as_baseline(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ServerAddress("own", two[0].url, baseline="target")
+    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    for line in ("/speculative off", "/ngram off", "Hello", "/race 2"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    kinds = [row["record"] for row in records_of(tmp_path / "r.jsonl")]
+    assert kinds == ["generation", "server_generation", "race", "server_race"]
+    row = rows_of(tmp_path / "r.jsonl")["all", "server own"]
+    assert len(row["speedups"]) == 2 and row["baseline"] == "target" and row["compared_texts"] == 1
+
+
+def test_ctrl_c_keeps_what_was_finished(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from utils.servers.connection import Connection
+
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    session.handle("Hello")
+    ask, asked = Connection.ask, []
+
+    def interrupt(own: Connection, *arguments: Any) -> Any:
+        asked.append(own)
+        if len(asked) == 9:  # two warm up, and three repeats are complete
+            raise KeyboardInterrupt
+        return ask(own, *arguments)
+
+    monkeypatch.setattr(Connection, "ask", interrupt)
+    assert session.handle("/race 5") is Verdict.INTERRUPTED
+    assert [len(row["tokens_per_second"]) for row in rows_of(tmp_path / "r.jsonl").values()] == [3, 3]
