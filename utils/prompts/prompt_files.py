@@ -4,6 +4,7 @@ Nothing heavy is imported.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,23 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
     `category`). Lines in the format of a benchmark in `utils.prompts.benchmarks` have the tasks of its tables.
 
-    Raises UserError if the file cannot be read or a JSON line has no prompt.
+    A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
+
+    Raises UserError if a file cannot be read or a JSON line has no prompt.
     """
+    for file in _files(path) if path.is_dir() else (path,):
+        yield from _prompts_of(file)
+
+
+def _files(folder: Path) -> list[Path]:
+    """By name, numbers by their value: throughput_2k before throughput_16k. Raises UserError if there are none."""
+    found = [file for pattern in ("*.jsonl", "*/*.jsonl") for file in folder.glob(pattern)]
+    if not found:
+        raise UserError(f"The folder {folder} and its folders have no .jsonl file: name a file of prompts.")
+    return sorted(found, key=lambda file: [(part.zfill(9), part) for part in re.split(r"(\d+)", str(file))])
+
+
+def _prompts_of(path: Path) -> Iterator[Prompt]:
     if path.suffix.lower() == ".parquet":
         raise UserError(PARQUET.format(path, path.name, path.with_suffix(".jsonl").name))
     # Without the byte order mark, which would hide the brace of a first JSON line.

@@ -175,6 +175,15 @@ def test_speed_bench_shows_acceptance_by_position_and_an_export_has_it(tmp_path:
     assert f"| 1k mixed | 7 | {length} | {first} | {second} |" in page.read_text(encoding="utf-8")
 
 
+def test_many_prompts_that_cannot_be_run_do_not_fill_the_screen(view: Screen, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"{number}" + "x" * 900} for number in range(30)]
+    findings = raced(view, tmp_path, f"/race 2 {written(tmp_path / 'q.jsonl', [*rows, {'prompt': 'hello'}])}")
+    assert findings["all", "target"]["prompts"] == 1
+    shown, messages = view.take()
+    assert messages.count("is left out") == 6 and messages.count("Further prompts") == 1
+    assert "1 of 31 prompts were run" in shown
+
+
 def test_other_files_have_no_tables_of_benchmarks(view: Screen, tmp_path: Path) -> None:
     rows = [{"question_id": 1, "category": "qa", "turns": ["hello"]}, {"prompt": "hello"}]
     findings = raced(view, tmp_path, f"/race 1 {written(tmp_path / 'q.jsonl', rows)}")

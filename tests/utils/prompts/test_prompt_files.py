@@ -63,6 +63,15 @@ def test_the_input_length_of_the_throughput_split_is_in_the_name_of_its_file(
     assert [prompt.task for prompt in read_prompts(file_of(tmp_path, *rows, name=name))] == [task, "math"]
 
 
+def test_a_folder_stands_for_its_files_in_the_order_of_their_lengths(tmp_path: Path) -> None:
+    for length in ("16k", "1k", "2k"):
+        file_of(tmp_path, SPEED | {"category": "mixed"}, name=f"speed/throughput_{length}/test.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert [prompt.task for prompt in read_prompts(tmp_path / "speed")] == ["1k mixed", "2k mixed", "16k mixed"]
+    with pytest.raises(UserError, match="jsonl"):
+        list(read_prompts(tmp_path / "empty"))
+
+
 def test_other_conversations_have_no_benchmark(tmp_path: Path) -> None:
     rows = [
         {"turns": ["a", "b"], "task": "chat"},

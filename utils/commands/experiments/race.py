@@ -159,12 +159,13 @@ RACE = Command(
     page=Page(
         f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
         "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
-        "and report by task. A file of Spec-Bench or SPEED-Bench (JSON lines) also gets that benchmark's own table.",
+        "and report by task. A file has one prompt per line, or JSON lines. One of Spec-Bench or "
+        "SPEED-Bench also gets the table of that benchmark.",
         ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
         syntax=(
             "/race N               the last prompt, N times",
-            "/race N FILE          all prompts of a file: one per line, or JSON lines",
-            "/race N FILE limit=3  3 prompts of each task, evenly spaced over the file",
+            "/race N FILE          all prompts of a file, N times",
+            "/race N FILE limit=3  3 prompts of each task of the file",
         ),
         see_also=("verdict", "sweep", "why", "speed-up"),
     ),

@@ -31,6 +31,8 @@ from utils.prompts.samples import limited
 from utils.text import count_of
 
 MANY = 50  # prompts from which on a note recommends a limit
+MOST_NOTES = 6  # on prompts that are left out; a file of long prompts could have hundreds
+FURTHER = "Further prompts are left out, too. The table shows how many were run."
 EXAMPLE = "/race prompts.jsonl"
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
 
@@ -104,8 +106,12 @@ def _events(
         # Rotated by the prompts that ran, so a prompt that is refused does not skip a turn, and from repeat to repeat.
         order = rotated(enabled, places.get(number, len(places)) + repeat)
         runs, new = _runs(harness, numbered, order=order, settings=settings)
-        yield from sorted(new - notes, key=lambda note: note.text)  # once, not in every repeat
-        notes.update(new)
+        for note in sorted(new - notes, key=lambda note: note.text):  # once, not in every repeat
+            notes.add(note)
+            if len(notes) <= MOST_NOTES:
+                yield note
+            elif len(notes) == MOST_NOTES + 1:
+                yield Note(FURTHER)
         if not runs:
             # No seconds: a refused prompt says nothing about how long the others take.
             return None

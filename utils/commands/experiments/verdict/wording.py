@@ -121,7 +121,7 @@ def tasks(row: Row) -> list[str]:
     if without:
         line += f" It does not help with {', '.join(without)}."
     if few < 3:
-        line += f" (Rough: only {few} prompt{'s' * (few > 1)} for a task.)"
+        line += f" (Rough: some tasks have only {few} prompt{'s' * (few > 1)}.)"
     return [line]
 
 
