@@ -23,6 +23,7 @@ from utils.models.feature_drafter import Conventions
 
 SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
+FROM_ANCHOR = "sample_from_anchor"
 MOST_SLOTS = 1024  # published blocks have 7 to 16
 # Beginnings of names of tensors that only these have.
 RELATIVES = {
@@ -57,8 +58,10 @@ def block_conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
 
 
 def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
-    declared = setting(checkpoint, "sample_from_anchor")
-    return is_dspark(checkpoint) if declared is None else bool(declared)
+    declared = setting(checkpoint, FROM_ANCHOR)
+    if declared is not None and not isinstance(declared, bool):
+        raise checkpoint.unusable(FROM_ANCHOR, declared, "true or false")
+    return is_dspark(checkpoint) if declared is None else declared
 
 
 def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
@@ -130,10 +133,7 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
 
 
 def _layer_ids(checkpoint: DrafterCheckpoint, key: str) -> list[int]:
-    ids = setting(checkpoint, key) or []
-    if not isinstance(ids, list) or not all(isinstance(layer, int) for layer in ids):
-        raise UserError(f"'{checkpoint.name}' has {key} in its config.json that are not a list of whole numbers.")
-    return ids
+    return checkpoint.whole_numbers(key, setting(checkpoint, key))
 
 
 def _default_ids(layers: int, drafter_layers: int) -> list[int]:
@@ -145,6 +145,6 @@ def _default_ids(layers: int, drafter_layers: int) -> list[int]:
 
 def _windows(checkpoint: DrafterCheckpoint) -> tuple[Window | None, ...]:
     moves = SPECULATORS not in checkpoint.config
-    causal = moves or not checkpoint.config.get("sliding_window_non_causal")
+    causal = moves or not checkpoint.flag("sliding_window_non_causal")
     sizes = sliding_sizes(checkpoint)
     return tuple(None if size is None else Window(size, moves=moves, causal=causal) for size in sizes)

@@ -25,6 +25,9 @@ from utils.models.sources import CONVERSION, Source, found_file
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MEDUSA_KEY, MEDUSA_WEIGHTS, MEDUSA_PICKLE = "medusa_num_heads", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 PREFIX = "model."  # some exports put it before every name
+DRAFT_TO_TARGET, TOKEN_MAP = "d2t", "token_map"
+ID_TENSORS = (DRAFT_TO_TARGET, "t2d", TOKEN_MAP)  # the others are weights
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,52 @@ class DrafterCheckpoint:
                         if self.files[name][0] == path:
                             read[name] = file.get_tensor(self.files[name][1])
         for name, tensor in read.items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise UserError(f"'{self.name}' has weights that are not finite ({name}): fetch or copy it again.")
+            self._check(name, tensor)
         return read
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if name in ID_TENSORS:
+            return
+        stored = self.stored_name(name)
+        if tensor.dtype not in FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"'{self.name}' has weights in {kind} ({stored}), and quantized drafters are not supported: name one "
+                "with weights in float16, bfloat16 or float32."
+            )
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"'{self.name}' has weights that are not finite ({stored}): fetch or copy it again.")
+
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in its file, or the same name if it has none."""
+        return self.files[name][1] if name in self.files else name
+
+    def unusable(self, key: str, value: Any, wanted: str) -> UserError:
+        """An error for a value in config.json. wanted: what it should be."""
+        return UserError(f"'{self.name}' has {repr(value)[:60]} as {key} in its config.json, not {wanted}.")
+
+    def flag(self, key: str) -> bool | None:
+        """A key of the config that is true or false; None if it is not there. Raises UserError for other values."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.unusable(key, value, "true or false")
+        return value
+
+    def part(self, key: str) -> dict[str, Any]:
+        """An object in the config, empty if it is not there. Raises UserError for other values."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.unusable(key, value, "an object")
+        return value or {}
+
+    def whole_numbers(self, key: str, value: Any) -> list[int]:
+        """The value of a key as a list, empty if there is none. Raises UserError for other values."""
+        if value is None:
+            return []
+        # Not isinstance: True is an int.
+        if not isinstance(value, list) or any(type(number) is not int for number in value):
+            raise self.unusable(key, value, "a list of whole numbers")
+        return value
 
     def has(self, *names: str) -> bool:
         """Whether it has all of these tensors."""
@@ -96,17 +142,34 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         config = _json(source, CONFIG)
         with nullcontext() if source.hub_arguments is None else verified_download(source.location):
             found = _weight_files(source)
-        if config is None or not all(found):
+        if config is None or not found:
             _check_not_pickled(source, config or {})
             return None
-        shapes, files = _tensor_names([Path(path) for path in found if path])
+        shapes, files = _tensor_names([Path(path) for path in found])
     return DrafterCheckpoint(source.name, config, shapes, files)
 
 
-def _weight_files(source: Source) -> list[str | None]:
+def _weight_files(source: Source) -> list[str]:
+    """The files with the weights; empty if there are none. One file comes before an index, as in transformers."""
+    if single := found_file(source, WEIGHTS):
+        return [single]
     if found_file(source, INDEX):
-        return [found_file(source, name) for name in sorted(set(_json(source, INDEX)["weight_map"].values()))]
-    return [found_file(source, WEIGHTS) or found_file(source, MEDUSA_WEIGHTS)]
+        return [_shard(source, name) for name in _shard_names(source)]
+    heads = found_file(source, MEDUSA_WEIGHTS)
+    return [heads] if heads else []
+
+
+def _shard_names(source: Source) -> list[str]:
+    names = _json(source, INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names or any(not isinstance(name, str) for name in names.values()):
+        raise UserError(f"'{source.name}' has an unusable index of its weights: fetch or copy it again.")
+    return sorted(set(names.values()))
+
+
+def _shard(source: Source, name: str) -> str:
+    if path := found_file(source, name):
+        return path
+    raise UserError(f"'{source.name}' lacks the file {name!r}, which the index of its weights names: fetch it again.")
 
 
 def _check_not_pickled(source: Source, config: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ from utils.drafter_formats.block_config import (
 from utils.drafter_formats.block_layers import Tables, layer_pass
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dspark_heads import ConfidenceHead, MarkovHead, MarkovShape, confidence_size, markov_shape
-from utils.drafter_formats.eagle3 import layer_config, load_exactly
+from utils.drafter_formats.eagle3 import load_exactly
+from utils.drafter_formats.layer_config import layer_config
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import (
     DraftHead,

@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3 import layer_config, load_exactly
+from utils.drafter_formats.eagle3 import load_exactly
+from utils.drafter_formats.layer_config import layer_config
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import load_embedding, load_head, misfit, share_parts
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
@@ -106,7 +107,8 @@ def load_eagle1(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=False)
     config.vocab_size = vocabulary_size(target)
     norms = {name for name in (FIRST_NORM, EMBEDDING_NORM, OUTPUT_NORM) if checkpoint.has(f"{name}.weight")}
-    drafter = Eagle1(config, norms, layer_count(target))
+    with torch.device("meta"):  # random weights would take time and memory
+        drafter = Eagle1(config, norms, layer_count(target))
     load_exactly(drafter, checkpoint, besides=SHARED)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     share_parts(drafter, embedding, load_head(checkpoint, target, config.hidden_size), target)

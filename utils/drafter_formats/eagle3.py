@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -20,6 +20,7 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3_conventions import conventions
+from utils.drafter_formats.layer_config import layer_config
 from utils.drafter_formats.layer_types import sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_file import check_target_file
@@ -29,28 +30,11 @@ from utils.drafter_formats.target_parts import (
     load_head,
     share_parts,
 )
-from utils.engine import attention
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
 RENAMED["aux_norm_high."] = "fc_norm.2."
-# Keys of a config that describe the layers. Others, such as the drafter's vocabulary, do not concern them.
-LAYER_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "hidden_act",
-    "max_position_embeddings",
-)
-
-ROPE_KEYS = {"rope_scaling", "rope_parameters"}
 
 
 class Eagle3(StepwiseDrafter):
@@ -173,38 +157,12 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     parts = _parts(checkpoint, target, feature_size)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
-    drafter = Eagle3(config, conventions(checkpoint, target), parts)
+    with torch.device("meta"):  # random weights would take time and memory
+        drafter = Eagle3(config, conventions(checkpoint, target), parts)
     load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     head = load_head(checkpoint, target, config.hidden_size)
     return drafter.share(embedding, head, target)
-
-
-def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_norms: bool) -> Any:
-    """The config of the drafter's layers, with row-invariant attention. given: the keys of config.json about them."""
-    chosen = {name: given[name] for name in LAYER_KEYS if given.get(name) is not None}
-    for name in ROPE_KEYS & chosen.keys():
-        chosen[name] = _one_rope(chosen[name])
-    try:
-        config = (Qwen3Config if head_norms else LlamaConfig)(
-            **chosen, num_hidden_layers=checkpoint.layer_count(), attn_implementation=attention.NAME
-        )
-    except Exception as error:  # whatever its validation raises for values that do not fit together
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"'{checkpoint.name}' has a config.json that does not describe its layers ({reason})."
-        ) from error
-    return config
-
-
-def _one_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of a text drafter, from those of a target with several kinds of layers or of inputs."""
-    rope = rope.get("sliding_attention") or rope.get("full_attention") or rope  # this order is speculators'
-    kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-    for name in ("type", "rope_type"):  # of a text, the positions in height and width are those in time
-        if kept.get(name) == "mrope":
-            kept[name] = "default"
-    return kept
 
 
 def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: tuple[str, ...]) -> None:
@@ -220,10 +178,10 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
     ignored = {name for name in checkpoint.shapes if name in besides or name.endswith("rotary_emb.inv_freq")}
     stored = {name: shape for name, shape in checkpoint.shapes.items() if name not in ignored}
     if odd := next(iter(sorted(expected.items() ^ stored.items())), None):
-        name = odd[0]
+        name, shape = odd[0], stored.get(odd[0], "missing")
         raise UserError(
-            f"'{checkpoint.name}' has weights that differ from its config.json: {name} is {stored.get(name, 'missing')}"
-            f" and should be {expected.get(name, 'absent')}."
+            f"'{checkpoint.name}' has weights that differ from its config.json: {checkpoint.stored_name(name)} is "
+            f"{shape} and should be {expected.get(name, 'absent')}."
         )
     on_meta = any(part.is_meta for part in module.parameters())  # then the read tensors take the place of its own
     module.load_state_dict(checkpoint.tensors(stored), assign=on_meta)

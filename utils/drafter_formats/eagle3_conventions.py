@@ -14,24 +14,23 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
     """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
-    config = checkpoint.config
-    before_residual = config.get("norm_before_residual")
+    before_residual = checkpoint.flag("norm_before_residual")
     if before_residual is None:  # speculators files without the key are read so by vLLM
-        before_residual = "speculators_model_type" in config
-    return Conventions(_feature_layers(checkpoint, target), bool(before_residual), bool(config.get("norm_output")))
+        before_residual = "speculators_model_type" in checkpoint.config
+    return Conventions(_feature_layers(checkpoint, target), before_residual, bool(checkpoint.flag("norm_output")))
 
 
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
     """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
     config, count = checkpoint.config, layer_count(target)
-    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    if config.get(LAYER_IDS):  # speculators, vLLM: hidden states
-        ids = list(config[LAYER_IDS])
-    elif nested:  # SGLang: outputs of layers if the first one is 1
+    nested = checkpoint.whole_numbers(LAYER_IDS, checkpoint.part("eagle_config").get(LAYER_IDS))
+    outputs = checkpoint.whole_numbers("target_layer_ids", config.get("target_layer_ids"))
+    ids = checkpoint.whole_numbers(LAYER_IDS, config.get(LAYER_IDS))  # speculators, vLLM: hidden states
+    if not ids and nested:  # SGLang: outputs of layers if the first one is 1
         ids = [layer + (nested[0] == 1) for layer in nested]
-    elif config.get("target_layer_ids"):  # DeepSpec: outputs of layers
-        ids = [layer + 1 for layer in config["target_layer_ids"]]
-    else:
+    elif not ids and outputs:  # DeepSpec: outputs of layers
+        ids = [layer + 1 for layer in outputs]
+    elif not ids:
         ids = [2, count // 2, count - 3]
     check_feature_layers(checkpoint, target, ids)
     # These programs take the last layer's output before the final norm, which has number n + 1 here.
@@ -41,7 +40,7 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
 def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
     config = checkpoint.config
-    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    nested = checkpoint.part("eagle_config").get(LAYER_IDS)
     counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
     is_speculators = "speculators_model_type" in config
     residual_unsaid = is_speculators and config.get("norm_before_residual") is None

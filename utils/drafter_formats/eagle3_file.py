@@ -20,8 +20,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from utils.decode.features import final_norm, layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import CONFIG, WEIGHTS
-from utils.drafter_formats.eagle3 import LAYER_KEYS, Eagle3, Parts
+from utils.drafter_formats.eagle3 import Eagle3, Parts
 from utils.drafter_formats.eagle3_conventions import LAYER_IDS
+from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_file import write_target_file
 from utils.engine import attention
 from utils.errors import UserError

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.checkpoint import TOKEN_MAP, DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.readings import shifted_layers
-from utils.drafter_formats.target_parts import TOKEN_MAP, load_head, misfit
+from utils.drafter_formats.target_parts import load_head, misfit
 from utils.errors import UserError
 from utils.models.feature_drafter import BlockDrafter, Conventions
 

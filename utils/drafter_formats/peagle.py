@@ -88,20 +88,25 @@ def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagl
 
 
 def _mask_token(checkpoint: DrafterCheckpoint) -> int:
-    given = next((checkpoint.config[name] for name in MASK_TOKEN if checkpoint.config.get(name) is not None), None)
-    try:
-        return int(given)  # type: ignore[arg-type]  # some exports write it as text
-    except (TypeError, ValueError) as error:
+    key = next((name for name in MASK_TOKEN if checkpoint.config.get(name) is not None), None)
+    if key is None:
         raise UserError(
             f"'{checkpoint.name}' names no mask token in its config.json: add mask_token_id, or fetch it again."
-        ) from error
+        )
+    given = checkpoint.config[key]
+    if isinstance(given, str) and given.isdecimal():  # some exports write it as text
+        return int(given)
+    if type(given) is not int:
+        raise checkpoint.unusable(key, given, "the id of a token")
+    return given
 
 
 def _block_size(checkpoint: DrafterCheckpoint) -> int:
     """The number of drafts that the config declares, or the usual one."""
-    declared = checkpoint.config.get("num_depths")
-    proposals = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    size = declared or proposals[0].get("speculative_tokens") or USUAL_BLOCK
-    if not isinstance(size, int) or not 1 <= size <= MAX_GAMMA:
+    proposals = checkpoint.part("speculators_config").get("proposal_methods") or [{}]
+    if not isinstance(proposals, list) or not isinstance(proposals[0], dict):
+        raise checkpoint.unusable("proposal_methods", proposals, "a list of objects")
+    size = checkpoint.config.get("num_depths") or proposals[0].get("speculative_tokens") or USUAL_BLOCK
+    if type(size) is not int or not 1 <= size <= MAX_GAMMA:
         raise UserError(f"'{checkpoint.name}' drafts {size} tokens, and a block may have 1 to {MAX_GAMMA}.")
     return size

@@ -12,11 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, TOKEN_MAP, DrafterCheckpoint
 from utils.errors import UserError
-
-DRAFT_TO_TARGET = "d2t"  # target id = draft id + d2t[draft id]
-TOKEN_MAP = "token_map"  # target id = token_map[draft id], of heads that may have all rows
 
 
 class DraftHead(nn.Module):
@@ -62,7 +59,7 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     has_own, mapped = checkpoint.has("lm_head.weight"), checkpoint.has(TOKEN_MAP)
     if vocabulary is not None and (not has_own or (mapped and len(weight) > len(vocabulary))):
         weight = weight[vocabulary.to(weight.device)]
-    if weight.shape[1] != hidden or (vocabulary is None and len(weight) > size):
+    if weight.shape[1:] != (hidden,) or (vocabulary is None and len(weight) > size):
         raise misfit(checkpoint, f"its output head is {tuple(weight.shape)}, and the target has {size} tokens")
     if vocabulary is not None and len(vocabulary) != len(weight):
         raise misfit(checkpoint, f"it has {len(weight)} output rows for {len(vocabulary)} draft tokens")
@@ -85,7 +82,7 @@ def load_embedding(
             raise misfit(checkpoint, f"it has no embedding, and needs one of size {hidden}")
         return shared if scaled else _lookup(shared.weight)
     weight = checkpoint.tensors(["embed_tokens.weight"])["embed_tokens.weight"]
-    if weight.shape[1] != hidden or len(weight) < vocabulary_size(target):
+    if weight.shape[1:] != (hidden,) or len(weight) < vocabulary_size(target):
         raise misfit(checkpoint, f"its embedding is {tuple(weight.shape)}")
     return _lookup(
         shared.weight if _same(weight, shared.weight.detach()) else nn.Parameter(weight, requires_grad=False)
@@ -101,7 +98,7 @@ def _lookup(weight: Tensor) -> nn.Embedding:
 
 def share_parts(drafter: Any, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> None:
     """Give a drafter its embedding and output head, and move it to the target's device and number format."""
-    drafter.embed_tokens, drafter.lm_head = embedding, head
+    drafter.embed_tokens, drafter.lm_head, drafter.rotary = embedding, head, None
     drafter.to(target.device, target.dtype).eval().requires_grad_(False)
     drafter.rotary = LlamaRotaryEmbedding(drafter.config).to(target.device)  # its frequencies stay float32
     drafter.device, drafter.dtype = target.device, target.dtype
@@ -129,10 +126,18 @@ def _same(weight: Tensor, own: Tensor) -> bool:
 
 def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     """The target ids (V',) of the draft vocabulary, or None if it is the whole one."""
+    # target id = token_map[draft id], of heads that may have all rows; or draft id + d2t[draft id]
     name = TOKEN_MAP if checkpoint.has(TOKEN_MAP) else DRAFT_TO_TARGET
-    if not checkpoint.has(name) or checkpoint.shapes[name][0] >= size:
+    if not checkpoint.has(name):
         return None
-    ids = checkpoint.tensors([name])[name].long()
+    if len(shape := checkpoint.shapes[name]) != 1 or not shape[0]:
+        raise UserError(f"'{checkpoint.name}' has a damaged {name}, {shape} in size: fetch or copy it again.")
+    if shape[0] >= size:
+        return None
+    stored = checkpoint.tensors([name])[name]
+    if stored.is_floating_point():
+        raise UserError(f"'{checkpoint.name}' has a {name} that does not consist of ids: fetch or copy it again.")
+    ids = stored.long()
     if name == DRAFT_TO_TARGET:
         ids = ids + torch.arange(len(ids))
     if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != len(ids):

@@ -1,0 +1,173 @@
+"""Values and files of published drafters that cannot be used are refused in a sentence that names them, before anything
+large is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_checkpoints import (
+    HIDDEN,
+    SIZE,
+    VOCABULARY,
+    eagle3_tensors,
+    layer_keys,
+    layer_shapes,
+    random_tensors,
+    speculators_config,
+    write_checkpoint,
+)
+from drafter_runs import draft_rounds, hidden_states, loaded
+from eagle3_reference import Eagle3Reference
+from safetensors.torch import save_file
+from shelf import load, refusal
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+from torch import nn
+
+from utils.errors import UserError
+
+LAYERS, READ = 6, (2, 3, 4)
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle1_tensors() -> Any:
+    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN)} | layer_shapes("layers.0.")
+    del shapes["layers.0.input_layernorm.weight"]
+    return random_tensors(shapes, seed=4)
+
+
+CHECKPOINTS: dict[str, Callable[[], Any]] = {"EAGLE-3": lambda: eagle3_tensors({}), "EAGLE": eagle1_tensors}
+
+
+def target_model() -> Any:
+    return tiny_llama(num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+
+
+def refused(folder: Path, name: str = "EAGLE-3") -> str:
+    with pytest.raises(UserError) as raised:
+        loaded(folder, target_model(), name)
+    return str(raised.value)
+
+
+def test_heads_need_not_divide_the_hidden_size(tmp_path):
+    """transformers refuses such a Llama even if its config has head_dim; the programs that train drafters do not."""
+    heads, tensors = 3, eagle3_tensors({})
+    for name, rows in (("q", heads * SIZE), ("k", SIZE), ("v", SIZE)):
+        tensors[f"layers.0.self_attn.{name}_proj.weight"] = torch.randn(rows, 2 * HIDDEN) * 0.2
+    tensors["layers.0.self_attn.o_proj.weight"] = torch.randn(HIDDEN, heads * SIZE) * 0.2
+    keys, target = layer_keys(num_attention_heads=heads, num_key_value_heads=1), target_model()
+    drafter = loaded(write_checkpoint(tmp_path, keys | {IDS: list(READ)}, tensors), target, "EAGLE-3")
+    features, embedded = hidden_states(target, READ), target.model.embed_tokens.weight
+    reference, chosen = Eagle3Reference(tensors, keys, {}, 1), tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
+        assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", "four"),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", -2),
+        ("head_dim", 8.5),
+        ("hidden_size", True),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", -1.0),
+        ("rope_theta", "many"),
+        ("hidden_act", "swish9"),
+        ("hidden_act", ["silu"]),
+        ("rope_scaling", [1]),
+        ("rope_scaling", {"rope_type": "spiral"}),
+        ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
+        ("norm_before_residual", "false"),
+        ("norm_output", 1),
+        ("eagle_config", "none"),
+        (IDS, "1,2,3"),
+        (IDS, [1, None, 2]),
+        (IDS, [True, 2, 3]),
+        ("target_layer_ids", 3),
+    ],
+)
+def test_the_value_of_a_key_that_cannot_be_used_is_named(tmp_path, key, value):
+    sentence = refused(write_checkpoint(tmp_path, layer_keys() | {key: value}, eagle3_tensors({})))
+    innermost = next(iter([*value.values()][-1:])) if isinstance(value, dict) else value
+    assert key in sentence and repr(innermost) in sentence
+
+
+@pytest.mark.parametrize(("key", "value"), [("mask_token_id", 2.7), ("mask_token_id", True), ("proposal_methods", 3)])
+def test_the_keys_of_a_parallel_drafter_are_named(tmp_path, key, value):
+    tensors = eagle3_tensors({}) | random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=3)
+    nested = {"speculators_config": {key: value}} if key == "proposal_methods" else {key: value}
+    sentence = refused(write_checkpoint(tmp_path, layer_keys(mask_token_id=1) | nested, tensors), "P-EAGLE")
+    assert key in sentence and repr(value) in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "word"),
+    [
+        ("d2t", torch.zeros(8, 2, dtype=torch.int64), "d2t"),
+        ("d2t", torch.zeros(0, dtype=torch.int64), "d2t"),
+        ("d2t", torch.zeros(VOCABULARY // 2), "ids"),
+        ("lm_head.weight", torch.zeros(HIDDEN), "output head"),
+        ("embed_tokens.weight", torch.zeros(HIDDEN), "embedding"),
+        ("fc.weight", torch.ones(HIDDEN, 3 * HIDDEN, dtype=torch.int8), "int8"),
+        ("lm_head.weight", torch.ones(VOCABULARY // 2, HIDDEN).to(torch.float8_e4m3fn), "float8"),
+    ],
+)
+def test_tensors_of_other_kinds_are_refused(tmp_path, name, tensor, word):
+    tensors = eagle3_tensors({}) | {name: tensor}
+    assert word in refused(write_checkpoint(tmp_path, speculators_config({}), tensors))
+
+
+def test_a_damaged_tensor_has_the_name_of_its_file(tmp_path):
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in eagle3_tensors({}).items()}
+    tensors["midlayer.hidden_norm.weight"].fill_(float("nan"))
+    assert "midlayer.hidden_norm.weight" in refused(write_checkpoint(tmp_path, layer_keys(), tensors))
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE"])
+def test_no_random_weights_are_made(tmp_path, monkeypatch, name):
+    """They took seconds and memory before the stored ones replaced them, and longest for a config of wrong sizes."""
+    target, made = target_model(), []
+    monkeypatch.setattr(nn.init, "kaiming_uniform_", lambda part, **_: made.append(0 if part.is_meta else part.numel()))
+    loaded(write_checkpoint(tmp_path / "right", layer_keys(), CHECKPOINTS[name]()), target, name)
+    with pytest.raises(UserError, match="fc"):
+        loaded(write_checkpoint(tmp_path / "wrong", {"rms_norm_eps": 1e-5}, CHECKPOINTS[name]()), target, name)
+    assert made and not any(made)
+
+
+def shards(folder: Path, weight_map: Any) -> Path:
+    """A folder with an index and one of its two files."""
+    write_checkpoint(folder, layer_keys() | {IDS: list(READ)}, eagle3_tensors({}))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "word"),
+    [
+        ({"fc.weight": "model-1.safetensors", "norm.weight": "model-2.safetensors"}, "model-2.safetensors"),
+        (["model-1.safetensors"], "index"),
+        ({"fc.weight": 3}, "index"),
+        ({}, "index"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_refused(tmp_path, weight_map, word):
+    """It was taken for a model, and the errors were those of a model."""
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    assert word in refusal(tmp_path / "target", shards(tmp_path / "drafter", weight_map))
+
+
+def test_a_whole_file_comes_before_an_index(tmp_path):
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    folder = shards(tmp_path / "drafter", {"fc.weight": "model-2.safetensors"})
+    save_file(eagle3_tensors({}), folder / "model.safetensors")
+    assert "EAGLE-3" in str(load(tmp_path / "target", folder).drafter_name)
