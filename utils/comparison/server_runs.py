@@ -93,10 +93,8 @@ class ServerRun:
 
     @property
     def tokens_per_target_forward(self) -> float | None:
-        """Each forward pass of the target gives its accepted drafts and one token of the target."""
-        if self.new_tokens is None or self.accepted is None or self.new_tokens <= self.accepted:
-            return None
-        return self.new_tokens / (self.new_tokens - self.accepted)
+        found = self.answer.acceptance
+        return found.tokens_per_forward(self.new_tokens) if found is not None and found.valid else None
 
 
 @dataclass(frozen=True, slots=True)

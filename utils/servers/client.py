@@ -41,6 +41,8 @@ class ServerClient:
         self._http = httpx.Client(
             follow_redirects=False,
             trust_env=False,  # a proxy or a netrc file would be an address or a password that nobody named here
+            # llama.cpp often closes a connection after a stream without saying so, and the next request would fail.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"Accept-Encoding": "identity", "User-Agent": "speculative-decoding"},
         )
 

@@ -77,7 +77,9 @@ class ServerCompletion:
             return None
         if any(piece.text and piece.token_ids is None for piece in pieces):
             return None
-        return tuple(token for piece in pieces for token in piece.token_ids or ())
+        ids = tuple(token for piece in pieces for token in piece.token_ids or ())
+        # llama.cpp leaves out ids of characters that several tokens make up.
+        return ids if self.usage_tokens in (None, len(ids)) else None
 
     @property
     def token_count(self) -> int | None:

@@ -5,19 +5,27 @@ from collections.abc import Callable, Mapping
 from utils.commands.outcomes import Outcome
 from utils.commands.registry import Command, CommandContext, Page
 from utils.commands.servers.add import add, remove, show
+from utils.commands.servers.text import text
 from utils.errors import check_choice
 
 LIST = "list"
-SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {"add": add, LIST: show, "remove": remove}
+SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
+    "add": add,
+    LIST: show,
+    "remove": remove,
+    "text": text,
+}
 SYNTAX = (
     "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
     "/server [list]",
     "/server remove NAME",
+    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
 )
 MEANINGS = {
     "add": "a server by its name and address",
     LIST: "the servers of this session",
     "remove": "a server",
+    "text": "is its greedy text that of its baseline?",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from utils.servers.completion import Event, Piece, ServerCompletion
-from utils.servers.request import ServerRequest
+from utils.servers.request import Chat, ServerRequest
 
 Counters = Mapping[str, float]  # an engine's own figures at one moment, by their names
 
@@ -20,7 +20,8 @@ class EngineAcceptance:
     drafted, accepted: numbers of draft tokens. rounds: verify passes with drafts, None if the engine does not count
     them. by_position: (accepted, verified) for each draft position, as in Generation.accepted_by_position; empty if the
     engine does not say. valid: whether the figures belong to this request alone. note: why they are not valid, or in
-    which respect they cannot be compared with this program's own.
+    which respect they cannot be compared with this program's own. forwards: forward passes of the target for the
+    answer, the prefill included; None if unknown.
     """
 
     drafted: int
@@ -29,11 +30,16 @@ class EngineAcceptance:
     by_position: tuple[tuple[int, int], ...] = ()
     valid: bool = True
     note: str = ""
+    forwards: int | None = None
 
     @property
     def rate(self) -> float | None:
         """Accepted drafts per draft, or None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
+
+    def tokens_per_forward(self, tokens: int | None) -> float | None:
+        """New tokens per forward pass of the target, as in Generation.tokens_per_target_forward."""
+        return tokens / self.forwards if tokens and self.forwards else None
 
 
 class ServerReader(Protocol):
@@ -64,8 +70,9 @@ class EngineKind(Protocol):
     def recognises(self, server: ServerReader) -> bool:
         """Whether the server is of this kind, from paths that only this kind has."""
 
-    def tokens(self, server: ServerReader, text: str) -> tuple[int, ...] | None:
-        """The ids that the server's tokenizer gives for a text, without special tokens around it; None if unknown.
+    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+        """The ids that the server's tokenizer gives for a text, without special tokens around it, or for the messages
+        of a chat in the server's template; None if unknown.
 
         A prompt is sent as token ids only if the local tokenizer gives the same.
         """

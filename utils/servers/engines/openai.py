@@ -3,6 +3,7 @@
 The other kinds inherit from it and change what their engines do differently.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from utils.errors import UserError
@@ -25,7 +26,7 @@ class OpenAIKind:
     def recognises(self, server: ServerReader) -> bool:
         return True
 
-    def tokens(self, server: ServerReader, text: str) -> tuple[int, ...] | None:
+    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
         return None
 
     def path(self, request: ServerRequest) -> str:
@@ -91,3 +92,28 @@ class OpenAIKind:
 
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> EngineAcceptance | None:
         return None
+
+
+def tokenized_prompt(server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+    """The ids of a text or a chat by the /tokenize that vLLM and SGLang have."""
+    if isinstance(text, str):
+        return tokenized(server, {"prompt": text, "add_special_tokens": False})
+    messages = [dict(message) for message in text.messages]
+    return tokenized(server, {"messages": messages, "add_generation_prompt": True})
+
+
+def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The ids that a server's /tokenize answers, or None if it has none or answers something else."""
+    found = server.post_json("/tokenize", body)
+    ids = found.get("tokens") if isinstance(found, dict) else None
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        return None
+    return tuple(ids)
+
+
+def owner_of(server: ServerReader) -> str:
+    """Who offers the first model in the server's list: engines write their own name there. "" if it is not known."""
+    try:
+        return str(server.get_json("/v1/models")["data"][0]["owned_by"])
+    except (LookupError, TypeError):
+        return ""

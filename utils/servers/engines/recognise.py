@@ -1,9 +1,13 @@
 """Which kind of engine a server runs. A new kind is one row of the table."""
 
 from utils.servers.engines.kind import EngineKind, ServerReader
+from utils.servers.engines.llama_cpp import LlamaCppKind
 from utils.servers.engines.openai import OpenAIKind
+from utils.servers.engines.sglang import SglangKind
+from utils.servers.engines.vllm import VllmKind
 
-KINDS: tuple[EngineKind, ...] = (OpenAIKind(),)  # the first one that recognises a server is used; OpenAIKind is last
+# The first one that recognises a server is used, so the fallback is last.
+KINDS: tuple[EngineKind, ...] = (LlamaCppKind(), VllmKind(), SglangKind(), OpenAIKind())
 
 
 def recognise(server: ServerReader) -> EngineKind:

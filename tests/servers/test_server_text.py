@@ -1,0 +1,171 @@
+"""/server text: equal servers, servers that differ, that are not deterministic, and that depend on the load."""
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from fakes import Screen
+from servers.loopback import Faults, Loopback
+from servers.loopback_values import Answer
+from servers.server_sessions import server_session
+
+from utils.commands.servers.text_ties import Cause, Tie, examine, judge
+from utils.commands.servers.text_trials import Output
+from utils.decode.steps import FinishReason
+from utils.servers.address import ServerAddress
+from utils.servers.completion import Arrival, Piece, ServerCompletion
+from utils.servers.engines.logprobs import Position
+from utils.servers.engines.vllm import VllmKind
+from utils.servers.request import ServerRequest
+
+VLLM = (200, "application/json", '{"data": [{"id": "tiny", "owned_by": "vllm"}]}')
+LINE = "/server text spec repeats=2 concurrency=3 limit=2"
+
+
+@dataclass(slots=True)
+class Odd(Loopback):
+    """A server whose third token is another one under a condition: always, on every second request, or under load."""
+
+    when: str = ""
+    count: int = 0
+
+    def answer(self, body: Any) -> Answer:
+        # No zero-argument super() in a class with slots.
+        answer = Loopback.answer(self, body)
+        self.count += 1
+        odd = {"always": True, "sometimes": self.count % 2 == 0, "busy": self._at_once > 1}.get(self.when, False)
+        if not odd:
+            return answer
+        ids, pieces = list(answer.ids), list(answer.pieces)
+        ids[2], pieces[2] = 7, " other"
+        return replace(answer, ids=ids, pieces=pieces)
+
+
+def checked(view: Screen, base: str = "", spec: str = "", line: str = LINE) -> tuple[str, Odd]:
+    """What the screen shows of a check of two servers, and the second one."""
+    pages: Any = {"/v1/models": VLLM}
+    faults = Faults(chunk_delay=0.01)
+    with Odd(when=base, pages=pages, faults=faults) as plain, Odd(when=spec, pages=pages, faults=faults) as fast:
+        addresses = ServerAddress("base", plain.url), ServerAddress("spec", fast.url, baseline="base")
+        session = server_session(view, *addresses)
+        session.handle(line)
+        return " ".join(view.take()[0].split()), fast
+
+
+def test_equal_servers(view: Screen) -> None:
+    shown, server = checked(view)
+    assert (
+        "The text of spec is that of base: equal for 2 prompts (4 requests to each server of up to 6 tokens)" in shown
+    )
+    assert "With 3 requests at once the texts stay the same." in shown
+    assert len(server.posts()) >= 8 and server.most_at_once > 1
+    assert all(request.body["temperature"] == 0 for request in server.posts() if "max_tokens" in request.body)
+
+
+def test_a_server_with_another_text(view: Screen) -> None:
+    shown, _ = checked(view, spec="always")
+    assert "The text of spec is not that of base for 2 of 2 prompts" in shown
+    assert "token 3" in shown and "deterministic" not in shown.lower()
+
+
+@pytest.mark.parametrize("which", ["base", "spec"])
+def test_a_server_that_is_not_deterministic_alone(view: Screen, which: str) -> None:
+    shown, _ = checked(view, **{which: "sometimes"}, line="/server text spec repeats=3 concurrency=1 limit=1")
+    assert f"Not deterministic: {which} answered" in shown and "is that of" not in shown
+
+
+def test_a_baseline_that_depends_on_the_load(view: Screen) -> None:
+    shown, _ = checked(view, base="busy")
+    assert "The text of spec is that of base" in shown
+    assert "base does so without speculation" in shown
+
+
+def test_a_server_without_a_baseline(view: Screen) -> None:
+    with Odd(pages={"/v1/models": VLLM}) as server:
+        server_session(view, ServerAddress("spec", server.url)).handle(LINE)
+    assert "Deterministic: 4 requests for 2 prompts" in " ".join(view.take()[0].split())
+
+
+@pytest.mark.parametrize("argument", ["", "nobody", "spec repeats=1", "spec concurrency=x", "spec no-such-file.txt"])
+def test_bad_arguments_get_one_sentence(view: Screen, argument: str) -> None:
+    session = server_session(view, ServerAddress("spec", "http://127.0.0.1:9"))
+    session.handle(f"/server text {argument}")
+    shown = "".join(view.take())
+    assert "Traceback" not in shown and 0 < len(shown.splitlines()) < 8
+
+
+def test_a_server_that_dies_under_load_leaves_no_threads(view: Screen) -> None:
+    before = threading.active_count()
+    with Odd(pages={"/v1/models": VLLM}) as plain, Odd(pages={"/v1/models": VLLM}) as fast:
+        fast.faults = Faults(die_after=2)
+        addresses = ServerAddress("base", plain.url), ServerAddress("spec", fast.url, baseline="base")
+        server_session(view, *addresses).handle(LINE)
+    shown = "".join(view.take())
+    assert "spec" in shown and "is that of" not in shown
+    assert threading.active_count() <= before + 4  # the loopback servers' own, which end by themselves
+
+
+def at(*pairs: tuple[int, float]) -> Position:
+    return Position(pairs[0][0], pairs[0][1], pairs)
+
+
+def test_a_gap_that_a_prefill_moves_by_half_is_a_tie() -> None:
+    decoded = (at((5, -0.1), (6, -3.0)), at((1, -0.70), (2, -0.73)))
+    tie = judge(decoded, [at((5, -0.12), (6, -3.0)), at((1, -0.70), (2, -0.73))], 1, 2)
+    assert tie == Tie(Cause.TIE, pytest.approx(0.03), pytest.approx(0.02))
+    steady = judge(decoded, [at((5, -0.11), (6, -3.0)), at((1, -0.70), (2, -0.73))], 1, 2)
+    assert steady.cause is Cause.BUG and steady.moved == pytest.approx(0.01)
+
+
+def test_a_prefill_that_prefers_the_other_token_is_a_tie() -> None:
+    decoded, prefilled = at((1, -0.6), (2, -0.7)), at((2, -0.6), (1, -0.61))
+    assert judge((decoded,), [prefilled], 1, 2).cause is Cause.TIE
+
+
+def test_a_token_that_is_no_candidate_is_no_tie() -> None:
+    tie = judge((at((1, -0.1), (3, -4.0)),), [at((1, -0.1), (3, -4.01))], 1, 2)
+    assert tie.cause is Cause.BUG and tie.gap == pytest.approx(3.9)
+    assert judge((Position(1, 0.0),), [at((1, -0.1), (3, -4.01))], 1, 2) == Tie(Cause.UNKNOWN)
+    assert judge((at((1, -0.1)),), [None], 1, 2) == Tie(Cause.UNKNOWN)
+
+
+class Model:
+    """A connection to a model in which token 2 follows with -0.70, and token 1 with -0.68, or -0.71 in a prefill."""
+
+    kind = VllmKind()
+
+    def __init__(self, step: float = 0.02, noise: float = 0.03) -> None:
+        self.client, self.step, self.noise = self, step, noise
+        self.prompts: list[tuple[int, ...]] = []
+
+    def complete(self, request: ServerRequest, kind: VllmKind, watch: Any) -> ServerCompletion:
+        assert isinstance(request.prompt, tuple)
+        self.prompts.append(request.prompt)
+        events = []
+        for place in range(request.max_tokens):
+            prefill = -self.noise if place == 0 and len(request.prompt) > 2 else 0.0
+            top = {"token_id:1": -0.7 + self.step + prefill, "token_id:2": -0.7}
+            logprobs = {"tokens": ["token_id:1"], "token_logprobs": [-0.68], "top_logprobs": [top]}
+            events.append({"choices": [{"text": "a", "logprobs": logprobs}]})
+        arrivals = tuple(Arrival(0.1, Piece("a", (1,))) for _ in events)
+        return ServerCompletion("a", arrivals, FinishReason.LENGTH, "length", 0.1, events=tuple(events))
+
+
+def test_the_baseline_is_asked_for_the_same_positions_in_prefills() -> None:
+    theirs, ours = Output("aaa", (1, 1, 1)), Output("aab", (1, 1, 2))
+    request, model = ServerRequest((8, 9), 3), Model()
+    tie = examine(model, request, theirs, ours)  # type: ignore[arg-type]
+    assert tie.cause is Cause.TIE and tie.gap == pytest.approx(0.02) and tie.moved == pytest.approx(0.03)
+    assert model.prompts == [(8, 9), (8, 9), (8, 9, 1), (8, 9, 1, 1)]
+    exact = examine(Model(step=0.5, noise=0.01), request, theirs, ours)  # type: ignore[arg-type]
+    assert exact.cause is Cause.BUG
+    ended = examine(model, request, theirs, Output("aa", (1, 1)))  # type: ignore[arg-type]
+    assert ended.cause is Cause.BUG
+    assert examine(model, request, Output("aaa", None), ours).cause is Cause.UNKNOWN  # type: ignore[arg-type]
+
+
+def test_outputs_without_ids_are_compared_by_characters() -> None:
+    one, other = Output("abc", (1, 2)), Output("abd", None)
+    assert (one.difference(other), one.unit(other)) == (2, "character")
+    assert one.difference(Output("xyz", (1, 2))) is None  # the ids decide where both have them
