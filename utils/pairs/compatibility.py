@@ -137,10 +137,11 @@ def compare_models(
 
 
 def describe_without_model(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: str | None
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: str | None, *, reads_states: bool
 ) -> Compatibility:
-    """The findings for layers or a head of the target itself, which always suit it, and for no drafter."""
-    own = Finding("drafter", drafter or "none", "part of the target, with the same tokens" if drafter else "")
+    """The findings for layers of the target itself, for drafters that read its hidden states, and for no drafter."""
+    relation = "reads hidden states of the target" if reads_states else "part of the target"
+    own = Finding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
     caches = _caches(_rewind_method(target))
     verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
     return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))

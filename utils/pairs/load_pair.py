@@ -141,7 +141,10 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
         notes=own_notes + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,
-        compatibility=drafter.compatibility or describe_without_model(model, tokenizer, drafter.name),
+        compatibility=drafter.compatibility
+        or describe_without_model(
+            model, tokenizer, drafter.name, reads_states=isinstance(drafter.model, FeatureDrafter)
+        ),
     )
 
 

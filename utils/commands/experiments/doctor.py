@@ -75,9 +75,11 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
         return []
     present, agreement, positions = rows[0], used["agreement"][0], used["positions"]
     if not used["reads_target"]:
+        displaced = used["displaced_agreement"]
+        extent = "hardly" if agreement > displaced else "no"
         return [
-            f"The drafter predicts the target's text hardly better from its hidden states ({agreement:.2f}) than from "
-            f"those of other positions ({used['displaced_agreement']:.2f}), at {positions} positions: it was probably "
+            f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
+            f"from those of other positions ({displaced:.2f}), at {positions} positions: it was probably "
             "made for a different target, or is read in a way that was not compared. Use a different --drafter."
         ]
     if used is not present:
