@@ -92,15 +92,10 @@ def llama_command(arguments: argparse.Namespace, method: str) -> list[str]:
 
 
 def vllm_command(arguments: argparse.Namespace, method: str) -> list[str]:
-    options = f"--host 127.0.0.1 --port {arguments.port} --max-model-len {CONTEXT} --max-num-seqs 4 --enforce-eager --served-model-name target"
-    command = [
-        arguments.python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        arguments.model,
-        *options.split(),
-    ]
+    address = ["--host", "127.0.0.1", "--port", str(arguments.port), "--served-model-name", "target"]
+    sizes = ["--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"]
+    program = [arguments.python, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*program, "--model", arguments.model, *address, *sizes]
     if method == "plain":
         return command
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
