@@ -4,6 +4,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,15 @@ def fake_program(folder: Path, behaviour: str = "serve", name: str = "llama-serv
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" {behaviour} "$@"\n')
     script.chmod(0o755)
     return str(script)
+
+
+def started(lines: Generator[str, None, str], report: Callable[[str], object] = lambda line: None) -> str:
+    """The URL of a server once it has started."""
+    while True:
+        try:
+            report(next(lines))
+        except StopIteration as end:
+            return str(end.value)
 
 
 def is_ready(url: str) -> bool:

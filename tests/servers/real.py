@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from servers.launches import started
 
 from utils.models.embedded import embedded_gguf
 from utils.servers.address import ServerAddress
@@ -39,7 +40,7 @@ def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers
     """A client of a server that runs within the block."""
     servers = LocalServers()
     try:
-        url = servers.start("llama", llama_launch(**values), lambda line: None, limit=120)
+        url = started(servers.start("llama", llama_launch(**values), limit=120))
         with ServerClient(ServerAddress("llama", url)) as client:
             yield client, servers
     finally:

@@ -2,9 +2,10 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
-from servers.launches import family, gone
+from servers.launches import family, gone, started
 from servers.real import llama_launch, running_llama
 
 from utils.errors import UserError
@@ -46,16 +47,16 @@ def counter(client: ServerClient, name: str) -> float:
 def test_plain_decoding_and_what_is_left_after_it() -> None:
     before = family()
     with running_llama() as (client, servers):
-        assert client.models() == ["model"]  # not the path of the file
+        assert client.models() == ["smollm2-135m-instruct-gguf"]  # not the path of the file
         completion = answer(client)
         assert completion.token_count == completion.field("timings")["predicted_n"] == LENGTH
         assert completion.finish_reason == "length" and drafts(completion) == (0, 0)
         chat = answer(client, Chat(({"role": "user", "content": "Say hello."},)))
         assert chat.token_count == LENGTH and chat.text.strip()
         assert counter(client, "tokens_predicted_total") == 2 * LENGTH
-        started = family() - before
-        assert started and "llama" in servers
-    assert gone(started)
+        begun = family() - before
+        assert begun and "llama" in servers
+    assert gone(begun)
 
 
 def test_ngram_drafts_have_the_given_length() -> None:
@@ -86,5 +87,5 @@ def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:
         file.write(b"GGUF" + bytes(100))
     servers = LocalServers()
     with pytest.raises(UserError, match=r"(?s)ended with status \d+.*Its log ends with:.*model"):
-        servers.start("llama", type(launch)("llama.cpp", broken, program=launch.program), lambda line: None, limit=60)
+        started(servers.start("llama", replace(launch, model=broken), limit=60))
     servers.stop_all()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from paths import ROOT
-from servers.launches import fake_program, family, gone, is_ready
+from servers.launches import fake_program, family, gone, is_ready, started
 
 from utils.errors import UserError
 from utils.servers.processes.launch import Launch
@@ -19,11 +19,11 @@ from utils.servers.processes.local_servers import LocalServers
 SESSION = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
-from servers.launches import is_ready
+from servers.launches import is_ready, started
 from utils.servers.processes.launch import Launch
 from utils.servers.processes.local_servers import LocalServers
 servers = LocalServers(is_ready)
-url = servers.start("one", Launch("llama.cpp", "a.gguf", program={program!r}), lambda line: None)
+url = started(servers.start("one", Launch("llama.cpp", "a.gguf", program={program!r})))
 print(url, servers.process_of("one").log.parent, flush=True)
 sys.stdin.readline()
 """
@@ -41,12 +41,12 @@ def launch(folder: Path, behaviour: str = "serve") -> Launch:
 
 
 def test_a_server_is_started_and_stopped(servers: LocalServers, tmp_path: Path) -> None:
-    lines: list[str] = []
-    url = servers.start("one", launch(tmp_path), lines.append)
-    other = servers.start("two", launch(tmp_path), lines.append)
+    before, lines = family(), list[str]()
+    url = started(servers.start("one", launch(tmp_path)), lines.append)
+    other = started(servers.start("two", launch(tmp_path)), lines.append)
     assert is_ready(url) and is_ready(other) and url != other
     assert servers.names() == ["one", "two"] and "one" in servers and lines[0].startswith("starting one: llama.cpp")
-    processes, process = family(), servers.process_of("one")
+    processes, process = family() - before, servers.process_of("one")
     assert process is not None and "--alias a" in process.log.read_text()
     servers.stop("one")
     assert not is_ready(url) and is_ready(other) and servers.names() == ["two"]
@@ -55,16 +55,16 @@ def test_a_server_is_started_and_stopped(servers: LocalServers, tmp_path: Path) 
 
 
 def test_names_that_cannot_be_started_or_stopped(servers: LocalServers, tmp_path: Path) -> None:
-    servers.start("one", launch(tmp_path), print)
+    started(servers.start("one", launch(tmp_path)))
     with pytest.raises(UserError, match="running already"):
-        servers.start("one", launch(tmp_path), print)
+        started(servers.start("one", launch(tmp_path)))
     with pytest.raises(UserError, match=r"two was not started by this session.*: one\."):
         servers.stop("two")
 
 
 def test_a_server_that_exits_is_explained_by_the_end_of_its_log(servers: LocalServers, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one ended with status 3\. Its log ends with:\n") as raised:
-        servers.start("one", launch(tmp_path, "fail"), print)
+        started(servers.start("one", launch(tmp_path, "fail")))
     text = str(raised.value)
     assert text.endswith("no such model␛[0m") and "\x1b" not in text and "line 15\n" not in text and "line 16\n" in text
     assert not servers.names()
@@ -73,50 +73,50 @@ def test_a_server_that_exits_is_explained_by_the_end_of_its_log(servers: LocalSe
 def test_a_server_that_is_never_ready_is_ended(servers: LocalServers, tmp_path: Path) -> None:
     before = family()
     with pytest.raises(UserError, match="was not ready after 1 s"):
-        servers.start("one", launch(tmp_path, "never"), print, limit=1)
+        started(servers.start("one", launch(tmp_path, "never"), limit=1))
     assert gone(family() - before) and not servers.names()
 
 
-def test_ctrl_c_while_a_server_starts_ends_it(servers: LocalServers, tmp_path: Path) -> None:
-    seen: list[psutil.Process] = []
-
-    def interrupt(line: str) -> None:
-        if line.endswith(" s"):  # the first line of progress, a second after the start
-            seen.extend(family())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        servers.start("one", launch(tmp_path, "never"), interrupt)
-    assert seen and gone(set(seen)) and not servers.names()
+@pytest.mark.parametrize("ending", ["Ctrl-C", "closed"])
+def test_ctrl_c_while_a_server_starts_ends_it(ending: str, servers: LocalServers, tmp_path: Path) -> None:
+    before, lines = family(), servers.start("one", launch(tmp_path, "never"))
+    assert next(lines).startswith("starting one: llama.cpp") and next(lines) == "starting one: 1 s"
+    begun = family() - before
+    if ending == "closed":
+        lines.close()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            lines.throw(KeyboardInterrupt)
+    assert begun and gone(begun) and not servers.names()
 
 
 def test_another_server_on_the_port_is_not_taken_for_the_started_one(tmp_path: Path) -> None:
     before = family()
     servers = LocalServers(lambda url: gone(family() - before))  # something answers once the server has ended
     with pytest.raises(UserError, match="ended with status 3"):
-        servers.start("one", launch(tmp_path, "fail"), print)
+        started(servers.start("one", launch(tmp_path, "fail")))
     servers.stop_all()
 
 
 def test_a_server_that_has_died_can_be_started_again(servers: LocalServers, tmp_path: Path) -> None:
     before = family()
-    servers.start("one", launch(tmp_path), print)
-    started = family() - before
-    for process in started:
+    started(servers.start("one", launch(tmp_path)))
+    begun = family() - before
+    for process in begun:
         process.kill()
-    assert gone(started) and "one" not in servers
-    assert is_ready(servers.start("one", launch(tmp_path), print))
+    assert gone(begun) and "one" not in servers
+    assert is_ready(started(servers.start("one", launch(tmp_path))))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their session are found on Linux only")
 def test_stubborn_servers_and_their_children_end(servers: LocalServers, tmp_path: Path) -> None:
     """The server ignores SIGTERM, and its child has a session of its own."""
     before = family()
-    servers.start("one", launch(tmp_path, "children"), print)
-    started = family() - before
-    assert len(started) == 3  # the guard, the server and its child
+    started(servers.start("one", launch(tmp_path, "children")))
+    begun = family() - before
+    assert len(begun) == 3  # the guard, the server and its child
     servers.stop("one")
-    assert gone(started)
+    assert gone(begun)
 
 
 @pytest.mark.parametrize("ending", ["exit", "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
@@ -126,12 +126,12 @@ def test_no_server_survives_the_session(ending: str, tmp_path: Path) -> None:
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert session.stdin is not None and session.stdout is not None
     url, _, folder = session.stdout.readline().strip().partition(" ")
-    started = set(psutil.Process(session.pid).children(recursive=True))
-    assert is_ready(url) and len(started) == 2 and Path(folder).is_dir()
+    begun = set(psutil.Process(session.pid).children(recursive=True))
+    assert is_ready(url) and len(begun) == 2 and Path(folder).is_dir()
     if ending == "exit":
         session.stdin.close()
     else:
         os.kill(session.pid, getattr(signal, ending))
     session.wait(30)
-    assert gone(started) and not is_ready(url)
+    assert gone(begun) and not is_ready(url)
     assert not Path(folder).exists()

@@ -10,6 +10,7 @@ from utils.comparison.records import report_record
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
 from utils.comparison.second_baseline import with_second_baseline
 from utils.comparison.session_state import ShownResult
+from utils.models.progress import Count
 from utils.pairs.pair import Pair
 from utils.repl.runner import ResultLog, Verdict
 from utils.screen.renderer import Renderer
@@ -50,6 +51,8 @@ class ReportRunner:
             findings.append(event)
         elif isinstance(event, Note):
             self.renderer.note(event.text)
+        elif isinstance(event.text, Count):
+            self.renderer.count(event.text)
         else:
             self.renderer.progress(event.text)
 

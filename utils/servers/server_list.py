@@ -1,17 +1,21 @@
 """The servers of a session, in the order in which they were added, with one connection each."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from utils.servers.address import ServerAddress
+from utils.servers.address_list import with_server
 from utils.servers.connection import Connection
+from utils.servers.processes.launch import Launch
+from utils.servers.processes.local_servers import LocalServers
 
 
 @dataclass(slots=True)
 class ServerList:
-    """Servers by name. Only `use` changes them."""
+    """Servers by name. local: those of them that this session has started."""
 
     connections: dict[str, Connection] = field(default_factory=dict)
+    local: LocalServers = field(default_factory=LocalServers)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self.connections.values())
@@ -24,7 +28,9 @@ class ServerList:
         return tuple(connection.address for connection in self)
 
     def use(self, addresses: Sequence[ServerAddress]) -> None:
-        """Use these servers from now on. Connections to servers that stay are kept."""
+        """Use these servers from now on. Connections to servers that stay are kept. A server that this session has
+        started ends if it is not among them.
+        """
         before, self.connections = self.connections, {}
         for address in addresses:
             known = before.pop(address.name, None)
@@ -36,8 +42,28 @@ class ServerList:
                 self.connections[address.name] = known
         for connection in before.values():
             connection.close()
+        for name in self.local.names():
+            if name not in self.connections:
+                self.local.stop(name)
+
+    def start(self, address: ServerAddress, launch: Launch, *, limit: float) -> Iterator[str]:
+        """Start a local server and use it from now on. Yields lines of progress. address: all but its URL.
+
+        Raises UserError as LocalServers.start does, and for a name that is taken.
+        """
+        with_server(self.addresses, address)
+        url = yield from self.local.start(address.name, launch, limit=limit)
+        self.use((*self.addresses, replace(address, url=url)))
+
+    def restart(self, name: str, launch: Launch) -> Iterator[str]:
+        """Start a local server again, in another way. If that fails, it stays in the list without running."""
+        if name in self.local.names():
+            self.local.stop(name)
+        url = yield from self.local.start(name, launch)
+        self.use([replace(one, url=url) if one.name == name else one for one in self.addresses])
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and end the servers that this session has started."""
         for connection in self:
             connection.close()
+        self.local.stop_all()

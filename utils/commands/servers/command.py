@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from utils.commands.outcomes import Outcome
 from utils.commands.registry import Command, CommandContext, Page
 from utils.commands.servers.add import add, remove, show
+from utils.commands.servers.start import start, stop
 from utils.commands.servers.text import text
 from utils.errors import check_choice
 
@@ -14,18 +15,24 @@ SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
     LIST: show,
     "remove": remove,
     "text": text,
+    "start": start,
+    "stop": stop,
 }
 SYNTAX = (
     "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
     "/server [list]",
     "/server remove NAME",
     "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
+    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] [-- FLAGS]",
+    "/server stop NAME",
 )
 MEANINGS = {
     "add": "a server by its name and address",
     LIST: "the servers of this session",
     "remove": "a server",
     "text": "is its greedy text that of its baseline?",
+    "start": "an engine that is installed here",
+    "stop": "a server that was started",
 }
 
 

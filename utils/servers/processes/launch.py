@@ -6,6 +6,7 @@ from utils.bounds import WholeRange
 from utils.errors import UserError
 
 NGRAM = "ngram"  # the drafter that reads its drafts from the text itself
+EMBEDDED = "embedded"  # the model that is always there, as a target or a drafter
 DEFAULT_DRAFT = 4  # drafts per round where a drafter is given without a length
 DRAFTS = WholeRange(0, 256)
 CONTEXT = WholeRange(16, 100_000_000)
@@ -17,11 +18,11 @@ ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 class Launch:
     """One server to start. `checked` validates the values.
 
-    engine: the name of a row of `programs.PROGRAMS`. model: the target, a file, folder or hub name. drafter: a model,
-    NGRAM, or "" for none. draft: maximum drafts per round, None for the default, 0 to decode without speculation.
-    method: the engine's own word for how the drafter drafts, "" for that of an ordinary model. context: tokens, None
-    for the engine's choice. parallel: requests that are computed at the same time, None likewise. program: the
-    executable, "" to look for it. flags: further arguments, passed on as they are.
+    engine: the name of a row of `programs.PROGRAMS`. model: the target, a file, folder, hub name or EMBEDDED. drafter:
+    a model likewise, NGRAM, or "" for none. draft: maximum drafts per round, None for the default, 0 to decode without
+    speculation. method: the engine's own word for how the drafter drafts, "" for that of an ordinary model. context:
+    tokens, None for the engine's choice. parallel: requests that are computed at the same time, None likewise. program:
+    the executable, "" to look for it. flags: further arguments, passed on as they are.
     """
 
     engine: str

@@ -4,20 +4,31 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.models import Reporter
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
-from utils.servers.processes.launch import Launch
-from utils.servers.processes.programs import command_line
+from utils.servers.processes.launch import EMBEDDED, Launch
+from utils.servers.processes.programs import LLAMA, command_line
 from utils.servers.processes.server_process import ServerProcess, free_port
 
 READY_SECONDS = 600.0  # large models take minutes to load
 PATIENCE = 5.0  # seconds for one answer while a server starts
+
+
+def _with_files(launch: Launch) -> Launch:
+    """The launch with the embedded model's file or folder in the place of its name; it may be downloaded."""
+    if EMBEDDED not in (launch.model, launch.drafter):
+        return launch
+    from utils.models.embedded import embedded_folder, embedded_gguf
+
+    found = str((embedded_gguf if launch.engine == LLAMA else embedded_folder)(lambda line: None))
+    model, drafter = (found if name == EMBEDDED else name for name in (launch.model, launch.drafter))
+    return replace(launch, model=model, drafter=drafter)
 
 
 def answers(url: str) -> bool:
@@ -34,22 +45,22 @@ class LocalServers:
         self._running: dict[str, tuple[Launch, ServerProcess]] = {}
         self._folder: Path | None = None
 
-    def start(self, name: str, launch: Launch, report: Reporter, *, limit: float = READY_SECONDS) -> str:
-        """Start a server and wait until it is ready, at most `limit` seconds. Returns its URL.
+    def start(self, name: str, launch: Launch, *, limit: float = READY_SECONDS) -> Generator[str, None, str]:
+        """Start a server and wait until it is ready, at most `limit` seconds. Yields progress and returns its URL.
 
         Raises UserError if the engine is not installed, or with the end of the server's log if it does not get ready.
-        Ctrl-C ends the server as well.
+        The server ends if the generator is closed or Ctrl-C comes before it is ready.
         """
         if name in self:
             raise UserError(f"{name} is running already; /server stop {name} ends it.")
         self._forget(name)
         port = free_port()
-        command = command_line(launch, port)
+        yield f"starting {name}: {launch.engine}, {launch.model} ..."
+        command = command_line(_with_files(launch), port)
         process = ServerProcess(name, command, port, self._log_of(name))
         self._running[name] = launch, process
         try:
-            report(f"starting {name}: {launch.engine}, {launch.model}")
-            process.wait_until_ready(lambda: self._is_ready(process.url), limit=limit, report=report)
+            yield from process.wait_until_ready(lambda: self._is_ready(process.url), limit=limit)
         except BaseException:
             self._forget(name)
             raise

@@ -66,7 +66,7 @@ def _llama(program: str) -> list[str]:
 def _llama_arguments(launch: Launch, port: int) -> list[str]:
     model = Path(launch.model)
     source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
-    line = [*source, "--alias", model.stem, "--host", HOST, "--port", str(port), "--metrics"]
+    line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
     line += _optional("--ctx-size", launch.context) + _optional("--parallel", launch.parallel)
     if not launch.speculates:
         return line
@@ -76,6 +76,11 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
         return [*line, "--spec-type", "ngram-simple", *sizes]
     kind = ["--spec-type", launch.method or "draft-simple", "--spec-draft-n-max", drafts]
     return [*line, *kind, "--spec-draft-model", launch.drafter]
+
+
+def _alias(model: Path) -> str:
+    """A name without the path, which would be part of every answer."""
+    return model.parent.name if model.stem == "model" and model.parent.name else model.stem
 
 
 def _vllm(program: str) -> list[str]:

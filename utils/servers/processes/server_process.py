@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.models import Reporter
 from utils.models.progress import Count
 from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import HOST
@@ -79,10 +78,11 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._guard.poll() is None
 
-    def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float, report: Reporter) -> None:
-        """Wait until the server is ready, at most `limit` seconds. Whatever prevents that ends the server.
+    def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
+        """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
 
-        is_ready: asks the server. Raises UserError, with the end of its log, if it exits or needs too long.
+        is_ready: asks the server. Raises UserError, with the end of its log, if it exits or needs too long. Whatever
+        ends the waiting before the server is ready, Ctrl-C included, ends the server.
         """
         start = reported = time.monotonic()
         try:
@@ -94,7 +94,7 @@ class ServerProcess:
                     raise UserError(f"{self.name} was not ready after {limit:.0f} s. {self.last_words()}")
                 if now - reported >= COUNT:
                     reported = now
-                    report(Count(f"starting {self.name}: {now - start:.0f} s"))
+                    yield Count(f"starting {self.name}: {now - start:.0f} s")
                 time.sleep(POLL)
             if not self.is_running:  # then something else answers on its port
                 raise UserError(f"{self.name} ended with status {self._guard.returncode}. {self.last_words()}")

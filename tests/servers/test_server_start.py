@@ -1,0 +1,111 @@
+"""/server start and stop: an engine of the user becomes a row of the comparison and ends with the session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import Screen, records_of
+from servers.launches import fake_program, family, gone
+from servers.server_sessions import server_session
+
+from utils.commands.servers.start import free_name
+from utils.repl.repl_session import ReplSession
+from utils.repl.runner import Verdict
+from utils.servers.processes.launch import NGRAM, Launch
+
+
+@pytest.fixture
+def session(view: Screen, tmp_path: Path) -> Iterator[ReplSession]:
+    made = server_session(view, records=tmp_path / "r.jsonl")
+    yield made
+    made.close()
+
+
+def start(tmp_path: Path, rest: str = "", behaviour: str = "serve") -> str:
+    return f"/server start llama.cpp a.gguf program={fake_program(tmp_path / behaviour, behaviour)} {rest}"
+
+
+def test_a_started_server_answers_prompts(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    assert session.handle(start(tmp_path, "name=plain")) is Verdict.DONE
+    assert session.handle(start(tmp_path, "drafter=ngram draft=3 baseline=plain")) is Verdict.DONE
+    shown = view.take()[0]
+    assert "no speculation" in shown and "ngram3" in shown
+    assert session.handle("Hello") is Verdict.DONE
+    started, _, plain, spec = records_of(tmp_path / "r.jsonl")
+    assert plain["strategy"] == "server plain" and spec["strategy"] == "server llama.cpp-ngram3"
+    assert plain["text"] == spec["text"] and spec["same_as_baseline"]
+    figures = started["findings"][0]
+    assert figures["server"] == "plain" and figures["url"] == plain["server"]["url"]
+    assert figures["command"][-1] == "--metrics" and figures["engine"] == "llama.cpp"
+
+
+@pytest.mark.parametrize("line", ["/server stop plain", "/server remove plain"])
+def test_a_server_that_leaves_the_comparison_ends(
+    line: str, session: ReplSession, view: Screen, tmp_path: Path
+) -> None:
+    before = family()
+    session.handle(start(tmp_path, "name=plain"))
+    begun = family() - before
+    assert len(begun) == 2 and session.handle(line) is Verdict.DONE and gone(begun)
+    assert session.handle("/server") is Verdict.DONE and "There is no server" in "".join(view.take())
+
+
+def test_servers_end_with_the_session(session: ReplSession, tmp_path: Path) -> None:
+    before = family()
+    session.handle(start(tmp_path))
+    begun = family() - before
+    session.close()
+    assert begun and gone(begun)
+
+
+def test_a_failure_shows_the_log_and_leaves_the_session_as_it_was(
+    session: ReplSession, view: Screen, tmp_path: Path
+) -> None:
+    assert session.handle(start(tmp_path, behaviour="fail")) is Verdict.FAILED
+    shown = "".join(view.take())
+    assert "ended with status 3" in shown and "no such model" in shown and "\x1b[31m" not in shown
+    assert not session.harness.state.servers.addresses
+    assert session.handle(start(tmp_path)) is Verdict.DONE
+
+
+@pytest.mark.parametrize(
+    ("rest", "part"),
+    [
+        ("name=1plain", "not a name for a server"),
+        ("baseline=other", "baseline"),
+        ("draft=two drafter=ngram", "draft=:"),
+        ("draft=3", "needs a drafter"),
+        ("drafts=3", "Did you mean draft"),
+        ("target=b.gguf", "two targets"),
+        ("and more", "one word too many"),
+        ("wait=0", "1 to 86400"),
+        ("name=a name=b", "given twice"),
+        ("-- --host 0.0.0.0", "loopback"),
+        ("'", "quotation mark"),
+    ],
+)
+def test_arguments_that_are_refused(rest: str, part: str, session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    before = family()
+    assert session.handle(start(tmp_path, rest)) is Verdict.FAILED
+    assert part in " ".join("".join(view.take()).split()) and family() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("/server start", "name an engine: llama.cpp, vllm, sglang, transformers"),
+        ("/server start lama.cpp", "Did you mean llama.cpp"),
+        ("/server stop", "there is none"),
+        ("/server stop other", "not started by this session"),
+    ],
+)
+def test_lines_that_name_nothing(line: str, part: str, session: ReplSession, view: Screen) -> None:
+    assert session.handle(line) is Verdict.FAILED
+    assert part in " ".join("".join(view.take()).split())
+
+
+def test_names_that_are_made_are_free() -> None:
+    assert free_name(Launch("vllm", "a"), []) == "vllm"
+    assert free_name(Launch("vllm", "a"), ["vllm", "vllm-2"]) == "vllm-3"
+    assert free_name(Launch("vllm", "a", drafter=NGRAM, draft=2), ["vllm"]) == "vllm-ngram2"
+    assert free_name(Launch("vllm", "a", drafter="b", draft=0), []) == "vllm"
