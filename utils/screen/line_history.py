@@ -9,6 +9,7 @@ from pathlib import Path
 from prompt_toolkit.history import FileHistory
 
 from utils.files import PRIVATE_FILE, user_folder
+from utils.servers.address_words import may_hold_key
 
 PRIVATE_FOLDER = 0o700
 
@@ -41,6 +42,8 @@ class LineHistory(FileHistory):
             return []
 
     def store_string(self, string: str) -> None:
+        if may_hold_key(string):  # typed in place of the name of its variable
+            return
         try:
             super().store_string(string)
         except OSError as error:

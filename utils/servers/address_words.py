@@ -1,5 +1,6 @@
 """Servers as they are typed: `NAME URL OPTION=VALUE ...` after /server add, `[NAME=]URL OPTION=VALUE ...` in a flag."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -54,3 +55,9 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise UserError("a quotation mark is not closed.") from error
+
+
+def may_hold_key(line: str) -> bool:
+    """Whether a typed line may have a key itself where the name of its environment variable belongs."""
+    values = re.findall(r"\bkey\s*=\s*[\"']?([^\s\"']+)", line) if line.lstrip().startswith("/server") else []
+    return any(value not in os.environ for value in values)

@@ -1,0 +1,134 @@
+"""--server and [servers]: addresses, baselines and errors; a program that loads no model; the file of typed lines."""
+
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Screen, constant_costs, records_of, tiny_pair
+from servers.loopback import Loopback
+
+import infer
+from utils.commands import default_registry
+from utils.comparison import warm_up
+from utils.config.arguments import parse_arguments
+from utils.config.config_file import read_config
+from utils.config.settings import Settings
+from utils.engine import engine
+from utils.errors import UserError
+from utils.repl.repl_session import ReplSession
+from utils.repl.runner import Verdict
+from utils.repl.tools import SessionTools
+from utils.screen.line_history import LineHistory, recent_lines
+from utils.servers.address import ServerAddress
+
+URL = "http://127.0.0.1:800"
+KEY = "sk-4f9a1c77e2b0"
+CONFIG = f"""
+[servers.spec]
+url = "{URL}1"
+baseline = "plain"
+timeout = 5
+
+[servers.plain]
+url = "{URL}"
+model = "a/b"
+key = "SERVER_KEY"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_servers_of_the_config_file_keep_the_models(file: Path) -> None:
+    arguments = parse_arguments(["--config", str(file)])
+    spec = ServerAddress("spec", URL + "1", baseline="plain", timeout=5.0)
+    plain = ServerAddress("plain", URL, model="a/b", key="SERVER_KEY")
+    assert arguments.servers == (spec, plain) and not arguments.servers_only
+    other = parse_arguments(["--config", str(file), "--server", f"plain={URL}2"])
+    assert other.servers == (spec, ServerAddress("plain", URL + "2")) and other.servers_only
+
+
+def test_servers_of_flags() -> None:
+    arguments = parse_arguments(["--server", URL, "--server", f"fast={URL}1/v1 baseline=s1 key=K"])
+    fast = ServerAddress("fast", f"{URL}1/v1", key="K", baseline="s1")
+    assert arguments.servers == (ServerAddress("s1", URL), fast) and arguments.servers_only
+    assert not parse_arguments(["--server", URL, "--target", "x"]).servers_only
+    assert parse_arguments([]).servers == ()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["localhost:1"], [""], [f"{URL} baseline=nobody"], [f"{URL} key={KEY}"], [f"{URL} {KEY}"]),
+        *([f"a={URL}", f"a={URL}1"], [f"target={URL}"], [f"a={URL} baseline=a"], [f"{URL}?key={KEY}"], [f"'{URL}"]),
+        [f"http://me:{KEY}@localhost"],
+    ],
+)
+def test_wrong_flags_are_one_line_without_a_key(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments([word for flag in flags for word in ("--server", flag)])
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and message.count("\n") == 1 and KEY not in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('servers = "x"', "[servers.a]", '[servers.a]\nurl = "x"', '[servers."a b"]\nurl = "http://a"'),
+        *('[servers.a]\nurl = "http://a"\nkye = "K"', f'[servers.a]\nurl = "http://a"\nkey = "{KEY}"'),
+        '[servers.a]\nurl = "http://a"\ntimeout = 0',
+    ],
+)
+def test_wrong_entries_name_the_file_and_no_key(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(UserError, match="config.toml") as caught:
+        read_config(tmp_path / "config.toml")
+    assert KEY not in str(caught.value) and "servers" in str(caught.value)
+
+
+def test_a_program_with_servers_only_loads_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(infer, "load_pair", refuse)
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"/length 3\nHello\n/why\n")))
+    with Loopback() as server:
+        flags = ["--server", f"plain={server.url}", "--json", str(tmp_path / "r.jsonl")]
+        assert infer.main(flags) == 1  # of the command that needs a model
+    out, messages = capsys.readouterr()
+    assert "server plain" in out and "/why: this needs a loaded model" in messages and "warming" not in messages
+    (row,) = records_of(tmp_path / "r.jsonl")
+    assert row["new_tokens"] == 3 and row["server"]["name"] == "plain"
+
+
+def test_models_can_be_loaded_later(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "draft_seconds", lambda job: 0.0)
+    monkeypatch.setattr(engine, "verify_costs", constant_costs)
+    tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: tiny_pair())
+    with Loopback() as server:
+        settings = Settings(engine="plain", gamma=4, length=4)
+        session = ReplSession(None, tools, settings, [ServerAddress("plain", server.url)])
+        assert session.handle("/load dtype=float32") is Verdict.FAILED and "target" in view.take()[1]
+        assert session.handle("/load target=tiny") is Verdict.DONE, view.take()
+        assert session.handle("Hello") is Verdict.DONE
+        out = view.take()[0]
+        assert "server plain" in out and "speculative" in out and len(server.posts()) == 1
+        session.close()
+
+
+def test_a_key_typed_in_place_of_its_variable_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    history = LineHistory(tmp_path / "history", lambda text: None)
+    kept = [f"/server add a {URL} key=SERVER_KEY", f"/server add a {URL}", "what does key=value mean?"]
+    for line in (*kept, f"/server add a {URL} key={KEY}", f'/server add a {URL} "key={KEY}"'):
+        history.store_string(line)
+    assert recent_lines(tmp_path / "history", 9) == kept
+    assert KEY not in (tmp_path / "history").read_text()
