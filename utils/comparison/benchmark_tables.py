@@ -46,7 +46,11 @@ class BenchmarkSample:
 
     def figures(self, repeats: Sequence[Repeat]) -> dict[str, Any] | None:
         """The field `benchmark` of a row, or None if the prompts are not of a benchmark."""
-        return {"name": self.name, "prompts_in_file": self.of, **benchmark_figures(repeats)} if self.name else None
+        return self.named(benchmark_figures(repeats)) if self.name else None
+
+    def named(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Figures with the name of the benchmark."""
+        return {"name": self.name, "prompts_in_file": self.of, **figures}
 
     @property
     def text(self) -> str:
@@ -54,8 +58,11 @@ class BenchmarkSample:
         return count_of(self.prompts, "prompt") if self.prompts == self.of else f"{self.prompts} of {self.of} prompts"
 
     def tables(self, rows: Sequence[Row], length: int) -> list[ReportTable]:
-        """The benchmark's tables. rows: with task, strategy, prompts, drafted and benchmark. length: new tokens."""
-        drafting = [row for row in rows if row["benchmark"] and row["drafted"]]
+        """The benchmark's tables. rows: with task, strategy, prompts, drafted and benchmark, and of servers baseline.
+
+        length: new tokens.
+        """
+        drafting = [row for row in rows if row["benchmark"] and (row["drafted"] or row.get("baseline"))]
         if not drafting:
             return []
         if self.name == SPEC_BENCH:
@@ -94,6 +101,9 @@ class BenchmarkSample:
             cells.append((_category(row["task"]), str(row["prompts"]), length, *shown))
         headings = ("category", "prompts", "AL", *(str(index + 1) for index in positions))
         return ReportTable(f"Acceptance as {self.name} defines it, {name}, {self.text}:", headings, tuple(cells))
+
+
+NO_SAMPLE = BenchmarkSample("", 0, 0)  # prompts of no benchmark
 
 
 def _category(task: str) -> str:

@@ -40,15 +40,20 @@ def speedup(repeats: Sequence[Repeat]) -> float | None:
 
     None if the target did not run.
     """
-    ratios = []
-    for repeat in repeats:
-        speeds = [
+    known = [
+        [
             (run.tokens_per_second, target.tokens_per_second)
             for run, target in repeat
             if target is not None and run.tokens_per_second and target.tokens_per_second
         ]
-        if speeds:
-            ratios.append(mean(ours or 0.0 for ours, _ in speeds) / mean(theirs or 0.0 for _, theirs in speeds))
+        for repeat in repeats
+    ]
+    return mean_speed_ratio(known)
+
+
+def mean_speed_ratio(repeats: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """The same from the (own, baseline) tokens/s of each prompt in each repeat."""
+    ratios = [mean(ours for ours, _ in speeds) / mean(theirs for _, theirs in speeds) for speeds in repeats if speeds]
     return mean(ratios) if ratios else None
 
 

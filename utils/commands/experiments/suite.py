@@ -68,7 +68,9 @@ def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None
     plan = SuitePlan(numbered, sample, repeats, limit)
     title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
     on_servers = (
-        [server_race(harness, settings, numbered, repeats=repeats, title=title)] if harness.state.servers else []
+        [server_race(harness, settings, numbered, repeats=repeats, title=title, sample=sample)]
+        if harness.state.servers
+        else []
     )
     if on_servers and not harness.runs_locally(settings):
         return list(map(RunReport, on_servers))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, charts, conclusion, findings_of
+from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Note, Progress, Report, ReportEvent
 from utils.comparison.server_requests import request_maker
@@ -29,24 +30,36 @@ Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
 
 
 def server_race(
-    harness: Harness, settings: Settings, prompts: Sequence[Numbered], *, repeats: int, title: str
+    harness: Harness,
+    settings: Settings,
+    prompts: Sequence[Numbered],
+    *,
+    repeats: int,
+    title: str,
+    sample: BenchmarkSample = NO_SAMPLE,
 ) -> Report:
-    """The report. prompts: with their numbers in the file. title: what is said above it, and what it is about."""
+    """The report. prompts: with their numbers in the file. title: what is said above it, and what it is about.
+
+    sample: which prompts of a benchmark these are.
+    """
     several = len({prompt.task for _, prompt in prompts}) > 1
     return Report(
         RECORD,
         prompts[0][1].text if len(prompts) == 1 else title,
         settings,
         HEADINGS if several else HEADINGS[1:],
-        _events(harness, settings, prompts, repeats),
+        _events(harness, settings, prompts, sample, repeats=repeats),
         conclusion,
         charts=charts,
+        tables=lambda findings: sample.tables([finding.figures for finding in findings], settings.length),
         optional=OPTIONAL,
         title=f"{title}, on servers",
     )
 
 
-def _events(harness: Harness, settings: Settings, prompts: Sequence[Numbered], repeats: int) -> Iterator[ReportEvent]:
+def _events(
+    harness: Harness, settings: Settings, prompts: Sequence[Numbered], sample: BenchmarkSample, *, repeats: int
+) -> Iterator[ReportEvent]:
     results: list[ServerResult] = []
     notes: set[str] = set()
     servers = list(harness.state.servers)
@@ -57,19 +70,21 @@ def _events(harness: Harness, settings: Settings, prompts: Sequence[Numbered], r
         for note in sorted(new - notes):
             yield Note(note)
         notes.update(new)
-        results.extend(found)
+        results.extend(replace(result, repeat=index // len(prompts)) for result in found)
         return sum(result.run.seconds for result in found) if found else None
 
-    names = ", ".join(row_name(server.address.name) for server in servers)
+    rows = [row_name(server.address.name) for server in servers]
     yield Progress(
-        f"warming up, then {count_of(len(prompts), 'prompt')} by {names}, {count_of(repeats, 'run')} each ..."
+        f"warming up, then {count_of(len(prompts), 'prompt')} by {', '.join(rows)}, {count_of(repeats, 'run')} each ..."
     )
     short = replace(settings, length=min(WARM_UP_TOKENS, settings.length))
     _results(harness, short, (prompts[0][0], replace(prompts[0][1], later=())), servers)
     # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
     yield from then_findings(
         one_by_one(list(prompts) * repeats, lambda numbered: numbered[1].task, run),
-        lambda: findings_of(results, [row_name(server.address.name) for server in servers], with_tasks=several),
+        lambda: findings_of(
+            results, list(map(row_name, (s.address.name for s in servers))), sample, with_tasks=several
+        ),
     )
     if not results:
         raise UserError(NO_ANSWER)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
+from utils.comparison.server_benchmark import Place, ServerTurns, server_benchmark_figures
 from utils.comparison.server_runs import ServerComparison, ServerRun
 from utils.comparison.server_summary import NO_BASELINE
 from utils.comparison.speed_claims import Row, SpeedClaim, interval_text, speed_sentence, speedup_text
@@ -40,9 +42,12 @@ class ServerResult:
     task: str
     run: ServerRun
     comparison: ServerComparison
+    repeat: int = 0
 
 
-def findings_of(results: Sequence[ServerResult], names: Sequence[str], *, with_tasks: bool) -> Iterator[Finding]:
+def findings_of(
+    results: Sequence[ServerResult], names: Sequence[str], sample: BenchmarkSample, *, with_tasks: bool
+) -> Iterator[Finding]:
     """A row for each task and server. If there are several tasks, a group for all prompts comes last."""
     tasks = list(dict.fromkeys(result.task for result in results))
     if len(tasks) > 1:
@@ -52,6 +57,7 @@ def findings_of(results: Sequence[ServerResult], names: Sequence[str], *, with_t
             group = [result for result in results if result.run.name == name and task in (result.task, ALL_TASKS)]
             if group:
                 row = _figures(task, group)
+                row["benchmark"] = sample.named(_benchmark_figures(group, results)) if sample.name else None
                 cells = _cells(row)
                 yield Finding(cells if with_tasks else cells[1:], row)
 
@@ -86,6 +92,22 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
         "tokens_per_target_forward": forwards,
         **_text_figures(group),
     }
+
+
+def _benchmark_figures(group: Sequence[ServerResult], results: Sequence[ServerResult]) -> dict[str, Any]:
+    """Of the results of one server. results: of all, its baseline included."""
+    baseline = group[0].comparison.baseline
+    return server_benchmark_figures(
+        _turns(group), _turns([result for result in results if result.run.name == baseline])
+    )
+
+
+def _turns(results: Sequence[ServerResult]) -> dict[Place, ServerTurns]:
+    """The turns of each prompt in each repeat, by one server."""
+    runs: dict[Place, list[ServerRun]] = {}
+    for result in results:
+        runs.setdefault((result.repeat, result.number), []).append(result.run)
+    return {place: ServerTurns(turns) for place, turns in runs.items()}
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
