@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 
@@ -93,7 +92,7 @@ class HeadSession(FeatureSession):
         self._state: Tensor | None = None  # (1, H) of the last entry
 
     def _new_cache(self) -> Any:
-        return new_cache(self.model.config)
+        return self.model.new_cache()
 
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:

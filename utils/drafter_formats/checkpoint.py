@@ -25,8 +25,8 @@ from utils.models.sources import CONVERSION, Source, found_file
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MEDUSA_KEY, MEDUSA_WEIGHTS, MEDUSA_PICKLE = "medusa_num_heads", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 PREFIX = "model."  # some exports put it before every name
-DRAFT_TO_TARGET, TOKEN_MAP = "d2t", "token_map"
-ID_TENSORS = (DRAFT_TO_TARGET, "t2d", TOKEN_MAP)  # the others are weights
+DRAFT_TO_TARGET, TOKEN_MAP, ORDERING = "d2t", "token_map", "masked_embedding.token_ordering"
+ID_TENSORS = (DRAFT_TO_TARGET, "t2d", TOKEN_MAP, ORDERING)  # the others are weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -12,6 +12,7 @@ from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dfla
 from utils.drafter_formats.eagle1 import is_eagle1, load_eagle1
 from utils.drafter_formats.eagle3 import is_eagle3, load_eagle3
 from utils.drafter_formats.eagle3_conventions import is_ambiguous
+from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.drafter_formats.medusa import is_medusa, load_medusa
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
 from utils.drafter_formats.peagle import is_peagle, load_peagle
@@ -40,6 +41,7 @@ FORMATS = (
     DrafterFormat("DFlash", is_dflash, load_dflash),
     DrafterFormat("Medusa", is_medusa, load_medusa),
     DrafterFormat("MTP", is_mtp, load_published_mtp),
+    DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from utils.decode.kv_cache import new_cache
+
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
@@ -69,13 +71,20 @@ class StepwiseDrafter(FeatureDrafter):
     After the last known feature it continues from its own states.
     """
 
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run, which can forget its last n entries by `crop(-n)`."""
+        return new_cache(self.config)
+
     @abstractmethod
     def fuse_features(self, features: Tensor) -> Tensor:
         """Map features of the target (B, T, F) to states (B, T, H)."""
 
     @abstractmethod
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Return the states (B, T, H) at `positions` (1, T), from those before and the tokens (B, T) that follow."""
+        """Return the states (B, T, H) at `positions` (1, T), from those before and the tokens (B, T) that follow.
+
+        If positions do not read each other, it may return the last one alone.
+        """
 
     @abstractmethod
     def logits(self, state: Tensor) -> Tensor:

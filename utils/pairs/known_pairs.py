@@ -53,6 +53,7 @@ PAIRS: dict[str, PairSpec] = {
     "qwen3-14b-dspark": _published("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", "DSpark"),
     "qwen3-4b-pard": _published("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", "PARD"),
     "llama-3.1-pard": _published("meta-llama/Llama-3.1-8B-Instruct", "amd/PARD-Llama-3.2-1B", "PARD, gated target"),
+    "gemma-4-e2b": _published("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", "assistant of Gemma 4"),
     "gpt-oss-20b-peagle": _published("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", "P-EAGLE"),
     "gpt-oss-20b-eagle3": _published("openai/gpt-oss-20b", "Dogacel/specdrift-gpt-oss-20b-eagle3", "EAGLE-3.1"),
 }
