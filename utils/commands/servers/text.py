@@ -16,6 +16,7 @@ from utils.commands.registry import CommandContext
 from utils.commands.servers.text_conclusion import conclusion
 from utils.commands.servers.text_ties import Tie, examine
 from utils.commands.servers.text_trials import Output, ask, ask_together, unique
+from utils.comparison.countdown import Countdown
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.server_requests import request_maker
 from utils.errors import UserError, check_choice
@@ -113,7 +114,7 @@ def _events(trial: Trial, context: CommandContext) -> Iterator[ReportEvent]:
             trial.requests[connection.address.name] = _requests(connection, trial.prompts, context)
         each = count_of(trial.repeats * len(trial.prompts), "request")
         yield Progress(f"alone: {each} of up to {count_of(length, 'token')} to each server, in turns ...")
-        _run_alone(trial)
+        yield from _run_alone(trial)
         yield from (_row(trial, ALONE, connection) for connection in trial.connections)
         if trial.concurrency > 1:
             yield Progress(f"under load: {each} to each server, {trial.concurrency} at once ...")
@@ -140,7 +141,8 @@ def _requests(connection: Connection, prompts: Sequence[str], context: CommandCo
     return made
 
 
-def _run_alone(trial: Trial) -> None:
+def _run_alone(trial: Trial) -> Iterator[Progress]:
+    countdown, done, count = Countdown(), 0, trial.repeats * len(trial.prompts)
     for connection in trial.connections:
         trial.outputs[ALONE, connection.address.name] = [[] for _ in trial.prompts]
     for _ in range(trial.repeats):
@@ -149,6 +151,8 @@ def _run_alone(trial: Trial) -> None:
                 name = connection.address.name
                 output = Output.of(ask(connection, trial.requests[name][number]))
                 trial.outputs[ALONE, name][number].append(output)
+            done += 1
+            yield from countdown.at(done / count, f"alone: {done} of {count_of(count, 'request')} to each server")
 
 
 def _run_together(trial: Trial, connection: Connection) -> None:
