@@ -97,7 +97,7 @@ def flags_of() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=24, help="number of prompts")
     parser.add_argument("--length", type=int, default=64, help="new tokens per prompt")
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--drafter", default="embedded")
+    parser.add_argument("--drafter", default="head")
     return parser.parse_args()
 
 
