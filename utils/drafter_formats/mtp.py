@@ -8,9 +8,8 @@ target's own kind and a norm. Drafting applies the first such layer again and ag
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,80 +21,15 @@ from utils.decode.features import final_norm, layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.experts import with_joined_experts
+from utils.drafter_formats.mtp_layouts import SHARED, check_supported, found_layout, mtp_layers
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
 from utils.engine import attention
-from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
-SHARED = ("embed_tokens.weight", "lm_head.weight")
-BLOCK = "layer.mtp_block."
 # Keys of configs about single layers, for one layer that has experts.
 SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
 SPARSE |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-DEPTH_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in config.json
-QUANTIZED = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales")  # ends of names
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How checkpoints of a family name their first MTP layer.
-
-    prefix: a pattern of what its names begin with. join: the projection of token and state, without the prefix. names:
-    beginnings of names, and what this module calls them; other names belong to the decoder layer. model_types: of the
-    targets with which the layout was checked. alone: the layer has files of its own, so the embedding and the output
-    head in them belong to it too.
-    """
-
-    prefix: str
-    join: str
-    names: Mapping[str, str]
-    model_types: tuple[str, ...]
-    alone: bool = False
-
-
-LAYOUTS = (
-    Layout(
-        r"layers\.\d+\.",
-        "eh_proj.weight",
-        {
-            "enorm.": "layer.enorm.",
-            "hnorm.": "layer.hnorm.",
-            "eh_proj.": "layer.eh_proj.",
-            "shared_head.norm.": "norm.",
-            "shared_head.head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-        },
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-    ),
-    Layout(
-        r"mtp\.",
-        "fc.weight",
-        {
-            "pre_fc_norm_embedding.": "layer.enorm.",
-            "pre_fc_norm_hidden.": "layer.hnorm.",
-            "fc.": "layer.eh_proj.",
-            "norm.": "norm.",
-            "lm_head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-            "layers.0.": BLOCK,
-        },
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    ),
-    Layout(  # of the package speculators, for layers that were trained further (FastMTP, arXiv 2509.18362)
-        r"mtp_layers\.0\.",
-        "input_proj.weight",
-        {
-            "token_layernorm.": "layer.enorm.",
-            "hidden_layernorm.": "layer.hnorm.",
-            "input_proj.": "layer.eh_proj.",
-            "final_layernorm.": "norm.",
-        },
-        ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        alone=True,
-    ),
-)
 
 
 class Mtp(StepwiseDrafter):
@@ -161,50 +95,10 @@ class Mtp(StepwiseDrafter):
         return normed if self.conventions.norm_output else state
 
 
-def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
-    """The first MTP layer in a target's checkpoint, by the names of `Mtp`.
-
-    Raises UserError if it has none, or none that can be read.
-    """
-    found = _found_layout(checkpoint)
-    if found is None:
-        raise no_layers(checkpoint.name, checkpoint.config, checkpoint.shapes)
-    layout, prefix = found
-    own = (prefix, *SHARED) if layout.alone else prefix
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(own)}
-    if stored := next((name for name in shapes if name.endswith(QUANTIZED)), None):
-        raise UserError(
-            f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({stored}), which cannot be read: "
-            "name a copy in bfloat16 as --target, or use a different --drafter."
-        )
-    names = {f"{prefix}{old}": new for old, new in layout.names.items()} | {prefix: BLOCK}
-    part = replace(checkpoint, shapes=shapes, files={name: checkpoint.files[name] for name in shapes})
-    return with_joined_experts(part.renamed(names))
-
-
-def no_layers(name: str, config: Mapping[str, Any], tensors: Collection[str] = ()) -> UserError:
-    """An error for a target without MTP layers that can be read. config: its config.json. tensors: names of tensors."""
-    text = config.get("text_config") or config
-    remedy = "use a different --drafter"
-    if odd := next((tensor for tensor in sorted(tensors) if tensor.startswith("mtp")), None):
-        return UserError(f"'{name}' names the tensors of its MTP layers in an unknown way ({odd}): {remedy}.")
-    if any(text.get(key) for key in DEPTH_KEYS):
-        return UserError(
-            f"'{name}' was made from a model with MTP layers, but its files do not hold them, because many conversions "
-            f"leave them out: name the original checkpoint as --target, or {remedy}."
-        )
-    return UserError(f"'{name}' has no MTP layers in its files, which --drafter mtp needs: {remedy}.")
-
-
 def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
     """Build the drafter from the result of `mtp_layers`. Raises UserError if it does not fit the target."""
     config = target.config.get_text_config(decoder=True)
-    known = dict.fromkeys(model_type for layout in LAYOUTS for model_type in layout.model_types)
-    if config.model_type not in known:
-        raise UserError(
-            f"MTP layers of the model type {config.model_type} are not supported: use a different --drafter, or a "
-            f"target of one of the types {', '.join(known)}."
-        )
+    check_supported(config.model_type)
     size = int(config.hidden_size)
     if checkpoint.shapes["layer.eh_proj.weight"] != (size, 2 * size):
         raise misfit(checkpoint, f"its projection of tokens and states is {checkpoint.shapes['layer.eh_proj.weight']}")
@@ -215,7 +109,7 @@ def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
 
 def is_mtp(checkpoint: DrafterCheckpoint) -> bool:
     """Whether a drafter's own files hold an MTP layer."""
-    found = _found_layout(checkpoint)
+    found = found_layout(checkpoint)
     return found is not None and found[0].alone and checkpoint.config.get("speculators_model_type") == "mtp"
 
 
@@ -226,21 +120,6 @@ def load_published_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -
     if made_for != own:
         raise misfit(checkpoint, f"its layer is of the model type {made_for}, and the target of the type {own}")
     return load_mtp(mtp_layers(checkpoint), target)
-
-
-def _found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:
-    """The layout of the first MTP layer, and what its names begin with."""
-    for layout in LAYOUTS:
-        pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}")
-        # By length first, so that layer 9 comes before layer 10.
-        found = sorted((match[1] for match in map(pattern.fullmatch, checkpoint.shapes) if match), key=_in_order)
-        if found:
-            return layout, found[0]
-    return None
-
-
-def _in_order(prefix: str) -> tuple[int, str]:
-    return len(prefix), prefix
 
 
 def _layer_config(target: PreTrainedModel) -> Any:
