@@ -1,7 +1,8 @@
 """A program that takes the place of an engine: `fake_engine.py BEHAVIOUR ... --port N ...`.
 
-BEHAVIOUR: `serve` answers after a moment; `children` also leaves a process in a session of its own and ignores SIGTERM;
-`fail` writes to its log and exits; `never` runs without listening. Its arguments are printed to the log.
+BEHAVIOUR: `serve` answers, the faster the more drafts it makes; `picky` does not start with eight drafts; `children`
+also leaves a process in a session of its own and ignores SIGTERM; `fail` writes to its log and exits; `never` runs
+without listening. Its arguments are printed to the log.
 """
 
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from servers.loopback import Loopback
+from servers.loopback import Faults, Loopback
+
+DRAFTS = "--spec-ngram-simple-size-m"
+SLOWEST = 0.1  # seconds between two tokens without drafts
 
 
 def log(line: str) -> None:
@@ -33,7 +37,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         log(f"child {child.pid}")
-    server = Loopback()
+    drafts = int(arguments[arguments.index(DRAFTS) + 1]) if DRAFTS in arguments else 0
+    if behaviour == "picky" and drafts == 8:
+        sys.exit("eight drafts are too many")
+    server = Loopback(faults=Faults(chunk_delay=SLOWEST / (1 + drafts)))
     server._listen(int(arguments[arguments.index("--port") + 1]))
     while True:
         time.sleep(1)

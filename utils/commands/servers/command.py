@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from utils.commands.outcomes import Outcome
 from utils.commands.registry import Command, CommandContext, Page
 from utils.commands.servers.add import add, remove, show
+from utils.commands.servers.load import load
 from utils.commands.servers.start import start, stop
+from utils.commands.servers.sweep import sweep
 from utils.commands.servers.text import text
 from utils.errors import check_choice
 
@@ -17,6 +19,8 @@ SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
     "text": text,
     "start": start,
     "stop": stop,
+    "sweep": sweep,
+    "load": load,
 }
 SYNTAX = (
     "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
@@ -25,6 +29,8 @@ SYNTAX = (
     "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
     "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] [-- FLAGS]",
     "/server stop NAME",
+    "/server sweep NAME draft=0,2,4,8 [repeats=N]",
+    "/server load NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
 )
 MEANINGS = {
     "add": "a server by its name and address",
@@ -33,6 +39,8 @@ MEANINGS = {
     "text": "is its greedy text that of its baseline?",
     "start": "an engine that is installed here",
     "stop": "a server that was started",
+    "sweep": "draft lengths of a started server",
+    "load": "many requests at the same time",
 }
 
 
