@@ -12,6 +12,8 @@ from servers.server_sessions import server_session
 
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.engines.kind import EngineAcceptance
+from utils.servers.engines.openai import OpenAIKind
 
 
 @pytest.fixture
@@ -110,3 +112,30 @@ def test_ctrl_c_keeps_what_was_finished(
     monkeypatch.setattr(Connection, "ask", interrupt)
     assert session.handle("/race 5") is Verdict.INTERRUPTED
     assert [len(row["tokens_per_second"]) for row in rows_of(tmp_path / "r.jsonl").values()] == [3, 3]
+
+
+def test_drafts_are_pooled_and_a_gain_needs_them(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two[0].faults = Faults(chunk_delay=0.05)
+    found: list[EngineAcceptance | None] = []
+    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    session.handle("Hello")
+    cases = {
+        (EngineAcceptance(8, 3), None): (8, 3, 12 / 9),
+        (EngineAcceptance(8, 0), EngineAcceptance(4, 0)): (12, 0, 1.0),
+        (EngineAcceptance(8, 3), EngineAcceptance(9, 9, valid=False)): (None, None, None),
+        (None, None): (None, None, None),
+    }
+    for drafts, expected in cases.items():
+        (tmp_path / "r.jsonl").write_text("")
+        # The servers take turns: plain and spec warm up, then plain, spec and spec, plain.
+        found[:] = [None, None, None, drafts[0], drafts[1], None]
+        assert session.handle("/race 2") is Verdict.DONE
+        row = rows_of(tmp_path / "r.jsonl")["all", "server spec"]
+        assert (row["drafted"], row["accepted"], row["tokens_per_target_forward"]) == expected
+        assert row["without_gain"] == (expected[2] == 1.0)
+    view.take()
+    assert session.handle("/race 5") is Verdict.DONE
+    assert "may have another reason" in view.take()[0]

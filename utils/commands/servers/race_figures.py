@@ -11,7 +11,7 @@ from utils.comparison.reports import Finding, shortened
 from utils.comparison.server_benchmark import Place, ServerTurns, server_benchmark_figures
 from utils.comparison.server_runs import ServerComparison, ServerRun
 from utils.comparison.server_summary import NO_BASELINE
-from utils.comparison.speed_claims import Row, SpeedClaim, interval_text, speed_sentence, speedup_text
+from utils.comparison.speed_claims import FASTER, Row, SpeedClaim, interval_text, speed_sentence, speedup_text
 from utils.prompts.prompt_files import ALL_TASKS
 from utils.text import count_of
 
@@ -32,6 +32,7 @@ SHOWN_TASK = 16  # characters of a task in the table
 SAME = "{}: {} of {} texts equal those of {}"
 OTHERS = ", not at prompt {}"
 SHOWN_PROMPTS = 8
+OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def findings_of(
 
 def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
     runs = [result.run for result in group]
-    drafted, accepted = _sum([run.drafted for run in runs]), _sum([run.accepted for run in runs])
+    drafted, accepted = _drafts(runs)
     tokens, seconds = _sum([run.new_tokens for run in runs]), sum(run.seconds for run in runs)
     forwards = None if tokens is None or accepted is None or tokens <= accepted else tokens / (tokens - accepted)
     speedups = _by_prompt(group, "speedup")
@@ -108,6 +109,18 @@ def _turns(results: Sequence[ServerResult]) -> dict[Place, ServerTurns]:
     for result in results:
         runs.setdefault((result.repeat, result.number), []).append(result.run)
     return {place: ServerTurns(turns) for place, turns in runs.items()}
+
+
+def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
+    """The drafts of all runs and how many of them were accepted.
+
+    None if nothing is known or if the figures of one run are not its own. A run of which nothing is known beside others
+    had no drafts.
+    """
+    found = [run.answer.acceptance for run in runs if run.answer.acceptance is not None]
+    if not found or not all(one.valid for one in found):
+        return None, None
+    return sum(one.drafted for one in found), sum(one.accepted for one in found)
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
@@ -162,6 +175,9 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     rows = [finding.figures for finding in findings]
     overall = [row for row in rows if row["task"] == rows[-1]["task"]]
     lines = [sentence for row in overall if (sentence := speed_sentence(row))]
+    lines += [
+        OTHER_REASON.format(row["strategy"]) for row in overall if row["verdict"] == FASTER and not row["drafted"]
+    ]
     lines += [_texts(row) for row in overall if row["compared_texts"]]
     if len(overall) > 1 and all(row["baseline"] is None for row in overall):
         lines.append(NO_BASELINE)
