@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -99,6 +101,14 @@ def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     """A target without experts, as FastMTP trains layers for."""
     own = {"num_hidden_layers": LAYERS, "head_dim": 16, "rope_theta": 5000.0, "initializer_range": 0.3}
     return build(Qwen3ForCausalLM, Qwen3Config(**DECODER | own | overrides), seed)
+
+
+def tiny_mellum(seed: int = 0, **overrides: Any) -> MellumForCausalLM:
+    """A sparse target whose last layer and MTP layer have sliding attention, with frequencies of their own."""
+    own = {name: LINEAR[name] for name in ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size")}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    own |= {"num_hidden_layers": LAYERS, "layer_types": types, "sliding_window": 4, "num_mtp_layers": 1}
+    return build(MellumForCausalLM, MellumConfig(**DECODER | own | {"initializer_range": 0.3} | overrides), seed)
 
 
 def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ target's own kind and a norm. Drafting applies the first such layer again and ag
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
 from utils.decode.features import final_norm, layer_count
+from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
@@ -62,6 +64,9 @@ class Mtp(StepwiseDrafter):
                 name.rpartition(".")[2], part.to(target.device, torch.float32)
             )
         self.rotary = copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb)  # its frequencies stay float32
+        # Some families have frequencies of their own for each type of layer.
+        named = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.rotary_keys = {"layer_type": self.config.layer_types[0]} if named else {}
         self.device, self.dtype = target.device, target.dtype
         return self
 
@@ -71,6 +76,10 @@ class Mtp(StepwiseDrafter):
             "states fed back before the final norm": replace(own, norm_output=not own.norm_output)
         }
 
+    def new_cache(self) -> Any:
+        # A sliding cache could not bring back what rejected drafts pushed out of its window.
+        return new_cache(self.config, keeps_all=True)
+
     def fuse_features(self, features: Tensor) -> Tensor:
         return features
 
@@ -78,7 +87,7 @@ class Mtp(StepwiseDrafter):
         result: Tensor = self.layer(
             self.embed_tokens(tokens).to(states.dtype),
             states,
-            position_embeddings=self.rotary(states, positions),
+            position_embeddings=self.rotary(states, positions, **self.rotary_keys),
             attention_mask=None,
             position_ids=positions,
             past_key_values=cache,
@@ -126,9 +135,10 @@ def _layer_config(target: PreTrainedModel) -> Any:
     """The target's config for one layer, which has the index 0, with row-invariant attention."""
     config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
     config.num_hidden_layers, config.vocab_size = 1, vocabulary_size(target)
-    # Keys that name the target's layers by their indices: the MTP layers of sparse targets have experts.
+    # Keys that name the target's layers by their indices: the MTP layers of sparse targets have experts. Some configs
+    # name the types of MTP layers as well.
     for key, value in (("layer_types", ["full_attention"]), *SPARSE.items()):
         if getattr(config, key, None) is not None:
-            setattr(config, key, value)
+            setattr(config, key, (getattr(config, f"mtp_{key}", None) or [])[:1] or value)
     config._attn_implementation = attention.NAME
     return config

@@ -60,7 +60,7 @@ LAYOUTS = (
             "embed_tokens.": "embed_tokens.",
             "layers.0.": BLOCK,
         },
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
     ),
     Layout(  # of the package speculators, for layers that were trained further (FastMTP, arXiv 2509.18362)
         r"mtp_layers\.0\.",

@@ -20,6 +20,7 @@ from mtp_checkpoints import (
     tiny_deepseek,
     tiny_glm,
     tiny_glm_lite,
+    tiny_mellum,
     tiny_qwen,
     tiny_qwen3,
     write_target,
@@ -39,7 +40,7 @@ from utils.pairs.doctor import examine, own_text
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
-TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "glm_lite": tiny_glm_lite}
+TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "glm_lite": tiny_glm_lite, "mellum": tiny_mellum}
 KEYS = {"rms_norm_eps": 1e-5}
 QWEN_KEYS = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 PREFIX = f"model.layers.{LAYERS}."
@@ -169,10 +170,10 @@ def layer_pass(target: Any, x: torch.Tensor) -> torch.Tensor:
     return target.model.layers[-1](x[None], attention_mask=mask, position_embeddings=tables)[0]
 
 
-@pytest.mark.parametrize("family", ["glm", "deepseek"])
+@pytest.mark.parametrize("family", ["glm", "deepseek", "mellum"])
 def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
     target = TARGETS[family]()
-    write_target(tmp_path, target, deepseek_layers(target))
+    write_target(tmp_path, target, qwen_layers(target) if family == "mellum" else deepseek_layers(target))
     monkeypatch.setattr(type(target), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}\..*"])
     target = type(target).from_pretrained(tmp_path)
     oracle = MtpModel.from_pretrained(target).eval()
@@ -193,7 +194,8 @@ def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
 @pytest.mark.parametrize("family", TARGETS)
 def test_the_text_is_the_targets_own(tmp_path, family, rule):
     target = TARGETS[family](vocab_size=8)
-    check_texts(target, drafter_of(write_target(tmp_path, target, deepseek_layers(target)), target), rule)
+    layers = qwen_layers(target) if family == "mellum" else deepseek_layers(target)
+    check_texts(target, drafter_of(write_target(tmp_path, target, layers), target), rule)
 
 
 def test_parts_that_are_equal_to_the_targets_are_shared(tmp_path):

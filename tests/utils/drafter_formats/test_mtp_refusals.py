@@ -28,7 +28,6 @@ def not_loaded(*_: Any, **__: Any) -> None:
         ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
         ("step3p7", "model.layers.3.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
-        ("mellum", "mtp.layers.0.eh_proj.weight"),
         ("llama", "mtp.fc.weight"),
     ],
 )
