@@ -112,6 +112,8 @@ def test_servers_beside_the_local_target(
     ratio = by_name["server own"]["tokens_per_second"] / by_name["target"]["tokens_per_second"]
     assert by_name["server own"]["speedup_vs_baseline"] == pytest.approx(ratio)
     assert by_name["server own"]["same_as_baseline"] is False
+    lengths = [by_name[name]["new_tokens"] for name in ("server own", "target")]
+    assert (f"generated {lengths[0]} and {lengths[1]} tokens" in view.take()[0]) == (lengths[0] != lengths[1])
     assert session.handle("/why") is Verdict.DONE
     for line in ("/speculative off", "/ngram off", "/target off", "Hello"):
         assert session.handle(line) is Verdict.DONE, view.take()

@@ -5,7 +5,7 @@ compared under greedy decoding: by tokens where both servers give ids, otherwise
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from utils.comparison.strategies import is_greedy
@@ -101,7 +101,7 @@ class ServerRun:
 class ServerComparison:
     """A server's run compared with its baseline's.
 
-    baseline: the name of that row. speedup: ratio of tokens per second. decode_speedup: of those after the first
+    baseline: the name of that row. baseline_tokens: the number of its new tokens. speedup: ratio of tokens per second. decode_speedup: of those after the first
     token. same, first_difference: of the texts, as in Comparison; unit: what the index counts.
     """
 
@@ -111,6 +111,7 @@ class ServerComparison:
     same: bool | None = None
     first_difference: int | None = None
     unit: str = TOKEN
+    baseline_tokens: int | None = None
 
     @property
     def text(self) -> str:
@@ -187,26 +188,28 @@ def compare_run(
     texts: tuple[Sequence[object], Sequence[object]] = (
         (ours, theirs) if ours is not None and theirs is not None else (run.text, other.text)
     )
-    return _compared(
+    compared = _compared(
         row_name(name),
         _ratio(run.tokens_per_second, other.tokens_per_second) if same_host else None,
         _ratio(run.decode_tokens_per_second, other.decode_tokens_per_second) if same_host else None,
         texts=texts if greedy else None,
         unit=TOKEN if by_tokens else CHARACTER,
     )
+    return replace(compared, baseline_tokens=other.new_tokens)
 
 
 def _with_target(run: ServerRun, target: LocalRun, *, greedy: bool) -> ServerComparison:
     if target.run.finish is FinishReason.INTERRUPTED:
         return ServerComparison(TARGET)
     local = run.address.is_local
-    return _compared(
+    compared = _compared(
         TARGET,
         _ratio(run.tokens_per_second, target.run.tokens_per_second) if local else None,
         _ratio(run.decode_tokens_per_second, target.run.decode_tokens_per_second) if local else None,
         texts=(run.text, target.text) if greedy else None,
         unit=CHARACTER,
     )
+    return replace(compared, baseline_tokens=len(target.run.tokens))
 
 
 def _compared(

@@ -56,8 +56,9 @@ def _compared(entry: ComparedServer, prompt: ServerPrompt) -> Iterator[str]:
         yield NO_GAIN.format(run.name)
     if other is not None and run.address.host != other.address.host:
         yield OTHER_HOST.format(run.name, baseline)
-    if other is not None and None not in (run.new_tokens, other.new_tokens) and run.new_tokens != other.new_tokens:
-        yield DIFFERENT_LENGTHS.format(run.name, baseline, run.new_tokens, other.new_tokens)
+    lengths = (run.new_tokens, comparison.baseline_tokens)
+    if comparison.speedup is not None and None not in lengths and lengths[0] != lengths[1]:
+        yield DIFFERENT_LENGTHS.format(run.name, baseline, *lengths)
 
 
 def _speed(entry: ComparedServer) -> str:
