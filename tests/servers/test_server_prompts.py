@@ -1,4 +1,4 @@
-"""Token ids as prompts: only where the server's tokenizer agrees with the local one. Ids are compared where both exist."""
+"""Token ids as prompts: only where the server's tokenizer agrees with the local one. Ids are compared, too."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

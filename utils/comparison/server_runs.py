@@ -101,8 +101,9 @@ class ServerRun:
 class ServerComparison:
     """A server's run compared with its baseline's.
 
-    baseline: the name of that row. baseline_tokens: the number of its new tokens. speedup: ratio of tokens per second. decode_speedup: of those after the first
-    token. same, first_difference: of the texts, as in Comparison; unit: what the index counts.
+    baseline: the name of that row. baseline_tokens: the number of its new tokens. speedup: ratio of tokens per second.
+    decode_speedup: of those after the first token. same, first_difference: of the texts, as in Comparison; unit: what
+    the index counts.
     """
 
     baseline: str | None = None
