@@ -175,7 +175,7 @@ def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target:
     _check_one_device(target, known.name)
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
-    with explained_errors(checkpoint.name):
+    with explained_errors(checkpoint.name), quiet():
         drafter = known.load(checkpoint, target.model)
     drafter.name_or_path = checkpoint.name
     files = tuple(sorted({path for path, _ in checkpoint.files.values()}))

@@ -5,6 +5,8 @@ large is allocated.
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,16 @@ def test_a_whole_file_comes_before_an_index(tmp_path):
     folder = shards(tmp_path / "drafter", {"fc.weight": "model-2.safetensors"})
     save_file(eagle3_tensors({}), folder / "model.safetensors")
     assert "EAGLE-3" in str(load(tmp_path / "target", folder).drafter_name)
+
+
+def test_remarks_of_libraries_about_a_config_are_not_shown(tmp_path):
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    folder = write_checkpoint(tmp_path / "drafter", layer_keys(rope_parameters=yarn), eagle3_tensors({}))
+    shown, logger = logging.handlers.BufferingHandler(9), logging.getLogger("transformers")
+    logger.addHandler(shown)
+    try:
+        load(tmp_path / "target", folder)
+    finally:
+        logger.removeHandler(shown)
+    assert [record.getMessage() for record in shown.buffer] == []
