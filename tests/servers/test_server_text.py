@@ -139,7 +139,7 @@ class Model:
         self.client, self.step, self.noise = self, step, noise
         self.prompts: list[tuple[int, ...]] = []
 
-    def complete(self, request: ServerRequest, kind: VllmKind, watch: Any) -> ServerCompletion:
+    def complete(self, request: ServerRequest, kind: VllmKind) -> ServerCompletion:
         assert isinstance(request.prompt, tuple)
         self.prompts.append(request.prompt)
         events = []

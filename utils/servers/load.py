@@ -38,9 +38,10 @@ class LoadTarget(Protocol):
 class LoadSlice:
     """The answers to a number of requests.
 
-    completions: those that are complete, in the order of their ends. failures: one sentence for each request that
-    failed. unfinished: requests that were not sent or were ended because the time was over. seconds: from the first
-    request to the last complete answer. acceptance: of all requests together, None if nothing was drafted or known.
+    completions: those that are complete, in the order of their ends. numbers: their places among the requests.
+    failures: one sentence for each request that failed. unfinished: requests that were not sent or were ended because
+    the time was over. seconds: from the first request to the last complete answer. acceptance: of all requests
+    together, None if nothing was drafted or known.
     """
 
     completions: tuple[ServerCompletion, ...]
@@ -48,6 +49,7 @@ class LoadSlice:
     unfinished: int
     seconds: float
     acceptance: EngineAcceptance | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int | None:
@@ -105,6 +107,7 @@ class _Clients:
     hard: float
     sent: int = 0
     completions: list[ServerCompletion] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     last_end: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
@@ -112,9 +115,9 @@ class _Clients:
 
     def work(self) -> None:
         """One client: requests until there are none, or until the time is over."""
-        while (request := self._next()) is not None:
+        while (number := self._next()) is not None:
             try:
-                completion = self.target.client.complete(request, self.target.kind, self._watch)
+                completion = self.target.client.complete(self.requests[number], self.target.kind, self._watch)
             except _Over:
                 return
             except UserError as error:
@@ -123,14 +126,15 @@ class _Clients:
             else:
                 with self.lock:
                     self.completions.append(completion)
+                    self.numbers.append(number)
                     self.last_end = self.clock()
 
-    def _next(self) -> ServerRequest | None:
+    def _next(self) -> int | None:
         with self.lock:
             if self.sent >= len(self.requests) or self.ended.is_set() or self.clock() >= self.soft:
                 return None
             self.sent += 1
-            return self.requests[self.sent - 1]
+            return self.sent - 1
 
     def _watch(self, piece: Piece) -> None:
         if self.ended.is_set() or self.clock() >= self.hard:
@@ -164,13 +168,14 @@ def run_slice(
         _join(threads, clock() + LETTING_GO, clock)
     with clients.lock:
         completions, failures = tuple(clients.completions), tuple(clients.failures)
+        numbers = tuple(clients.numbers)
     if not completions:
         raise UserError(failures[0]) if failures else TooSlow(NO_ANSWER.format(clock() - began))
     unfinished = len(requests) - len(completions) - len(failures)
     seconds = clients.last_end - began
     after = kind.counters(target.client)
     acceptance = pooled_acceptance(kind, completions, seconds, before=before, after=after)
-    return LoadSlice(completions, failures, unfinished, seconds, acceptance)
+    return LoadSlice(completions, failures, unfinished, seconds, acceptance, numbers)
 
 
 def _join(threads: Sequence[threading.Thread], end: float, clock: Clock) -> None:

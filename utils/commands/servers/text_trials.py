@@ -1,14 +1,14 @@
 """The same greedy requests again and again, alone and several at once, on a server and on its baseline."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Event
 
 from utils.decode.steps import FinishReason
 from utils.metrics.results import first_difference
-from utils.servers.completion import Piece, ServerCompletion
+from utils.servers.completion import ServerCompletion
 from utils.servers.connection import Connection
+from utils.servers.failures import ServerError
+from utils.servers.load import run_slice
 from utils.servers.request import ServerRequest
 
 
@@ -34,38 +34,22 @@ class Output:
         return "token" if self.token_ids is not None and other.token_ids is not None else "character"
 
 
-class Stopped(Exception):
-    """The answers that are under way are not wanted any more."""
-
-
-def ask(connection: Connection, request: ServerRequest, stop: Event | None = None) -> ServerCompletion:
-    """One whole answer. stop: ends it with Stopped. Raises KeyboardInterrupt if Ctrl-C ended it."""
-
-    def watch(piece: Piece) -> None:
-        if stop is not None and stop.is_set():
-            raise Stopped
-
-    completion = connection.client.complete(request, connection.kind, watch)
+def ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
+    """One whole answer. Raises KeyboardInterrupt if Ctrl-C ended it."""
+    completion = connection.client.complete(request, connection.kind)
     if completion.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
     return completion
 
 
 def ask_together(connection: Connection, requests: Sequence[ServerRequest], at_once: int) -> list[Output]:
-    """The answers to all requests, so many at a time, in the order of the requests.
-
-    Raises what the first failure raises, after the others have ended.
-    """
-    stop = Event()
-    connection.client.model()  # opens the client and reads the model's name before there are threads
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(ask, connection, request, stop) for request in requests]
-        try:
-            return [Output.of(future.result()) for future in futures]
-        finally:
-            stop.set()  # of no effect after the last answer
-            for future in futures:
-                future.cancel()
+    """The answers to all requests, so many at a time, in the order of the requests. Raises ServerError if one fails."""
+    limit = connection.address.timeout * len(requests)  # each request has its own time-outs
+    answered = run_slice(connection, requests, concurrency=at_once, limit=limit)
+    if answered.failures:
+        raise ServerError(answered.failures[0])
+    outputs = dict(zip(answered.numbers, map(Output.of, answered.completions), strict=True))
+    return [outputs[number] for number in range(len(requests))]
 
 
 def unique(outputs: Sequence[Output]) -> int:
