@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.errors import UserError
 
+ASSISTANT = "_assistant"  # ends the model types of drafters with a class in transformers
 LATENT = ".kv_a_proj_with_mqa.weight"  # multi-head latent attention
 
 
@@ -29,4 +30,6 @@ def _name(checkpoint: DrafterCheckpoint) -> str | None:
         return f"{eagle} with multi-head latent attention"
     if kind := checkpoint.config.get("speculators_model_type"):
         return f"speculators {kind}"
+    if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
+        return model_type
     return eagle

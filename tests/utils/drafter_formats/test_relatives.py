@@ -17,6 +17,7 @@ MLA = "midlayer.self_attn.kv_a_proj_with_mqa.weight"
     [
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, [MLA, "fc.weight"], ("Eagle3DeepseekV2", "latent")),
         ({"speculators_model_type": "unheard-of"}, ["fc.weight"], ("speculators unheard-of",)),
+        ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight"], ("muse_glimmer_assistant",)),
         ({"architectures": ["HydraEagleModel"]}, ["fc.weight"], ("HydraEagleModel",)),
     ],
 )
