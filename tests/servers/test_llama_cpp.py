@@ -3,15 +3,19 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fakes import Screen, records_of
 from servers.launches import family, gone, started
-from servers.real import llama_launch, running_llama
+from servers.real import embedded_file, llama_launch, llama_python, running_llama
+from servers.server_sessions import server_session
 
 from utils.errors import UserError
+from utils.repl.runner import Verdict
 from utils.servers.client import ServerClient
 from utils.servers.completion import ServerCompletion
-from utils.servers.engines.openai import OpenAIKind
+from utils.servers.engines.recognise import recognise
 from utils.servers.processes.local_servers import LocalServers
 from utils.servers.request import Chat, ServerRequest
 
@@ -20,15 +24,8 @@ REPEATING = "Count: one two three four five six. one two three four five six. on
 LENGTH = 24
 
 
-class LlamaKind(OpenAIKind):
-    """llama.cpp takes ignore_eos in every version."""
-
-    def engine_fields(self, request: ServerRequest) -> dict[str, object]:
-        return {"ignore_eos": request.ignore_eos, "cache_prompt": False}
-
-
 def answer(client: ServerClient, prompt: str | Chat = REPEATING) -> ServerCompletion:
-    return client.complete(ServerRequest(prompt, LENGTH, ignore_eos=True), LlamaKind())
+    return client.complete(ServerRequest(prompt, LENGTH, ignore_eos=True), recognise(client))
 
 
 def drafts(completion: ServerCompletion) -> tuple[int, int]:
@@ -78,6 +75,34 @@ def test_requests_at_the_same_time() -> None:
     with running_llama(parallel=3, context=3072) as (client, _), ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda number: answer(client, f"{number} is a number and"), range(3)))
         assert [completion.token_count for completion in answers] == [LENGTH] * 3
+
+
+def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
+    session = server_session(view, records=tmp_path / "r.jsonl")
+    start = f"/server start llama.cpp {embedded_file()} program={llama_python()} context=2048 parallel=4"
+    lines = (
+        f"{start} name=plain",
+        f"{start} name=spec drafter=ngram draft=4 baseline=plain",
+        "/length 16",
+        REPEATING,
+        "/server sweep spec draft=0,4 repeats=1",
+        "/server load spec concurrency=1,4 requests=4 length=16 turns=1",
+    )
+    try:
+        for line in lines:
+            assert session.handle(line) is Verdict.DONE, view.take()
+    finally:
+        session.close()
+    *_, sweep, load = records_of(tmp_path / "r.jsonl")
+    plain, four = sweep["findings"]
+    assert not plain["drafted"] and four["accepted"] > 0 and four["tokens_per_target_forward"] > 1
+    assert len(plain["tokens_per_second"]) == len(four["speedups"]) == 2  # one run in each of two passes
+    assert [(row["server"], row["concurrency"]) for row in load["findings"]] == [
+        *(("spec", 1), ("plain", 1), ("spec", 4), ("plain", 4)),
+    ]
+    for row in load["findings"]:
+        assert row["tokens"] == [4 * 16] and row["failed"] == 0  # ignore_eos: every answer has its full length
+        assert bool(row["accepted"]) == (row["server"] == "spec")
 
 
 def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 from fakes import Screen, records_of
 from servers.launches import fake_program, family, gone
+from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
 from utils.commands.servers.start import free_name
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
+from utils.servers.address import ServerAddress
 from utils.servers.processes.launch import NGRAM, Launch
+from utils.servers.processes.programs import PROGRAMS
 
 
 @pytest.fixture
@@ -109,3 +112,28 @@ def test_names_that_are_made_are_free() -> None:
     assert free_name(Launch("vllm", "a"), ["vllm", "vllm-2"]) == "vllm-3"
     assert free_name(Launch("vllm", "a", drafter=NGRAM, draft=2), ["vllm"]) == "vllm-ngram2"
     assert free_name(Launch("vllm", "a", drafter="b", draft=0), []) == "vllm"
+
+
+def test_a_server_whose_list_of_models_fails_is_asked_all_the_same(view: Screen) -> None:
+    with Loopback(pages={"/v1/models": (500, "text/plain", "Internal Server Error")}) as server:
+        session = server_session(view, ServerAddress("one", server.url, model="tiny"))
+        assert session.handle("Hello") is Verdict.DONE, view.take()
+        server.pages["/v1/models"] = (401, "text/plain", "no key")
+        other = server_session(view, ServerAddress("one", server.url, model="tiny"))
+        assert other.handle("Hello") is Verdict.FAILED and "401" in "".join(view.take())
+
+
+def test_only_transformers_is_told_which_model_it_has(session: ReplSession, tmp_path: Path) -> None:
+    session.handle(start(tmp_path, "name=plain"))
+    program = fake_program(tmp_path / "hf", name="transformers")
+    session.handle(f"/server start transformers tiny program={program} name=hf")
+    models = {address.name: address.model for address in session.harness.state.servers.addresses}
+    assert models == {"plain": None, "hf": "tiny"}
+    assert session.handle("Hello") is Verdict.DONE
+
+
+def test_flags_that_were_never_run_are_named(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    for engine, name in (("vllm", "vllm"), ("sglang", "python3")):
+        session.handle(f"/server start {engine} tiny program={fake_program(tmp_path / engine, name=name)}")
+        shown = "".join(view.take())
+        assert ("never run" in shown) == (not PROGRAMS[engine].was_run), shown

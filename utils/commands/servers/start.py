@@ -22,6 +22,7 @@ WAIT = WholeRange(1, 86_400)  # seconds
 OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "program", "name", "baseline", "wait")
 HEADINGS = ("server", "URL", "drafts", "ready after", "log")
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
+UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
 
@@ -74,7 +75,9 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return [RUNS.format(finding.figures["server"]) for finding in findings]
+    lines = [RUNS.format(finding.figures["server"]) for finding in findings]
+    engines = {finding.figures["engine"] for finding in findings}
+    return [*lines, *(UNTRIED.format(engine) for engine in engines if not PROGRAMS[engine].was_run)]
 
 
 def _number(name: str, options: Mapping[str, str]) -> int | None:

@@ -9,7 +9,10 @@ from typing import Any
 from utils.errors import UserError
 from utils.servers.completion import Event, Piece, ServerCompletion
 from utils.servers.engines.kind import Counters, EngineAcceptance, ServerReader
+from utils.servers.failures import ServerError
 from utils.servers.request import Chat, ServerRequest
+
+INTERNAL_ERROR = 500  # the first status of errors that are the server's own
 
 
 class OpenAIKind:
@@ -116,4 +119,9 @@ def owner_of(server: ServerReader) -> str:
     try:
         return str(server.get_json("/v1/models")["data"][0]["owned_by"])
     except (LookupError, TypeError):
+        return ""
+    except ServerError as error:
+        # `transformers serve` fails there if there is no folder of downloaded models, and answers all the same.
+        if (error.status or 0) < INTERNAL_ERROR:
+            raise
         return ""

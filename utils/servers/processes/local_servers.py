@@ -13,7 +13,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.processes.launch import EMBEDDED, Launch
-from utils.servers.processes.programs import LLAMA, command_line
+from utils.servers.processes.programs import LLAMA, PROGRAMS, command_line
 from utils.servers.processes.server_process import ServerProcess, free_port
 
 READY_SECONDS = 600.0  # large models take minutes to load
@@ -56,7 +56,8 @@ class LocalServers:
         self._forget(name)
         port = free_port()
         yield f"starting {name}: {launch.engine}, {launch.model} ..."
-        command = command_line(_with_files(launch), port)
+        launch = _with_files(launch)
+        command = command_line(launch, port)
         process = ServerProcess(name, command, port, self._log_of(name))
         self._running[name] = launch, process
         try:
@@ -95,6 +96,11 @@ class LocalServers:
         if name not in self._running:
             raise UserError(f"{name} was not started by this session; /server start starts one.")
         return self._running[name][0]
+
+    def model_of(self, name: str) -> str | None:
+        """The name that requests need for the model of a server, or None if the server says it itself."""
+        launch = self.launch_of(name)
+        return None if PROGRAMS[launch.engine].lists_model else launch.model
 
     def process_of(self, name: str) -> ServerProcess | None:
         """The process of a server, or None if this session has not started it."""

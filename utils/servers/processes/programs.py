@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,10 +25,12 @@ LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One engine. is_ours: whether its command line was run by the tests, or only read in its documentation.
+    """One engine.
 
     find: the beginning of the command line, for a program= or "". arguments: the rest, for a launch and a port.
-    install: what to do if the program is not found.
+    install: what to do if the program is not found. was_run: whether such a command line was ever run here, or only
+    read in the engine's documentation. speculates: whether it has flags for drafts. lists_model: whether /v1/models
+    names the model of the server.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Program:
     install: str
     was_run: bool
     speculates: bool = True
+    lists_model: bool = True
 
 
 def command_line(launch: Launch, port: int) -> list[str]:
@@ -159,6 +162,7 @@ PROGRAMS = {
             "`pip install transformers[serving]`, or give program=PATH of transformers",
             was_run=True,
             speculates=False,
+            lists_model=False,  # it lists the hub's cache, and takes no other name than that of its model
         ),
     )
 }
@@ -185,8 +189,3 @@ def _beside_python(name: str, engine: str) -> str:
 
 def _optional(flag: str, value: int | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
-
-
-def untried() -> Iterator[str]:
-    """The engines whose command lines were only read in their documentation."""
-    return (program.name for program in PROGRAMS.values() if not program.was_run)
