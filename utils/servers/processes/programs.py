@@ -1,7 +1,7 @@
 """The engines that can be started: one row each, with the command line for a target, a drafter and a draft length.
 
-The flags are those of late 2026: of llama.cpp and transformers read from the installed versions that the tests use, of
-vLLM and SGLang from their documentation. Only loopback addresses are given to a server.
+The flags are those of late 2026: of llama.cpp, vLLM and transformers as they were run here, of SGLang from its
+documentation alone. Only loopback addresses are given to a server.
 """
 
 import json
@@ -147,7 +147,7 @@ PROGRAMS = {
             "program=PATH of llama-server or of a Python that has xllamacpp",
             was_run=True,
         ),
-        Program(VLLM, _vllm, _vllm_arguments, "`pip install vllm`, or give program=PATH of vllm", was_run=False),
+        Program(VLLM, _vllm, _vllm_arguments, "`pip install vllm`, or give program=PATH of vllm", was_run=True),
         Program(
             SGLANG,
             _sglang,
