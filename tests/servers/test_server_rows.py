@@ -25,8 +25,7 @@ def addresses(two: tuple[Loopback, Loopback], **options: str) -> tuple[ServerAdd
 
 
 def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults = Faults(chunk_delay=0.08)
-    two[1].faults = Faults(chunk_delay=0.02)
+    two[0].faults = Faults(chunk_delay=0.5)  # the slower one by far, also on a busy machine
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello there") is Verdict.DONE
     plain, spec = records_of(tmp_path / "r.jsonl")
@@ -34,8 +33,8 @@ def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, 
     assert plain["text"] == spec["text"] and text.startswith(plain["text"])
     assert [row["strategy"] for row in (plain, spec)] == ["server plain", "server spec"]
     assert plain["speedup_vs_baseline"] is None and plain["same_as_baseline"] is None
-    assert spec["speedup_vs_baseline"] == spec["tokens_per_second"] / plain["tokens_per_second"] > 1.5
-    assert spec["decode_speedup_vs_baseline"] > 1.5
+    assert spec["speedup_vs_baseline"] == spec["tokens_per_second"] / plain["tokens_per_second"] > 1.1
+    assert spec["decode_speedup_vs_baseline"] > 1.1
     assert spec["same_as_baseline"] and spec["new_tokens"] == 6 and spec["tokens_counted_by"] == "usage"
     assert spec["models"]["target"] is None and spec["seed"] == 42 and spec["settings"]["length"] == 6
     assert spec["server"] == {
@@ -80,6 +79,10 @@ def test_a_different_text_is_shown_from_its_first_difference(
     assert "differs from character 10: tree four" in shown.replace("... ", "").replace("One two ", "")
     row = records_of(tmp_path / "r.jsonl")[1]
     assert (row["same_as_baseline"], row["first_difference"], row["first_difference_in"]) == (False, 9, "characters")
+    assert session.handle("/texts") is Verdict.DONE
+    out, messages = view.take()
+    assert "One two t»ree four five six" in out and "One two three four" in out and "differs from server plain" in out
+    assert "model" in messages  # the reasons of a difference are those of /server text
 
 
 def test_speeds_are_compared_with_the_baseline_and_on_its_host_only(
@@ -175,7 +178,7 @@ def test_a_conversation_is_continued_by_each_server(two: tuple[Loopback, Loopbac
 def test_commands_that_need_a_model_say_so(two: tuple[Loopback, Loopback], view: Screen) -> None:
     session = server_session(view, *addresses(two))
     session.handle("Hello")
-    for line in ("/why", "/whatif", "/lossless", "/audit", "/verdict", "/pair", "/engine", "/texts", "/costs"):
+    for line in ("/why", "/whatif", "/lossless", "/audit", "/verdict", "/pair", "/engine", "/costs"):
         view.take()
         assert session.handle(line) in (Verdict.FAILED, Verdict.DONE)
         out, messages = view.take()

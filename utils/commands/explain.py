@@ -8,6 +8,7 @@ from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.glossary import FIGURES
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Column
+from utils.comparison.server_columns import server_columns
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
 from utils.text import count_of, decode
@@ -32,13 +33,17 @@ def _figure_name(word: str) -> str:
 
 
 def _columns(argument: str, context: CommandContext) -> Outcome:
+    servers = context.harness.state.last_servers
+    on_servers = [] if servers is None else server_columns(servers.compared)
+    if on_servers and context.harness.state.last is None:
+        return [ShowTexts(on_servers)]
     last = context.harness.last()
-    if not last.compared:
+    if not last.compared and not on_servers:
         raise UserError("no strategy answered the last prompt: send it again.")
     groups: dict[tuple[int, ...], list[ComparedRun]] = {}
     for compared in sorted(last.compared, key=lambda compared: not compared.strategy.is_baseline):  # the target first
         groups.setdefault(tuple(compared.run.tokens), []).append(compared)
-    return [ShowTexts([_column(last, group) for group in groups.values()])]
+    return [ShowTexts([*(_column(last, group) for group in groups.values()), *on_servers])]
 
 
 def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
