@@ -112,7 +112,8 @@ def test_the_time_limit_ends_sending_and_then_the_rest(server: Loopback, target:
     target.client.model()
     server.faults = Faults(first_delay=0.15)
     measured = run_slice(target, requests(50), concurrency=1, limit=0.3)
-    assert 1 <= len(measured.completions) <= 3 and measured.unfinished == 50 - len(measured.completions)
+    assert 1 <= len(measured.completions) <= 2 and measured.unfinished == 50 - len(measured.completions)
+    assert len(server.posts()) <= 2  # two answers take 0.3 s
     server.faults = Faults(chunk_delay=0.2)  # an answer takes 0.8 s, and twice the limit is 0.4 s
     began = time.monotonic()
     with pytest.raises(TooSlow, match="no request was answered within"):
