@@ -67,6 +67,8 @@ def test_a_server_with_another_text(view: Screen) -> None:
     shown, _ = checked(view, spec="always")
     assert "The text of spec is not that of base for 2 of 2 prompts" in shown
     assert "token 3" in shown and "deterministic" not in shown.lower()
+    # It is the same text under load, so load changes nothing.
+    assert "With 3 requests at once the texts stay the same." in shown and ", 3 at once" not in shown
 
 
 @pytest.mark.parametrize("which", ["base", "spec"])

@@ -168,11 +168,15 @@ def _reference(trial: Trial, number: int) -> Output:
 
 
 def _unlike(trial: Trial, check: str, name: str) -> list[tuple[int, Output, int]]:
-    """(prompt, text, place) of the first text of each prompt that is not the reference's."""
+    """(prompt, text, place) of the first text of each prompt that is not the reference's.
+
+    Under load only texts count that the server does not give alone.
+    """
     found = []
     for number, outputs in enumerate(trial.outputs[check, name]):
         reference = _reference(trial, number)
-        places = ((output, output.difference(reference)) for output in outputs)
+        known = trial.outputs[ALONE, name][number] if check == LOAD else []
+        places = ((output, output.difference(reference)) for output in outputs if output not in known)
         differing = next(((output, place) for output, place in places if place is not None), None)
         if differing is not None:
             found.append((number, *differing))

@@ -60,7 +60,7 @@ def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Fig
     if not changed:
         return [f"{at_once} the texts stay the same."]
     counts = " and ".join(f"{server} for {count_of(count, 'prompt')}" for server, count in changed.items())
-    sentence = f"{at_once} texts differ from those of {baseline or name} alone: {counts}."
+    sentence = f"{at_once} texts differ from those given alone: {counts}."
     if baseline in changed:
         sentence += f" {baseline} does so without speculation: its results depend on the batch."
     return [sentence]
