@@ -18,6 +18,8 @@ def shifted_layers(own: Conventions, count: int) -> dict[str, Conventions]:
         layers = tuple(layer + shift for layer in plain)
         if all(0 <= layer <= count for layer in layers):
             found[f"layer ids read as {name}"] = tuple(count + 1 if layer == count else layer for layer in layers)
+            if count in layers:
+                found[f"layer ids read as {name}, the last one after the final norm"] = layers
     if count in plain:
         for last, name in ((count, "after"), (count + 1, "before")):
             layers = tuple(last if layer == count else layer for layer in plain)
