@@ -88,6 +88,45 @@ def test_the_text_is_the_targets_own(processor: LogitsProcessor, rule: str, gamm
     assert any(step.leaf is not None for step in steps)
 
 
+def test_a_model_drafts_what_it_would_have_drafted_had_the_chain_been_right() -> None:
+    """Its cache must not keep the draft that a leaf replaced."""
+    target = tiny_llama(vocab_size=SIZE).double()
+    drafter, processor = blurred(target).double(), MultinomialProcessor(1.0)
+    combs = run(target, drafter, processor, "coupled", costs=FLAT)
+    assert sum(step.leaf is not None for step in combs) > 2
+    plan = decoding(40, processor=processor, seed=11)
+    text = [*PROMPT, *tokens_of(combs)]
+    for start, step in zip(starts(combs), combs, strict=True):
+        fresh = ModelDrafter(ModelSession(drafter), plan, SIZE, shares_noise=True)
+        fresh.begin(PROMPT, PROMPT)
+        assert tuple(fresh.propose(text[: len(PROMPT) + start], len(step.drafted)).tokens) == step.drafted
+
+
+def test_leaves_differ_from_each_other_and_from_the_drafts_that_they_could_replace() -> None:
+    target = tiny_llama(vocab_size=SIZE)
+    for rule in RULES:
+        for step in run(target, blurred(target), MultinomialProcessor(1.0), rule, costs=FLAT):
+            alternatives = [*enumerate(step.drafted), *step.leaves]
+            assert len(set(alternatives)) == len(alternatives)
+
+
+def test_a_leaf_that_is_an_end_token_ends_the_text() -> None:
+    target = tiny_llama(vocab_size=SIZE).double()
+    drafter, ended = blurred(target).double(), 0
+    steps = run(target, drafter, GreedyProcessor(), "rejection", costs=FLAT)
+    text = tokens_of(steps)
+    for step in steps:
+        if step.leaf is None or text.index(end := step.leaves[step.leaf].token) < starts(steps)[steps.index(step)]:
+            continue
+        plan = decoding(40, processor=GreedyProcessor(), ends=[end])
+        comb = Comb(plan.noise, shares_noise=False, costs=FLAT)
+        drafts = ModelDrafter(ModelSession(drafter), plan, SIZE, comb=comb)
+        last = list(speculative_steps(PROMPT, drafts, ModelSession(target), plan, gamma=4))
+        assert tokens_of(last) == text[: text.index(end) + 1] and last[-1].finish == "stop"
+        ended += last[-1].leaf is not None and last[-1].token is None
+    assert ended
+
+
 def test_a_head_continues_from_the_features_of_an_accepted_leaf() -> None:
     """With equal bits at all widths, its drafts after a leaf are those of a run whose chain had been right."""
     from tiny import tiny_head
@@ -169,3 +208,12 @@ def test_leaves_that_are_never_accepted_are_given_up() -> None:
         chain = places(0.3)
         comb.learn(chain, comb.leaves(chain, 0), [7], computed=1)
     assert comb.leaves(places(0.3), 0) == ()
+
+
+def test_leaves_that_are_accepted_are_proposed_again() -> None:
+    comb = Comb(Noise(1), shares_noise=False, costs=Costs(verify=tuple(0.3 * k for k in range(1, 9))))
+    chain, leaves = places(0.2), (Leaf(0, 7),)
+    assert comb.leaves(chain, 0) == ()
+    for _ in range(10):
+        comb.learn(chain, leaves, [7, 3], computed=1)
+    assert len(comb.leaves(chain, 0)) == 1
