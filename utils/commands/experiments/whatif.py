@@ -208,7 +208,7 @@ WHATIF = Command(
     rank=4,
     page=Page(
         "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-        "decoding again.",
+        "decoding again. Leaves (/tree) are left out.",
         ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
         see_also=("gamma", "why", "race", "predicted"),
     ),
