@@ -278,9 +278,14 @@ def test_prompts_are_tokenized_by_the_server() -> None:
     chat = Chat(({"role": "user", "content": "hi"},))
     llama: Any = Server(apply_template={"prompt": "<s>hi"}, tokenize={"tokens": [1, 2]})
     assert LlamaCppKind().tokens(llama, chat) == (1, 2) and llama.sent["/tokenize"]["content"] == "<s>hi"
+    # llama.cpp leaves the first token out of the template's text if its tokenizer adds one.
+    assert llama.sent["/tokenize"]["add_special"] is True
+    assert LlamaCppKind().tokens(llama, "hi") and llama.sent["/tokenize"]["add_special"] is False
+    assert LlamaCppKind().tokens(llama, "hi", special=True) and llama.sent["/tokenize"]["add_special"] is True
     for kind in (VllmKind(), SglangKind()):
         server: Any = Server(tokenize={"tokens": [3]})
         assert kind.tokens(server, chat) == (3,) and server.sent["/tokenize"]["messages"]
         assert kind.tokens(server, "hi") == (3,) and server.sent["/tokenize"]["add_special_tokens"] is False
+        assert kind.tokens(server, "hi", special=True) and server.sent["/tokenize"]["add_special_tokens"] is True
         odd: Any = Server(tokenize={"tokens": ["3"]})
         assert kind.tokens(odd, "hi") is None

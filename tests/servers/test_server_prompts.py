@@ -30,7 +30,7 @@ class Tokenizing(OpenAIKind):
     def takes_token_ids(self) -> bool:
         return True
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         return (*self._tokenizer(text, add_special_tokens=False)["input_ids"], *self._extra)
 
     def engine_fields(self, request: ServerRequest) -> dict[str, Any]:

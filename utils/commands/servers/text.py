@@ -135,7 +135,7 @@ def _requests(connection: Connection, prompts: Sequence[str], context: CommandCo
         request = request_maker(context.harness, prompt, context.settings)(connection.kind, connection.client)
         request = replace(request, temperature=0.0, top_k=0, top_p=1.0)
         if isinstance(request.prompt, str | Chat):
-            ids = connection.kind.tokens(connection.client, request.prompt)
+            ids = connection.kind.tokens(connection.client, request.prompt, special=True)
             request = replace(request, prompt=ids or request.prompt)
         made.append(request)
     return made

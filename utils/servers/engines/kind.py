@@ -70,9 +70,9 @@ class EngineKind(Protocol):
     def recognises(self, server: ServerReader) -> bool:
         """Whether the server is of this kind, from paths that only this kind has."""
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
-        """The ids that the server's tokenizer gives for a text, without special tokens around it, or for the messages
-        of a chat in the server's template; None if unknown.
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        """The ids that the server's tokenizer gives for a text, or for the messages of a chat in the server's template;
+        None if unknown. special: with the special tokens that the engine puts around a text.
 
         A prompt is sent as token ids only if the local tokenizer gives the same.
         """

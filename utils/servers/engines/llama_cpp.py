@@ -52,13 +52,14 @@ class LlamaCppKind(OpenAIKind):
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "llamacpp"
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, Chat):
             found = server.post_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
             if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
                 return None
-            text = found["prompt"]
-        return tokenized(server, {"content": text, "add_special": False, "parse_special": True})
+            # A first token that the tokenizer adds by itself is left out of the template's text.
+            text, special = found["prompt"], True
+        return tokenized(server, {"content": text, "add_special": special, "parse_special": True})
 
     def path(self, request: ServerRequest) -> str:
         return super().path(request) if request.is_chat else "/completion"

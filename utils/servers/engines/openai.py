@@ -29,7 +29,7 @@ class OpenAIKind:
     def recognises(self, server: ServerReader) -> bool:
         return True
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         return None
 
     def path(self, request: ServerRequest) -> str:
@@ -97,10 +97,10 @@ class OpenAIKind:
         return None
 
 
-def tokenized_prompt(server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
+def tokenized_prompt(server: ServerReader, text: str | Chat, *, special: bool) -> tuple[int, ...] | None:
     """The ids of a text or a chat by the /tokenize that vLLM and SGLang have."""
     if isinstance(text, str):
-        return tokenized(server, {"prompt": text, "add_special_tokens": False})
+        return tokenized(server, {"prompt": text, "add_special_tokens": special})
     messages = [dict(message) for message in text.messages]
     return tokenized(server, {"messages": messages, "add_generation_prompt": True})
 

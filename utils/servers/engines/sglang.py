@@ -42,8 +42,8 @@ class SglangKind(OpenAIKind):
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "sglang"
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
-        return tokenized_prompt(server, text)
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        return tokenized_prompt(server, text, special=special)
 
     def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
         fields: dict[str, Any] = {

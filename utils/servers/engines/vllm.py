@@ -48,8 +48,8 @@ class VllmKind(OpenAIKind):
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "vllm"
 
-    def tokens(self, server: ServerReader, text: str | Chat) -> tuple[int, ...] | None:
-        return tokenized_prompt(server, text)
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        return tokenized_prompt(server, text, special=special)
 
     def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
         """All sampling fields are given, because the defaults are from the model's generation_config.json."""
