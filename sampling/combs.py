@@ -140,7 +140,8 @@ class Comb:
         for leaf in leaves:
             if leaf.place <= accepted:
                 bucket = _bucket(places[leaf.place].runners_up[ranks[leaf.place]])
-                outcomes.append((bucket, leaf == (accepted, text[accepted])))
+                follows = list(text[accepted : accepted + 1])  # empty after an accepted end token
+                outcomes.append((bucket, leaf.place == accepted and follows == [leaf.token]))
             ranks[leaf.place] += 1
         self._estimates.learn(outcomes)
         if self._costs is not None:

@@ -127,6 +127,21 @@ def test_a_leaf_that_is_an_end_token_ends_the_text() -> None:
     assert ended
 
 
+def test_an_end_token_in_the_chain_ends_the_text() -> None:
+    target, ended = tiny_llama(vocab_size=SIZE).double(), 0
+    drafter = blurred(target).double()
+    steps = run(target, drafter, GreedyProcessor(), "rejection", costs=FLAT)
+    text = tokens_of(steps)
+    for end in {token for step in steps for token in step.drafted[: step.accepted]}:
+        plan = decoding(40, processor=GreedyProcessor(), ends=[end])
+        comb = Comb(plan.noise, shares_noise=False, costs=FLAT)
+        drafts = ModelDrafter(ModelSession(drafter), plan, SIZE, comb=comb)
+        last = list(speculative_steps(PROMPT, drafts, ModelSession(target), plan, gamma=4))
+        assert tokens_of(last) == text[: text.index(end) + 1]
+        ended += last[-1].token is None and last[-1].leaf is None and bool(last[-1].leaves)
+    assert ended
+
+
 def test_a_head_continues_from_the_features_of_an_accepted_leaf() -> None:
     """With equal bits at all widths, its drafts after a leaf are those of a run whose chain had been right."""
     from tiny import tiny_head

@@ -140,7 +140,7 @@ def test_a_drafter_of_a_different_target_is_refused(folders, tmp_path):
     (out / "target.json").write_text('{"version": 1}')
     assert "target.json is damaged" in refusal(tmp_path / "other", out)
     (out / "target.json").unlink()
-    assert load(tmp_path / "other", out).drafter_kind == "head"
+    assert load(tmp_path / "other", out).drafter_kind == "EAGLE-3"
 
 
 def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):

@@ -64,7 +64,7 @@ def test_a_drafter_is_trained_described_and_loaded(target, tmp_path, kind):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1 | 2 | 3 |" in card and "--target TARGET" in card and str(target) not in card
     assert not (tmp_path / "out" / "work").exists()
-    assert load(target, tmp_path / "out").drafter_kind == ("model" if kind == "lm" else "head")
+    assert load(target, tmp_path / "out").drafter_kind == {"lm": "model", "eagle3": "EAGLE-3"}.get(kind, kind)
 
 
 def acceptance(messages, out):

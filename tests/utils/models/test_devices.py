@@ -34,7 +34,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices that models are loaded to. Two CUDA devices seem to exist; models for them stay on the CPU."""
     requested: list[str] = []
 
-    def load_on_cpu(source: Source, kind: str, where: Placement) -> PreTrainedModel:
+    def load_on_cpu(source: Source, kind: str, where: Placement, **options: object) -> PreTrainedModel:
         requested.append(where.device)
         return load_model(source, kind, Placement("cpu", torch.float32, where.report))
 
@@ -105,7 +105,7 @@ def test_a_spread_target_writes_the_same_text(shelf: Path, tmp_path: Path, monke
     whole, spread = load(shelf / "target", shelf / "drafter"), spread_model(shelf / "target", tmp_path / "offload")
     head = write_head(tmp_path / "head", whole.target)
     assert is_spread(spread) and not is_spread(whole.target) and spread.model.layers[3].mlp.up_proj.weight.is_meta
-    monkeypatch.setattr(load_pair, "load_model", lambda *arguments: spread)
+    monkeypatch.setattr(load_pair, "load_model", lambda *arguments, **options: spread)
     pair = load(shelf / "target", shelf / "drafter")
     assert pair.target is spread and pair.memory > 0
     assert (whole.device, pair.device) == ("cpu", "cpu + disk")

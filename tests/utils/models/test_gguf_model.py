@@ -148,7 +148,8 @@ def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkey
     lines: list[str] = []
     source, placement = loading.locate(str(file), lines.append), loading._placement("cpu", "cpu", "auto", lines.append)
     request = loading.PairRequest(str(file), None, device="cpu", quantize="none", engine_weights="gguf")
-    target = loading._load_target(source, request, placement)
+    plan = loading.plan_drafter(request, placement, source)
+    target = loading._load_target(source, request, placement, plan)
     assert not without_data(target.model) and target.weights.blocks
     assert any("unpacked" in line and "its family is not known" in line for line in lines)
 
