@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sampling.adaptive_gamma import AcceptanceEstimates, AdaptiveGamma, Bucket, ThroughputEstimate
@@ -44,13 +43,11 @@ class Place:
     @classmethod
     def of(cls, token: int, bucket: Bucket, q: Tensor, logits: Tensor) -> "Place":
         """logits: (V',)."""
-        top = torch.softmax(logits, dim=-1).topk(min(PER_PLACE + 1, len(logits)))
-        others = [value for value, index in zip(*_lists(top.values, top.indices), strict=True) if index != token]
+        top = logits.topk(min(PER_PLACE + 1, len(logits)))
+        values = (top.values - logits.logsumexp(dim=-1)).exp()
+        pairs = zip(values.tolist(), top.indices.tolist(), strict=True)
+        others = [value for value, index in pairs if index != token]
         return cls(token, bucket, q, logits, tuple(others[:PER_PLACE]))
-
-
-def _lists(values: Tensor, indices: Tensor) -> tuple[list[float], list[int]]:
-    return values.tolist(), indices.tolist()
 
 
 class Comb:

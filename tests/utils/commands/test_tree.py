@@ -9,12 +9,14 @@ from utils.decode.steps import Leaf, Step
 from utils.repl.runner import Verdict
 from utils.screen.debug_rounds import round_pieces
 
+COSTS = "/costs verify 0.01 0.01 0.01 0.01 0.01 0.01; model 0.01; leaf 0"  # nothing is measured
+
 
 @pytest.mark.parametrize("decoding", [("/verify rejection",), ("/verify coupled", "/temperature 1")])
 def test_runs_with_combs_have_the_targets_text(decoding: tuple[str, ...], view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     session = open_session(view, records=file)
-    for line in (*decoding, "/length 20", "/gamma 3", "/costs verify 0.01 0.01 0.01 0.01 0.01 0.01", "Hello there"):
+    for line in (*decoding, "/length 20", "/gamma 3", COSTS, "Hello there"):
         assert session.handle(line) is Verdict.DONE, view.take()
     chain = records_of(file)
     for tree in ("comb", "auto"):
