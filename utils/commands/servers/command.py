@@ -27,7 +27,8 @@ SYNTAX = (
     "/server [list]",
     "/server remove NAME",
     "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
-    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] [-- FLAGS]",
+    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
+    "[baseline=NAME] [-- FLAGS]",
     "/server stop NAME",
     "/server sweep NAME draft=0,2,4,8 [repeats=N]",
     "/server load NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
