@@ -209,14 +209,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self, request: Received) -> None:
         owner = self.server.owner
-        owner.busy(1)
-        try:
-            with owner._slots:
-                answer = owner.answer(request.body)
-                owner.wait(owner.faults.first_delay)
+        with owner._slots:
+            answer = owner.answer(request.body)
+            owner.wait(owner.faults.first_delay)
+            owner.busy(1)  # only now: a request that has just been answered is counted for a moment longer
+            try:
                 (self._stream if request.body.get("stream") else self._whole)(request, answer)
-        finally:
-            owner.busy(-1)
+            finally:
+                owner.busy(-1)
 
     def _whole(self, request: Received, answer: Answer) -> None:
         owner = self.server.owner
