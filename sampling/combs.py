@@ -53,10 +53,11 @@ class Place:
 class Comb:
     """Chooses the leaves of each round and learns how often they are accepted.
 
-    shares_noise: whether drafts are drawn with the target's noise; leaves are then the next tokens of the same race
-    (3.3 of GLS, arXiv 2506.05632, with one noise). costs: of verify passes; leaves are then chosen by their gain over
-    their cost, otherwise by their probability alone. draft_cost: of one draft, in decode steps. adaptive: chooses the
-    chain's length, if anything does; its estimate of the run's throughput is used.
+    shares_noise: whether drafts are drawn with the target's noise; leaves are then the next tokens of the same race.
+    (GLS, arXiv 2506.05632, couples lists of drafts by several noise vectors; here there is one.) costs: of verify
+    passes; leaves are then chosen by their gain over their cost, otherwise by their probability alone. draft_cost: of
+    one draft, in decode steps. adaptive: chooses the chain's length, if anything does; its estimate of the run's
+    throughput is used.
     """
 
     def __init__(

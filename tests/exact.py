@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any
 
 from utils.decode.drafts import Draft
@@ -243,3 +244,18 @@ def grid(size: int, steps: int) -> list[Row]:
     for _ in range(size - 1):
         cuts = [[*cut, nxt] for cut in cuts for nxt in range(cut[-1] if cut else 0, steps + 1)]
     return [tuple(Fraction(after - before, steps) for before, after in pairwise([0, *cut, steps])) for cut in cuts]
+
+
+def contextual(seed: int, size: int) -> Distribution:
+    """A random distribution over `size` tokens for every context. Some tokens have probability 0."""
+    rows: dict[Text, Row] = {}
+    source = Random(seed)
+
+    def probs(text: Text) -> Row:
+        if text not in rows:
+            weights = [source.choice((0, 1, 1, 2, 3, 5, 8)) for _ in range(size)]
+            weights[source.randrange(size)] += 1
+            rows[text] = tuple(Fraction(weight, sum(weights)) for weight in weights)
+        return rows[text]
+
+    return probs

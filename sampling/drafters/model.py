@@ -125,7 +125,7 @@ class ModelDrafter:
             accepted = matching_prefix(last.tokens, text)
             self._learn(last, accepted, text)
         self._round = None
-        # After an accepted leaf, the last two tokens were never fed. The token after the last draft never was.
+        # What follows the accepted drafts of the chain was not fed, or a rejected draft in its place.
         self._session.rewind(min(verified.start + accepted, len(context) - 1))
 
     def _learn(self, last: Round, accepted: int, text: list[int]) -> None:

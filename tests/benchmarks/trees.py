@@ -10,9 +10,7 @@ import argparse
 import json
 import os
 from dataclasses import replace
-from math import exp, log, sqrt
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
@@ -22,6 +20,7 @@ from utils.comparison.strategies import STRATEGIES
 from utils.comparison.warm_up import warm_up, with_costs
 from utils.config.settings import Settings
 from utils.logits_processor import MultinomialProcessor
+from utils.metrics.intervals import speedup_interval
 from utils.metrics.results import Generation, pooled
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
@@ -34,7 +33,6 @@ DECODING: dict[str, dict[str, Any]] = {
     "T = 1, rejection": {"processor": MultinomialProcessor(1.0)},
     "T = 1, coupled": {"processor": MultinomialProcessor(1.0), "verify": "coupled"},
 }
-T_95 = 2.0  # quantile of the t distribution for about 60 ratios; 2.07 for 24
 
 
 def main() -> None:
@@ -73,13 +71,13 @@ def run_all(
 
 def figures(runs: list[Generation], base: list[Generation]) -> str:
     """One line about the runs of a tree."""
-    logs = [log(decode_rate(run) / decode_rate(other)) for run, other in zip(runs, base, strict=True)]
-    margin = T_95 * stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
+    ratios = [[decode_rate(run) / decode_rate(other)] for run, other in zip(runs, base, strict=True)]
+    gain = speedup_interval(ratios)
     every = pooled(runs)
     leaves = sum(len(step.leaves) for step in every.steps)
     accepted = sum(step.leaf is not None for step in every.steps)
     return (
-        f"{exp(mean(logs)):.3f} ({exp(mean(logs) - margin):.3f} to {exp(mean(logs) + margin):.3f}) of tree off; "
+        f"{gain.estimate:.3f} ({gain.low:.3f} to {gain.high:.3f}) of tree off; "
         f"{every.tokens_per_target_forward:.3f} tokens/forward; {leaves / len(every.steps):.2f} leaves/round, "
         f"{accepted} of {leaves} accepted; {len(every.steps)} rounds"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exact import distance, text_probs
-from tiny import tiny_llama
+from tiny import tiny_head, tiny_llama
 from toys import ToyModel, decoding, toy
 
 from sampling import RULES, HeadDrafter, ModelDrafter, autoregressive_steps, speculative_steps
@@ -144,8 +144,6 @@ def test_an_end_token_in_the_chain_ends_the_text() -> None:
 
 def test_a_head_continues_from_the_features_of_an_accepted_leaf() -> None:
     """With equal bits at all widths, its drafts after a leaf are those of a run whose chain had been right."""
-    from tiny import tiny_head
-
     target = tiny_llama(vocab_size=SIZE)
     assert Engine([target]).use("invariant", 1).verified
     head, plan = tiny_head(target), decoding(60, processor=MultinomialProcessor(0.7), seed=2)

@@ -4,10 +4,21 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from itertools import product
-from random import Random
 
 import pytest
-from exact import Branching, Distribution, Exact, Row, Text, completed, grid, joint, mean_accepted, outcome_probs
+from exact import (
+    Branching,
+    Distribution,
+    Exact,
+    Row,
+    Text,
+    completed,
+    contextual,
+    grid,
+    joint,
+    mean_accepted,
+    outcome_probs,
+)
 
 from sampling import RULES, Rule, verification
 from sampling.verification import Outcome, verify_round
@@ -23,20 +34,6 @@ SHAPES: list[Counts] = [
     # Which places have leaves may depend on the chain, also on the draft itself and on later ones.
     lambda chain: (chain[-1] % 2, *(1 + token % 2 for token in chain[1:])),
 ]
-
-
-def contextual(seed: int, size: int) -> Distribution:
-    """A random distribution over `size` tokens for every context. Some tokens have probability 0."""
-    source, rows = Random(seed), {}
-
-    def probs(text: Text) -> Row:
-        if text not in rows:
-            weights = [source.choice((0, 1, 1, 2, 3, 5)) for _ in range(size)]
-            weights[source.randrange(size)] += 1
-            rows[text] = tuple(Fraction(weight, sum(weights)) for weight in weights)
-        return rows[text]
-
-    return probs
 
 
 def drawn_leaves(q: Distribution, chain: Text, counts: tuple[int, ...], noise: Branching) -> tuple[Leaf, ...]:

@@ -16,9 +16,9 @@ from exact import (
     Distribution,
     Exact,
     Row,
-    Text,
     Verify,
     completed,
+    contextual,
     grid,
     joint,
     mean_accepted,
@@ -37,21 +37,6 @@ REJECTION, BLOCK = RULES["rejection"], RULES["block"]
 
 def constant(row: Row) -> Distribution:
     return lambda text: row
-
-
-def contextual(seed: int, size: int) -> Distribution:
-    """A random distribution over `size` tokens for every context. Some tokens have probability 0."""
-    rows: dict[Text, Row] = {}
-    source = Random(seed)
-
-    def probs(text: Text) -> Row:
-        if text not in rows:
-            weights = [source.choice((0, 1, 1, 2, 3, 5, 8)) for _ in range(size)]
-            weights[source.randrange(size)] += 1
-            rows[text] = tuple(Fraction(weight, sum(weights)) for weight in weights)
-        return rows[text]
-
-    return probs
 
 
 def is_exact(p: Distribution, q: Distribution, gamma: int, verify: Verify) -> bool:

@@ -1,4 +1,4 @@
-"""llama.cpp's own server, started by this program: it answers, drafts as it was told, and is gone afterwards."""
+"""llama.cpp's own server, started by this program: it answers, drafts as configured, and is gone afterwards."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

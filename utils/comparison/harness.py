@@ -119,7 +119,7 @@ class Harness:
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
         """The enabled strategies with their jobs. All share the session's storage and caches.
 
-        There are none if servers are to run alone. Raises UserError for a prompt that the target cannot take. note:
+        Empty if only servers run. Raises UserError for a prompt that the target cannot take. note:
         receives each reason why a strategy is skipped or drafts nothing.
         """
         if not self.has_pair and not self.state.servers:

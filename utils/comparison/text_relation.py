@@ -1,7 +1,8 @@
 """How the text of a run relates to texts that are already on the screen: the same, or different from some token on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from utils.comparison.strategies import Strategy
 from utils.metrics.results import Generation, first_difference
@@ -66,3 +67,19 @@ def start_of_context(text: str, difference: int) -> int:
         blank = text.find(" ", start, difference)
         start = start if blank < 0 else blank + 1
     return start
+
+
+def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
+    """How many prompts have the baseline's text in every repeat, and the numbers of those that have not.
+
+    compared: the number of each prompt and whether its texts are the same; None where they were not compared.
+    """
+    same: dict[int, bool] = {}
+    for number, is_same in compared:
+        if is_same is not None:
+            same[number] = is_same and same.get(number, True)
+    return {
+        "compared_texts": len(same),
+        "same_texts": sum(same.values()),
+        "other_texts_at_prompts": [number for number, is_same in same.items() if not is_same],
+    }

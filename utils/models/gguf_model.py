@@ -90,7 +90,8 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     index = BlockIndex(stored["architecture"], {layer: Stored(*row) for layer, row in stored["tensors"].items()})
     model = _empty(AutoConfig.from_pretrained(folder))
     with safe_open(folder / DENSE, framework="pt") as file:  # pages of the file are read when they are needed
-        _set_weights(model, {part: file.get_tensor(part) for part in file.keys()}, index, file_state(path))  # noqa: SIM118
+        names = list(file.keys())  # the file is not iterable
+        _set_weights(model, {name: file.get_tensor(name) for name in names}, index, file_state(path))
     model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = name
     GenerationRules.of(model)  # raises UserError for rules that are not valid

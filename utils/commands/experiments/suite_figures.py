@@ -10,6 +10,7 @@ from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
 from utils.comparison.speed_claims import Row, interval_text, speedup_text
 from utils.comparison.strategies import Strategy
+from utils.comparison.text_relation import text_figures
 from utils.config.settings import Settings
 from utils.metrics.benchmark_figures import Repeat
 from utils.metrics.results import Comparison, Generation, compare, pooled
@@ -89,7 +90,7 @@ def _figures(task: str, strategy: Strategy, group: Sequence[Result], settings: S
         "tokens_per_target_forward": total.tokens_per_target_forward if strategy.uses_target else None,
         "lossless": strategy.lossless,
         "must_be_the_targets": strategy.repeats_target(settings),
-        **_text_figures(group if strategy.lossless else ()),
+        **text_figures((result.number, result.comparison.same) for result in group if strategy.lossless),
     }
 
 
@@ -108,19 +109,6 @@ def _ratios(group: Sequence[Result]) -> list[list[float]]:
         if result.comparison.speedup:
             by_prompt.setdefault(result.number, []).append(result.comparison.speedup)
     return list(by_prompt.values())
-
-
-def _text_figures(group: Sequence[Result]) -> Row:
-    """How many texts are the target's own in every repeat, and the prompts of those that are not."""
-    same: dict[int, bool] = {}
-    for result in group:
-        if result.comparison.same is not None:
-            same[result.number] = result.comparison.same and same.get(result.number, True)
-    return {
-        "compared_texts": len(same),
-        "same_texts": sum(same.values()),
-        "other_texts_at_prompts": [number for number, is_same in same.items() if not is_same],
-    }
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def server_race(
     title: str,
     sample: BenchmarkSample = NO_SAMPLE,
 ) -> Report:
-    """The report. prompts: with their numbers in the file. title: what is said above it, and what it is about.
+    """The report. prompts: with their numbers in the file. title: its heading and its subject.
 
     sample: which prompts of a benchmark these are.
     """

@@ -12,6 +12,7 @@ from utils.comparison.server_benchmark import Place, ServerTurns, server_benchma
 from utils.comparison.server_runs import ServerComparison, ServerRun
 from utils.comparison.server_summary import NO_BASELINE
 from utils.comparison.speed_claims import FASTER, Row, SpeedClaim, interval_text, speed_sentence, speedup_text
+from utils.comparison.text_relation import text_figures
 from utils.prompts.prompt_files import ALL_TASKS
 from utils.text import count_of
 
@@ -91,7 +92,7 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted and accepted is not None else None,
         "tokens_per_target_forward": forwards,
-        **_text_figures(group),
+        **text_figures((result.number, result.comparison.same) for result in group),
     }
 
 
@@ -136,19 +137,6 @@ def _by_prompt(group: Sequence[ServerResult], ratio: str) -> list[list[float]]:
         if value := getattr(result.comparison, ratio):
             by_prompt.setdefault(result.number, []).append(value)
     return list(by_prompt.values())
-
-
-def _text_figures(group: Sequence[ServerResult]) -> dict[str, Any]:
-    """How many prompts have the baseline's text in every repeat, and the numbers of those that have not."""
-    same: dict[int, bool] = {}
-    for result in group:
-        if result.comparison.same is not None:
-            same[result.number] = result.comparison.same and same.get(result.number, True)
-    return {
-        "compared_texts": len(same),
-        "same_texts": sum(same.values()),
-        "other_texts_at_prompts": [number for number, is_same in same.items() if not is_same],
-    }
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row
 
 BASE = "draft 0"
-NO_BASE = "Without draft=0 there is no speed-up: only the highest median can be named."
+NO_BASE = "No speed-up is given without draft=0, only the highest median."
 MEASURED = "Repeats within one start share its luck, so the interval may be too narrow."
 DIFFERENT = "The texts differ, so part of the difference in speed may come from the text."
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Which draft length is the fastest, and whether that can be told from noise."""
+    """Which draft length is the fastest, and whether that is distinguishable from noise."""
     rows: list[dict[str, Any]] = [finding.figures for finding in findings]
     if not rows:
         return []

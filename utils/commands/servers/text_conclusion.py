@@ -7,7 +7,7 @@ from utils.comparison.reports import Finding
 from utils.text import count_of
 
 Figures = dict[str, object]
-NO_LOGPROBS = "without token ids and log-probabilities a rounding tie cannot be told from a bug"
+NO_LOGPROBS = "without token ids and log-probabilities a rounding tie cannot be distinguished from a bug"
 
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:

@@ -97,6 +97,21 @@ class OpenAIKind:
         return None
 
 
+class TokenIdKind(OpenAIKind):
+    """What vLLM and SGLang share: completions take and give token ids, and /tokenize answers with them."""
+
+    @property
+    def takes_token_ids(self) -> bool:
+        return True
+
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        return tokenized_prompt(server, text, special=special)
+
+    def token_ids(self, event: Event) -> tuple[int, ...] | None:
+        ids = event["choices"][0].get("token_ids")
+        return None if ids is None else tuple(ids)
+
+
 def tokenized_prompt(server: ServerReader, text: str | Chat, *, special: bool) -> tuple[int, ...] | None:
     """The ids of a text or a chat by the /tokenize that vLLM and SGLang have."""
     if isinstance(text, str):

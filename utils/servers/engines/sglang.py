@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from utils.errors import UserError
-from utils.servers.completion import Event, ServerCompletion
+from utils.servers.completion import ServerCompletion
 from utils.servers.engines.draft_counters import (
     ODD_FIGURES,
     accepted_from_histogram,
@@ -20,30 +20,23 @@ from utils.servers.engines.draft_counters import (
 )
 from utils.servers.engines.kind import Counters, EngineAcceptance, ServerReader
 from utils.servers.engines.metrics_page import metric_values
-from utils.servers.engines.openai import OpenAIKind, owner_of, tokenized_prompt
-from utils.servers.request import Chat, ServerRequest
+from utils.servers.engines.openai import TokenIdKind, owner_of
+from utils.servers.request import ServerRequest
 
 GENERATED, PASSES, SLOTS = "generation_tokens", "spec_verify_calls", "spec_num_draft_tokens"
 ALL_SLOTS = "SGLang counts every draft slot of a verify pass as drafted, also nodes of a tree and unused slots"
 DERIVED = "accepted drafts are derived from the number of tokens and verify passes"
 
 
-class SglangKind(OpenAIKind):
+class SglangKind(TokenIdKind):
     """`sglang.launch_server`. The counters need its option --enable-metrics."""
 
     @property
     def name(self) -> str:
         return "sglang"
 
-    @property
-    def takes_token_ids(self) -> bool:
-        return True
-
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "sglang"
-
-    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
-        return tokenized_prompt(server, text, special=special)
 
     def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -55,10 +48,6 @@ class SglangKind(OpenAIKind):
             "return_spec_tokens_details": True,
         }
         return fields if request.reuses_prefix else fields | {"cache_salt": uuid4().hex}
-
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        ids = event["choices"][0].get("token_ids")
-        return None if ids is None else tuple(ids)
 
     def counters(self, server: ServerReader) -> Counters:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from utils.errors import UserError
-from utils.servers.completion import Event, ServerCompletion
+from utils.servers.completion import ServerCompletion
 from utils.servers.engines.draft_counters import (
     ACCEPTED,
     DRAFT_COUNTERS,
@@ -27,29 +27,22 @@ from utils.servers.engines.draft_counters import (
 )
 from utils.servers.engines.kind import Counters, EngineAcceptance, ServerReader
 from utils.servers.engines.metrics_page import metric_values
-from utils.servers.engines.openai import OpenAIKind, owner_of, tokenized_prompt
-from utils.servers.request import Chat, ServerRequest
+from utils.servers.engines.openai import TokenIdKind, owner_of
+from utils.servers.request import ServerRequest
 
 GENERATED = "generation_tokens"
 PAST_THE_END = "vLLM also counts drafts after the end of the answer"
 
 
-class VllmKind(OpenAIKind):
+class VllmKind(TokenIdKind):
     """`vllm serve`. With --per-request-spec-decode-metrics the counts come with the answer, otherwise from /metrics."""
 
     @property
     def name(self) -> str:
         return "vllm"
 
-    @property
-    def takes_token_ids(self) -> bool:
-        return True
-
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "vllm"
-
-    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
-        return tokenized_prompt(server, text, special=special)
 
     def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
         """All sampling fields are given, because the defaults are from the model's generation_config.json."""
@@ -64,10 +57,6 @@ class VllmKind(OpenAIKind):
             fields["return_tokens_as_token_ids"] = True  # two tokens can have the same text
         # Blocks of the prefix cache are shared only between requests with the same salt.
         return fields if request.reuses_prefix else fields | {"cache_salt": uuid4().hex}
-
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        ids = event["choices"][0].get("token_ids")
-        return None if ids is None else tuple(ids)
 
     def counters(self, server: ServerReader) -> Counters:
         try:
