@@ -110,4 +110,5 @@ def test_conclusions() -> None:
     assert "too few runs" in conclusion([base, row(2, [1.5, 1.6])])[0]
     assert "saved a forward pass" in conclusion([base, row(2, [1.5] * 6, per_forward=1.0)])[0]
     assert any("texts differ" in line for line in conclusion([base, row(2, [1.5] * 6, same=False)]))
-    assert conclusion([fast])[0].startswith("Without draft=0")
+    alone = conclusion([fast])[0]  # there is nothing to be faster than
+    assert "draft=0" in alone and "fastest" not in alone

@@ -4,8 +4,6 @@ Whatever is not exactly what `put` writes counts as absent: a damaged or foreign
 Which results belong to which models and machine is decided by the caller's key (`utils.engine.fingerprint`).
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,10 +13,10 @@ from typing import Any
 
 from utils.bounds import THREADS, WholeRange
 from utils.engine.engine_figures import EngineFigures
-from utils.files import replacing
+from utils.engine.entry_file import EntryFile
 
 FORMAT, VERSION = "results of the engine's self-test", 2
-MAX_ENTRIES, MAX_BYTES = 32, 1_000_000
+MAX_ENTRIES = 32
 LAYOUTS, WIDTHS = WholeRange(0, 1024), WholeRange(1, 1024)
 MAX_RATE = 1e9  # tokens per second
 MAX_SECONDS, MAX_STEPS, MAX_TEXT = 10_000.0, 1_000.0, 1_000
@@ -58,54 +56,21 @@ class ResultFile:
     def get(self, key: str) -> StoredResult | None:
         """The result with this key, if there is one that is whole."""
         with suppress(KeyError, TypeError, ValueError):
-            entry = self._entries()[key]
-            if entry["digest"] == entry_digest(key, entry):
+            if (entry := self._file.get(key)) is not None:
                 return _result(entry)
         return None
 
     def put(self, key: str, result: StoredResult) -> bool:
         """Store a result in place of an earlier one. Returns False if the file cannot be written."""
-        entries = self._entries()
-        entries.pop(key, None)  # so that it becomes the newest
-        entry = asdict(result)
-        entries[key] = entry | {"digest": entry_digest(key, entry)}
-        return self._write(entries)
+        return self._file.put(key, asdict(result))
 
     def drop(self, key: str) -> None:
         """Forget a result."""
-        entries = self._entries()
-        if entries.pop(key, None) is not None:
-            self._write(entries)
+        self._file.drop(key)
 
-    def _entries(self) -> dict[str, Any]:
-        try:
-            # Not a pipe, which would never end.
-            if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
-                return {}
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-            return {}
-        entries = content.get("entries")
-        return entries if isinstance(entries, dict) else {}
-
-    def _write(self, entries: Mapping[str, Any]) -> bool:
-        newest = dict([*entries.items()][-MAX_ENTRIES:])
-        content = json.dumps({"format": FORMAT, "version": VERSION, "entries": newest}, indent=1)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path, overwrite=True) as file:
-                file.write(content.encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-
-def entry_digest(key: str, entry: Mapping[str, Any]) -> str:
-    """A digest of an entry without its own digest, because a damaged number can look like a valid one."""
-    content = json.dumps([key, {name: value for name, value in entry.items() if name != "digest"}], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    @property
+    def _file(self) -> EntryFile:
+        return EntryFile(self.path, FORMAT, VERSION, MAX_ENTRIES)
 
 
 def _result(entry: Any) -> StoredResult:

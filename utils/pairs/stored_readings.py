@@ -6,7 +6,6 @@ Whatever is not exactly what `put` writes counts as absent: a damaged or foreign
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,13 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from utils.engine.stored_results import entry_digest
-from utils.files import replacing
+from utils.engine.entry_file import EntryFile
 from utils.models.feature_drafter import Conventions
 from utils.models.target_identity import fingerprint
 
 FORMAT, VERSION = "readings of drafters", 1
-MAX_ENTRIES, MAX_BYTES, MAX_LAYER = 64, 1_000_000, 10_000
+MAX_ENTRIES, MAX_LAYER = 64, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +31,17 @@ class StoredReadings:
     def get(self, key: str) -> Conventions | None:
         """The conventions with this key, if there is an entry that is whole."""
         with suppress(KeyError, TypeError, ValueError):
-            entry = self._entries()[key]
-            if entry["digest"] == entry_digest(key, entry):
+            if (entry := self._file.get(key)) is not None:
                 return _conventions(entry)
         return None
 
     def put(self, key: str, conventions: Conventions) -> None:
         """Store conventions in place of earlier ones. Does nothing if the file cannot be written."""
-        entries = self._entries()
-        entries.pop(key, None)  # so that it becomes the newest
-        entry: dict[str, Any] = {**asdict(conventions), "feature_layers": list(conventions.feature_layers)}
-        entries[key] = entry | {"digest": entry_digest(key, entry)}
-        newest = dict([*entries.items()][-MAX_ENTRIES:])
-        content = json.dumps({"format": FORMAT, "version": VERSION, "entries": newest}, indent=1)
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path, overwrite=True) as file:
-                file.write(content.encode() + b"\n")
+        self._file.put(key, {**asdict(conventions), "feature_layers": list(conventions.feature_layers)})
 
-    def _entries(self) -> dict[str, Any]:
-        try:
-            # Not a pipe, which would never end.
-            if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
-                return {}
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-            return {}
-        entries = content.get("entries")
-        return entries if isinstance(entries, dict) else {}
+    @property
+    def _file(self) -> EntryFile:
+        return EntryFile(self.path, FORMAT, VERSION, MAX_ENTRIES)
 
 
 def reading_key(files: Sequence[Path], declared: Conventions, target: PreTrainedModel) -> str:

@@ -9,6 +9,7 @@ from stored_starts import start
 from tiny import tiny_mamba
 
 from utils.engine import Engine, engine, selftest
+from utils.engine.entry_file import EntryFile
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import MAX_ENTRIES, ResultFile
 
@@ -57,7 +58,7 @@ def test_a_test_that_is_asked_for_is_made_even_if_the_file_cannot_be_written(
 ) -> None:
     start(file)
     second = start(file)
-    monkeypatch.setattr(ResultFile, "_write", lambda self, entries: False)
+    monkeypatch.setattr(EntryFile, "_write", lambda self, entries: False)
     assert not second.test("auto", 1).tested_on and tests.call_count == 2
 
 
