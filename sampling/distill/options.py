@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sampling.distill.number_format import AUTO, FORMATS
 from sampling.distill.progress import write_json
 from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
@@ -18,6 +19,7 @@ PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 MAX_STEPS = 8
 MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")
+MEASURED_IN = "dtype"  # which older files do not have
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
@@ -52,8 +54,9 @@ class Plan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
-    shape of a page. batch: rows per training step. steps: drafts that training is unrolled over. rate: Muon's learning
-    rate, for matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
+    shape of a page. dtype: the number format, a name of FORMATS once the work has begun. batch: rows per training step.
+    steps: drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all
+    other weights. start: folder of a drafter to train further.
     """
 
     target: str
@@ -61,6 +64,7 @@ class Plan:
     tokens: int = 1_000_000
     hours: float = 0.0
     device: str = "auto"
+    dtype: str = AUTO
     prompts: str | None = None
     start: str | None = None
     layers: str | None = None
@@ -145,6 +149,7 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         stored = {name: values[name] for name in MEASURED if values[name] is not None}
+        stored |= {name: values[name] for name in (MEASURED_IN,) if name in values}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         stored = {"seed": ""}  # of the wrong type
     if any(type(value) is not kinds[name] or (value in (0, "") and name != "seed") for name, value in stored.items()):
@@ -202,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit, of which less than half is for generation",
     )
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
+    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="number format; auto: the faster one (default: auto)")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add(

@@ -57,10 +57,12 @@ class Distillation:
     """A loaded target and what to do with it."""
 
     def __init__(self, options: Options, report: Report) -> None:
-        self._options, self._report = options, report
         plan = options.plan
         questions = _questions(Path(plan.prompts)) if plan.prompts else []
-        self._target = load_target(plan.target, plan.device, report)
+        self._target = load_target(plan.target, plan.device, report, dtype=plan.dtype)
+        # What was measured once is kept, so that resumed work continues in the same format.
+        plan = replace(plan, dtype=str(self._target.model.dtype).removeprefix("torch."))
+        self._options, self._report = replace(options, plan=plan), report
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
         self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
@@ -105,10 +107,9 @@ class Distillation:
         plan, model = self._plan, self._target.model
         total = self._work.pages * self._work.page_tokens
         asked = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
-        dtype = str(model.dtype).removeprefix("torch.")
         return (
             f"generating {self._work.pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all"
-            f"{asked}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {dtype} on "
+            f"{asked}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {plan.dtype} on "
             f"{model.device}."
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sampling.distill.number_format import AUTO, FORMATS, training_dtype
 from sampling.distill.progress import Report
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
@@ -25,10 +26,10 @@ class Target:
     lm_head: Tensor
 
 
-def load_target(name: str, device_name: str, report: Report) -> Target:
+def load_target(name: str, device_name: str, report: Report, *, dtype: str = AUTO) -> Target:
     """Load a hub id, folder, GGUF file or `embedded`. Raises UserError if no drafter can be trained for it."""
     device = choose_device(device_name)
-    placement = Placement(device, training_dtype(device), report)
+    placement = Placement(device, FORMATS[dtype] if dtype in FORMATS else training_dtype(device), report)
     source = convert_if_gguf(locate(name, report), placement)
     model = load_model(source, "none", placement)
     tokenizer = load_tokenizer(source)
@@ -37,15 +38,6 @@ def load_target(name: str, device_name: str, report: Report) -> Target:
             f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
         )
     return Target(model, tokenizer, output_weight(model))
-
-
-def training_dtype(device: str) -> torch.dtype:
-    """bfloat16 if the hardware has instructions for it, float32 otherwise."""
-    if device == "cpu":
-        supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    else:
-        supported = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if supported else torch.float32
 
 
 @torch.no_grad()

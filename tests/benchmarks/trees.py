@@ -9,11 +9,13 @@ target forward, and how often leaves were accepted, for greedy decoding and for 
 import argparse
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import STRATEGIES

@@ -12,6 +12,7 @@ from servers.server_sessions import server_session
 from utils.commands.servers.load_findings import conclusion, load_charts
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
+from utils.comparison.speed_claims import SpeedClaim
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
@@ -49,7 +50,7 @@ def record(tmp_path: Path) -> dict[str, Any]:
 def test_speculation_pays_alone_and_not_under_load(
     session: ReplSession, plain: Loopback, spec: Loopback, view: Screen, tmp_path: Path
 ) -> None:
-    line = "/server load spec concurrency=6,1 requests=4 length=8 turns=2"
+    line = "/server load spec concurrency=6,1 requests=5 length=8 turns=5"
     assert session.handle(line) is Verdict.DONE
     rows = record(tmp_path)["findings"]
     assert [(row["concurrency"], row["server"]) for row in rows] == [
@@ -59,19 +60,21 @@ def test_speculation_pays_alone_and_not_under_load(
         (6, "plain"),
     ]
     alone, _, loaded, base = rows
-    assert alone["speedup"] > 1.5 and loaded["speedup"] < 0.9 and len(alone["speedups"]) == 2
-    assert (alone["requests"], loaded["requests"]) == (4, 12)  # at least 4, and a multiple of 6 in each turn
+    assert alone["speedup"] > 1.5 and loaded["speedup"] < 0.9 and len(alone["speedups"]) == 5
+    assert (alone["verdict"], loaded["verdict"], base["verdict"]) == ("faster", "slower", "-")
+    assert alone["interval"][0] > 1 > loaded["interval"][1]
+    assert (alone["requests"], loaded["requests"]) == (5, 30)  # at least 5, and a multiple of 6 in each turn
     assert base["speedups"] == [] and base["baseline"] is None
     assert loaded["tokens_per_second"] == pytest.approx(sum(loaded["tokens"]) / sum(loaded["seconds"]))
     assert loaded["first_token_seconds"][0] > alone["first_token_seconds"][0]  # it waits for the slot
     assert "stops paying between 1 and 6 requests at once" in " ".join(record(tmp_path)["conclusion"])
     for server in (plain, spec):
         sent = server.posts()
-        assert len(sent) == 2 + 4 + 12 and {one.body["max_tokens"] for one in sent} == {8}
+        assert len(sent) == 2 + 5 + 30 and {one.body["max_tokens"] for one in sent} == {8}
         texts = {one.body["messages"][-1]["content"] for one in sent}
         assert texts == {"First", "Second"}
     assert plain.most_at_once == 6
-    assert "about" in (shown := "".join(view.take())) and "32 requests" in shown
+    assert "about" in (shown := "".join(view.take())) and "70 requests" in shown
 
 
 def test_servers_take_turns_at_going_first(
@@ -135,7 +138,7 @@ def row(concurrency: int, ratios: list[float], **values: Any) -> Finding:
         "baseline": "plain",
         "concurrency": concurrency,
         "speedups": ratios,
-        "speedup": sum(ratios) / len(ratios),
+        **SpeedClaim.of([ratios]).figures,
         "tokens_per_second": 10.0 * concurrency,
         "token_seconds": (0.01, 0.02),
         "drafted": 10,
@@ -146,13 +149,20 @@ def row(concurrency: int, ratios: list[float], **values: Any) -> Finding:
 
 
 def test_conclusions_name_every_load_once() -> None:
-    lines = " ".join(conclusion([row(1, [1.5, 1.4]), row(2, [1.1, 0.9]), row(8, [0.8, 0.7])]))
-    assert "higher throughput than plain in every turn with this many requests at once: 1 (1.45x)" in lines
+    ahead, mixed, behind = [1.5, 1.4, 1.45, 1.5, 1.4], [1.1, 0.9, 1.1, 0.9, 1.0], [0.8, 0.7, 0.75, 0.8, 0.7]
+    lines = " ".join(conclusion([row(1, ahead), row(2, mixed), row(8, behind)]))
+    assert "higher throughput than plain with this many requests at once: 1 (1.45x)" in lines
     assert "not distinguishable with this many requests at once: 2 (1.00x)" in lines
-    assert "lower throughput than plain in every turn with this many requests at once: 8 (0.75x)" in lines
+    assert "lower throughput than plain with this many requests at once: 8 (0.75x)" in lines
     assert "stops paying between 1 and 2 requests" in lines
-    assert "stops paying" not in " ".join(conclusion([row(1, [1.5]), row(2, [1.2])]))
-    assert "No draft was accepted" in " ".join(conclusion([row(1, [1.5], accepted=0)]))
+    assert "stops paying" not in " ".join(conclusion([row(1, ahead), row(2, ahead)]))
+    assert "No draft was accepted" in " ".join(conclusion([row(1, ahead, accepted=0)]))
+
+
+def test_a_few_turns_are_no_winner() -> None:
+    lines = " ".join(conclusion([row(1, [1.5, 1.4]), row(2, [0.8, 0.7])]))
+    assert "higher" not in lines and "lower" not in lines and "stops paying" not in lines
+    assert "1 (about 1.45x), 2 (about 0.75x)" in lines and "turns=5" in lines
 
 
 def test_the_plots_have_a_point_for_each_load() -> None:

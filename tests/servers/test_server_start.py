@@ -53,6 +53,17 @@ def test_a_server_that_leaves_the_comparison_ends(
     assert session.handle("/server") is Verdict.DONE and "There is no server" in "".join(view.take())
 
 
+def test_a_server_that_dies_between_prompts_is_explained(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    before = family()
+    session.handle(start(tmp_path, "name=plain"))
+    assert session.handle("Hello") is Verdict.DONE and "ended" not in "".join(view.take())
+    begun = family() - before
+    for server in (process for process in begun if not process.children()):  # not its guard
+        server.kill()
+    assert gone(begun) and session.handle("Hello again") is Verdict.FAILED
+    assert "plain ended with status" in " ".join("".join(view.take()).split())
+
+
 def test_servers_end_with_the_session(session: ReplSession, tmp_path: Path) -> None:
     before = family()
     session.handle(start(tmp_path))

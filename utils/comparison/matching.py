@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from utils.comparison.measurements import Measurement
 from utils.comparison.recorded_runs import CIRCUMSTANCES, shown_value
+from utils.comparison.server_records import SERVER
 
+COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "engine", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These select what runs and what is shown, depend on the machine, or are part of what must be equal anyway.
 NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
@@ -54,7 +56,9 @@ class Match:
 
     @property
     def speedup_ratios(self) -> list[float]:
-        """The same for the speed-ups over target-only. Empty if one file has none."""
+        """The same for the speed-ups over the baseline. Empty if one file has none or another baseline."""
+        if self.first[0].baseline != self.second[0].baseline:
+            return []
         return _ratios(*([value for one in part for value in one.speedups] for part in (self.first, self.second)))
 
 
@@ -168,7 +172,7 @@ def differences(matches: Sequence[Match]) -> list[str]:
 
 
 def _differences(one: Measurement, other: Measurement) -> Iterator[str]:
-    for part, names in CIRCUMSTANCES.items():
+    for part, names in COMPARED.items():
         ours, theirs = one.circumstances.get(part, {}), other.circumstances.get(part, {})
         yield from (
             f"{part}, {name}: {shown_value(ours[name])} in A, {shown_value(theirs[name])} in B"
@@ -180,9 +184,8 @@ def _differences(one: Measurement, other: Measurement) -> Iterator[str]:
             yield f"{part}: not recorded in {missing[0]}"
     if one.drafter_kind != other.drafter_kind and None not in (one.drafter_kind, other.drafter_kind):
         yield f"{one.strategy}, drafter kind: {one.drafter_kind} in A, {other.drafter_kind} in B"
-    target, other_target = (part.circumstances.get("models", {}).get("target") for part in (one, other))
     counts = one.prompt_tokens, other.prompt_tokens
-    if target == other_target and counts[0] != counts[1] and None not in counts:
+    if one.model == other.model and counts[0] != counts[1] and None not in counts:
         yield "the prompt has a different number of tokens: the chat template or the tokenizer differs"
     ignored = (*NOT_COMPARED, *(DRAFTING if one.strategy == TARGET_PART else ()))
     yield from (

@@ -1,23 +1,26 @@
-"""Measured speeds in a --json file: of generations, /race and /verdict. /compare matches those of two files.
+"""Measured speeds in a --json file: of generations, also of servers, /race and /verdict. /compare matches two files.
 
 Damaged lines are named and left out; the others can still be compared.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from utils.comparison.charts import BASELINE
+from utils.comparison.charts import BASELINE, TARGET_ONLY
 from utils.comparison.recorded_runs import (
     CIRCUMSTANCES,
     GENERATION,
+    RecordedRun,
+    check_generation,
     is_count,
     is_number,
     numbered_records,
     recorded_run,
 )
+from utils.comparison.server_records import SERVER, SERVER_GENERATION
 from utils.errors import UserError
 from utils.prompts.conversation import Turns
 
@@ -31,7 +34,7 @@ LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a ratio wi
 class Measurement:
     """What one record says about one strategy on one prompt.
 
-    speeds: tokens per second of each run. speedups: over target-only. The fields from `text` on are None where the
+    speeds: tokens per second of each run. speedups: over `baseline`. The fields from `text` on are None where the
     record has no such thing.
     """
 
@@ -42,6 +45,7 @@ class Measurement:
     circumstances: Mapping[str, Mapping[str, Any]]
     speeds: tuple[float, ...]
     speedups: tuple[float, ...]
+    baseline: str = TARGET_ONLY
     history: Turns = ()
     text: str | None = None
     tokens: tuple[int, ...] | None = None
@@ -49,6 +53,12 @@ class Measurement:
     accepted: int | None = None
     drafted: int | None = None
     drafter_kind: str | None = None
+
+    @property
+    def model(self) -> Any:
+        """What generated: the target, or the model of a server."""
+        part, name = (SERVER, "model") if SERVER in self.circumstances else ("models", "target")
+        return self.circumstances.get(part, {}).get(name)
 
 
 @dataclass(slots=True)
@@ -86,12 +96,15 @@ def _measurements(record: dict[str, Any], line: int) -> list[Measurement]:
 
 
 def _generation(record: dict[str, Any], line: int) -> Iterator[Measurement]:
-    run = recorded_run(record, line)
+    yield _of_run(recorded_run(record, line))
+
+
+def _of_run(run: RecordedRun) -> Measurement:
     if run.interrupted:
         raise UserError("the run was interrupted.")
     if run.tokens_per_second is None or run.tokens_per_second < LEAST_SPEED:
         raise UserError("the run has no speed.")
-    yield Measurement(
+    return Measurement(
         run.line,
         run.prompt,
         run.strategy,
@@ -106,6 +119,29 @@ def _generation(record: dict[str, Any], line: int) -> Iterator[Measurement]:
         accepted=run.accepted,
         drafted=run.drafted,
         drafter_kind=None if run.drafter_kind is None else str(run.drafter_kind),
+    )
+
+
+def _server_generation(record: dict[str, Any], line: int) -> Iterator[Measurement]:
+    """An answer of a server. Models and engine of this program have no part in it."""
+    server, ids, count = record.get("server"), record.get("token_ids"), record.get("prompt_tokens")
+    if not isinstance(server, dict):
+        raise UserError(DAMAGED.format("server"))
+    as_own = {
+        "token_ids": [] if ids is None else ids,
+        "prompt_tokens": 0 if count is None else count,
+        "speedup_vs_target": record.get("speedup_vs_baseline"),
+        "models": {},
+        "engine": {},
+    }
+    check_generation(record | as_own, f"line {line}")
+    one = _of_run(recorded_run(record | as_own, line))
+    yield replace(
+        one,
+        circumstances={**one.circumstances, SERVER: server},
+        baseline=str(record.get("baseline")),
+        tokens=None if ids is None else one.tokens,
+        prompt_tokens=count,
     )
 
 
@@ -173,6 +209,7 @@ def _positive(values: Sequence[float | None]) -> tuple[float, ...]:
 
 READERS: dict[str, Callable[[dict[str, Any], int], Iterator[Measurement]]] = {
     GENERATION: _generation,
+    SERVER_GENERATION: _server_generation,
     RACE: _race,
     VERDICT: _verdict,
 }

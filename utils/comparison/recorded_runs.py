@@ -114,7 +114,7 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | UserErr
         try:
             record = _parsed(line, where)
             if record["record"] == GENERATION:
-                _check(record, where)
+                check_generation(record, where)
         except UserError as error:
             yield number, error
         else:
@@ -135,8 +135,8 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _check(record: dict[str, Any], where: str) -> None:
-    """Raises UserError for a field that is missing or has the wrong type."""
+def check_generation(record: dict[str, Any], where: str) -> None:
+    """Raises UserError for a field of a generation that is missing or has the wrong type."""
     for name, is_valid in _checks(record).items():
         if not is_valid:
             problem = "has an invalid value" if name in record else "is missing"

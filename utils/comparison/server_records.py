@@ -9,6 +9,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.request import Chat
 
 SERVER_GENERATION = "server_generation"
+SERVER = "server"  # its field that says which server answered
 
 
 def server_records(prompt: ServerPrompt, pair: Any) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ def _record(prompt: ServerPrompt, compared: ComparedServer) -> dict[str, Any]:
         "turn": len(history),
         "history": to_messages(history),
         "strategy": run.name,
-        "server": server_figures(run),
+        SERVER: server_figures(run),
         "text": run.text,
         "token_ids": None if ids is None else list(ids),
         "prompt_tokens": completion.prompt_tokens,

@@ -80,4 +80,5 @@ def _text(entry: ComparedServer) -> str:
         return f"the same text as {comparison.baseline}"
     place = (comparison.first_difference or 0) + 1
     where = "character" if comparison.unit == CHARACTER else "token"
-    return f"another text than {comparison.baseline} from {where} {place}"
+    name = entry.run.address.name
+    return f"another text than {comparison.baseline} from {where} {place} (a near-tie? /server text {name} shows it)"

@@ -36,13 +36,21 @@ class SpeedClaim:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Sequence[float]], *, baseline: bool = False, tokens_per_forward: float | None = None
+        cls,
+        groups: Sequence[Sequence[float]],
+        *,
+        baseline: bool = False,
+        tokens_per_forward: float | None = None,
+        these_prompts: bool = False,
     ) -> Self:
-        """groups: the speed-ups of each prompt. tokens_per_forward: of a strategy that drafts, otherwise None."""
+        """groups: the speed-ups of each prompt. tokens_per_forward: of a strategy that drafts, otherwise None.
+
+        these_prompts: the claim is about other repeats of these prompts only, as in `speedup_interval`.
+        """
         groups = [positive for group in groups if (positive := [value for value in group if value > 0])]
         if not groups:
             return cls(None, "-")
-        interval = speedup_interval(groups)
+        interval = speedup_interval(groups, these_prompts=these_prompts)
         without_gain = tokens_per_forward is not None and tokens_per_forward < NO_GAIN
         if baseline:
             return cls(interval, BASELINE)
@@ -89,7 +97,7 @@ def speedup_text(row: Row) -> str:
 
 def claim_text(row: Row) -> str:
     """The speed-up of a record with its interval: 1.52x target-only (95 % interval 1.41 to 1.63)."""
-    text = f"{row['speedup']:.2f}x {_baseline(row)}"
+    text = f"{row['speedup']:.2f}x {baseline_name(row)}"
     if (interval := row["interval"]) is None:
         return text
     return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
@@ -103,7 +111,7 @@ def speed_sentence(row: Row) -> str:
     if row["without_gain"] and row["speedup"] > 1:
         return f"{name}: {NO_GAIN_SENTENCE}, so {row['speedup']:.2f}x is noise."
     if verdict == TOO_FEW:
-        return f"{name}: about {row['speedup']:.1f}x {_baseline(row)}, but too few runs to tell."
+        return f"{name}: about {row['speedup']:.1f}x {baseline_name(row)}, but too few runs to tell."
     if verdict == NOT_DISTINGUISHABLE:
         low, high = row["interval"] or (0.0, inf)
         # An interval that excludes 1 would otherwise seem to contradict the verdict.
@@ -112,6 +120,6 @@ def speed_sentence(row: Row) -> str:
     return f"{name} is {verdict}: {claim_text(row)}."
 
 
-def _baseline(row: Row) -> str:
+def baseline_name(row: Row) -> str:
     """What a speed-up is relative to. Only the records of servers name it."""
     return row.get("baseline") or "target-only"

@@ -29,7 +29,7 @@ NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /specula
 BLANK = "The text shows as nothing, so its speed says nothing about real text."
 LIMIT = "{}: {:.2f}x was measured, but {:.2f} tokens per forward cannot make it so fast."
 DIFFERENT_LENGTHS = "The texts have different lengths, which affects tokens/s, too."
-NOISE = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
+NOISE = "{}: no draft was {}, so any difference in speed is noise or the cost of drafting."
 DIFFERENCES = {
     Cause.SAMPLING: "drew another text from the same distribution",
     Cause.ROUNDING: "differs from token {} by a rounding tie",
@@ -201,7 +201,7 @@ def _unexplained(rivals: Sequence[Rival]) -> bool:
 def _speeds(rivals: Sequence[Rival]) -> str:
     """Who was faster than target-only, and by about how much."""
     if _unexplained(rivals):
-        return NO_DRAFTS.format("accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed")
+        return NO_DRAFTS.format(_lacking(rivals))
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
     best, several = judged[0], len(judged) > 1
     factor = best.about
@@ -220,8 +220,15 @@ def _speeds(rivals: Sequence[Rival]) -> str:
 
 def _not_explained(rivals: Sequence[Rival]) -> str:
     """Which strategies had no draft accepted, beside others that had."""
-    names = [rival.name for rival in rivals if rival.speed is Speed.UNEXPLAINED]
-    return NOISE.format(_listed(names)) if names and not _unexplained(rivals) else ""
+    without = [rival for rival in rivals if rival.speed is Speed.UNEXPLAINED]
+    if not without or _unexplained(rivals):
+        return ""
+    return NOISE.format(_listed([rival.name for rival in without]), _lacking(without))
+
+
+def _lacking(rivals: Sequence[Rival]) -> str:
+    """What drafts were not, where none was accepted."""
+    return "accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed"
 
 
 def _texts(runs: PromptRuns, rivals: Sequence[Rival]) -> str:

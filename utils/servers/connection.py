@@ -27,10 +27,14 @@ class ServerAnswer:
 
 
 class Connection:
-    """One server. What is known about it is forgotten after a failure, because it may come back as another one."""
+    """One server. What is known about it is forgotten after a failure, because it may come back as another one.
 
-    def __init__(self, address: ServerAddress) -> None:
+    ending: says how the server has ended if this session has started it, otherwise "".
+    """
+
+    def __init__(self, address: ServerAddress, ending: Callable[[], str] = lambda: "") -> None:
         self.address = address
+        self._ending = ending
         self._client: ServerClient | None = None
         self._kind: EngineKind | None = None
 
@@ -62,8 +66,10 @@ class Connection:
             return ServerAnswer(
                 request, completion, kind.acceptance(completion, before, after), kind.name, client.model()
             )
-        except ServerError:
+        except ServerError as error:
             self.close()
+            if ending := self._ending():
+                raise ServerError(f"{error} {ending}", error.status) from error
             raise
         except UserError as error:  # what the engine kind does not support
             raise UserError(f"The server {self.address.name}: {error}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from utils.servers.address import ServerAddress
 from utils.servers.address_list import with_server
@@ -35,7 +36,7 @@ class ServerList:
         for address in addresses:
             known = before.pop(address.name, None)
             if known is None or known.address != address:
-                self.connections[address.name] = Connection(address)
+                self.connections[address.name] = Connection(address, partial(self.local.ending_of, address.name))
                 if known is not None:
                     known.close()
             else:

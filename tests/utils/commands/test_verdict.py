@@ -146,8 +146,8 @@ def test_too_few_runs_claim_nothing_that_no_draft_explains() -> None:
     """Ctrl-C after one pair of runs, of which the target's happened to be slow."""
     row: dict[str, Any] = {"candidate": "the head with /gamma 2", "speedup": 1.44, "interval": None, "divided": True}
     row |= {"must_be_the_targets": True, "same_texts": 1, "prompts": 1, "without_gain": True}
-    assert "1.4" not in answer(row) and "saved no forward" in answer(row)
-    assert "about 1.4x" in answer(row | {"without_gain": False})
+    assert "1.4" not in answer(row, "") and "saved no forward" in answer(row, "")
+    assert "about 1.4x" in answer(row | {"without_gain": False}, "")
 
 
 def rounds(*accepted: int, drafts: int = 4) -> Generation:

@@ -14,9 +14,9 @@ from typing import Any
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
 from utils.commands.registry import Command, CommandContext, Page
-from utils.comparison.charts import BASELINE, TARGET_ONLY, DotChart, DotRow
+from utils.comparison.charts import BASELINE, DotChart, DotRow
 from utils.comparison.matching import Match, differences, match
-from utils.comparison.measurements import Measurement, read_measurements
+from utils.comparison.measurements import read_measurements
 from utils.comparison.reports import Finding, Report, ReportEvent, shortened
 from utils.errors import UserError
 from utils.metrics.intervals import UNCLEAR, speedup_interval
@@ -77,11 +77,12 @@ def _findings(matches: Sequence[Match]) -> Iterator[ReportEvent]:
 def _figures(found: Match) -> Row:
     """Lists of two are [A, B]."""
     sides = (found.first, found.second)
-    known = [next((one for one in side if one.tokens is not None), None) for side in sides]
+    known = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
     ours, theirs = known
     row: Row = {
         "prompt": found.prompt,
         "strategy": found.strategy,
+        "baseline": found.first[0].baseline,
         "lines": [[one.line for one in side] for side in sides],
         "tokens_per_second": [[speed for one in side for speed in one.speeds] for side in sides],
         "ratios": found.ratios,
@@ -93,16 +94,12 @@ def _figures(found: Match) -> Row:
         "first_difference": None,
     }
     if ours is not None and theirs is not None:
-        same_target = _target(ours) == _target(theirs)
         # The ids of two tokenizers differ for the same text.
-        row["same_text"] = ours.tokens == theirs.tokens if same_target else ours.text == theirs.text
-        if same_target:
+        by_tokens = ours.model == theirs.model and ours.tokens is not None and theirs.tokens is not None
+        row["same_text"] = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
+        if by_tokens:
             row["first_difference"] = first_difference(ours.tokens or (), theirs.tokens or ())
     return row
-
-
-def _target(one: Measurement) -> Any:
-    return one.circumstances.get("models", {}).get("target")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -165,7 +162,7 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
     if gains:
         first, second = (geometric_mean([geometric_mean(row["speedups"][side]) for row in gains]) for side in (0, 1))
         relation = _relation(_by_prompt(gains, "speedup_ratios"))
-        yield f"{strategy}, speed-up over {TARGET_ONLY}: {first:.2f}x in A, {second:.2f}x in B; {relation}"
+        yield f"{strategy}, speed-up over {gains[0]['baseline']}: {first:.2f}x in A, {second:.2f}x in B; {relation}"
     counted = [row for row in rows if None not in (*row["accepted"], *row["drafted"])]
     totals = [[sum(row[name][side] for row in counted) for name in ("accepted", "drafted")] for side in (0, 1)]
     if all(drafted for _, drafted in totals):

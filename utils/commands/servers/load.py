@@ -34,7 +34,7 @@ RANGES = {
     "length": WholeRange(2, 100_000),
     "seconds": WholeRange(1, 86_400),
 }
-DEFAULTS = {"requests": 8, "turns": 2, "length": 64, "seconds": 600}
+DEFAULTS = {"requests": 10, "turns": 5, "length": 64, "seconds": 600}
 OPTIONS = ("concurrency", *RANGES)
 NO_PROMPT = "a prompt is needed: send one first; the requests are the prompts of this session."
 EXAMPLE = "/server load spec concurrency=1,4,16"

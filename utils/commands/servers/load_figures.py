@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import geometric_mean
 from typing import Any
 
 from utils.comparison.reports import Finding
+from utils.comparison.speed_claims import SpeedClaim, interval_text, speedup_text
 from utils.servers.address import ServerAddress
 from utils.servers.load import LoadSlice, median_and_p95
 
@@ -18,6 +18,7 @@ HEADINGS = (
     "per token (95 %)",
     "acceptance",
     "speed-up",
+    "95 % interval",
     "requests",
 )
 OPTIONAL = ("requests", "acceptance", "first token (95 %)")
@@ -56,6 +57,10 @@ def _figures(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     each = [seconds for one in slices for seconds in one.token_seconds]
     known = [one.acceptance for one in slices if one.acceptance is not None]
     valid = [one for one in known if one.valid]
+    drafted, accepted = (
+        (sum(one.drafted for one in valid), sum(one.accepted for one in valid)) if valid else (None, None)
+    )
+    claim = SpeedClaim.of([ratios], tokens_per_forward=1.0 if drafted and not accepted else None)
     return {
         "server": cell.address.name,
         "baseline": cell.address.baseline if baseline is not None else None,
@@ -68,11 +73,11 @@ def _figures(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
         "tokens_per_second": cell.tokens_per_second,
         "first_token_seconds": median_and_p95(first),
         "token_seconds": median_and_p95(each),
-        "drafted": sum(one.drafted for one in valid) if valid else None,
-        "accepted": sum(one.accepted for one in valid) if valid else None,
+        "drafted": drafted,
+        "accepted": accepted,
         "acceptance_notes": sorted({one.note for one in known if one.note}),
         "speedups": ratios,
-        "speedup": geometric_mean(ratios) if ratios else None,
+        **claim.figures,
     }
 
 
@@ -98,17 +103,11 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         _times(row["first_token_seconds"]),
         _times(row["token_seconds"]),
         "-" if rate is None else f"{rate:.3f}",
-        speedup_range(row["speedups"], row["speedup"]),
+        speedup_text(row),
+        interval_text(row["interval"]),
         str(sent) if row["requests"] == sent else f"{row['requests']} of {sent}",
     )
 
 
 def _times(pair: tuple[float, float] | None) -> str:
     return "-" if pair is None else f"{1000 * pair[0]:.0f} ({1000 * pair[1]:.0f}) ms"
-
-
-def speedup_range(ratios: list[float], mean: float | None) -> str:
-    """The mean speed-up, and its range over the turns if there are several."""
-    if mean is None:
-        return "-"
-    return f"{mean:.2f}x" if len(ratios) < 2 else f"{mean:.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"

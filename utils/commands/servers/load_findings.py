@@ -5,12 +5,27 @@ from typing import Any
 
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.reports import Finding
+from utils.comparison.speed_claims import (
+    FASTER,
+    MIN_VALUES,
+    NOT_DISTINGUISHABLE,
+    SLOWER,
+    TOO_FEW,
+    speedup_text,
+)
 
 Row = dict[str, Any]
-AHEAD, BEHIND, MIXED = "ahead", "behind", "mixed"
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
-SAMPLE = "Turns on one machine are few and not independent: these are measurements, not intervals."
+SAMPLE = "Turns of one measurement share the state of the machine, so an interval may be too narrow."
 COUNTED = "The server counts no tokens, so it has no throughput."
+MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
+SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
+SENTENCES = {
+    FASTER: "{server} has a higher throughput than {baseline} with this many requests at once: {loads}.",
+    SLOWER: "{server} has a lower throughput than {baseline} with this many requests at once: {loads}.",
+    NOT_DISTINGUISHABLE: "{server} and {baseline} are not distinguishable with this many requests at once: {loads}.",
+    TOO_FEW: "{server} beside {baseline}, by requests at once: {loads}.",
+}
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
@@ -20,40 +35,33 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     compared = [row for row in rows if row["speedups"]]
     if not compared:
         return [*lines, NO_BASELINE] if all(row["baseline"] is None for row in rows) else lines
-    sides = {_side(row) for row in compared}
-    lines += [_side_sentence(side, compared) for side in (AHEAD, BEHIND, MIXED) if side in sides]
+    lines += [_sentence(verdict, compared) for verdict in SENTENCES if verdict in _verdicts(compared)]
     lines += _crossing(compared)
     if all(row["drafted"] and not row["accepted"] for row in compared):
-        lines.append("No draft was accepted, so drafts cannot have made it faster.")
+        lines.append(SAVED_NOTHING)
     notes = dict.fromkeys(note for row in compared for note in row["acceptance_notes"])
-    return [*lines, *(f"Acceptance: {note}." for note in notes), SAMPLE]
+    return [
+        *lines,
+        *(f"Acceptance: {note}." for note in notes),
+        MORE_TURNS if TOO_FEW in _verdicts(compared) else SAMPLE,
+    ]
 
 
-def _side(row: Row) -> str:
-    """Whether all turns agree on which server has the higher throughput."""
-    if all(ratio > 1 for ratio in row["speedups"]):
-        return AHEAD
-    return BEHIND if all(ratio < 1 for ratio in row["speedups"]) else MIXED
+def _verdicts(rows: Sequence[Row]) -> set[str]:
+    return {row["verdict"] for row in rows}
 
 
-def _side_sentence(side: str, rows: Sequence[Row]) -> str:
-    chosen = [row for row in rows if _side(row) == side]
-    name, baseline = chosen[0]["server"], chosen[0]["baseline"]
-    loads = ", ".join(f"{row['concurrency']} ({row['speedup']:.2f}x)" for row in chosen)
-    turns = "every turn" if len(chosen[0]["speedups"]) > 1 else "the only turn"
-    words = {
-        AHEAD: f"{name} has a higher throughput than {baseline} in {turns}",
-        BEHIND: f"{name} has a lower throughput than {baseline} in {turns}",
-        MIXED: f"{name} and {baseline} are not distinguishable",
-    }[side]
-    return f"{words} with this many requests at once: {loads}."
+def _sentence(verdict: str, rows: Sequence[Row]) -> str:
+    chosen = [row for row in rows if row["verdict"] == verdict]
+    about = "about " if verdict == TOO_FEW else ""
+    loads = ", ".join(f"{row['concurrency']} ({about}{speedup_text(row)})" for row in chosen)
+    return SENTENCES[verdict].format(server=chosen[0]["server"], baseline=chosen[0]["baseline"], loads=loads)
 
 
 def _crossing(rows: Sequence[Row]) -> list[str]:
-    """The load from which on speculation does not pay any more, if it pays below."""
-    sides = [_side(row) for row in rows]
-    last = max((index for index, side in enumerate(sides) if side == AHEAD), default=None)
-    if last is None or last == len(rows) - 1:
+    """The load from which on speculation does not pay any more, if it pays below and both are known."""
+    last = max((index for index, row in enumerate(rows) if row["verdict"] == FASTER), default=None)
+    if last is None or last == len(rows) - 1 or rows[last + 1]["verdict"] == TOO_FEW:
         return []
     before, after = rows[last]["concurrency"], rows[last + 1]["concurrency"]
     return [f"Speculation stops paying between {before} and {after} requests at once."]

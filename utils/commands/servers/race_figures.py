@@ -69,7 +69,7 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
     drafted, accepted = _drafts(runs)
     tokens, seconds = _sum([run.new_tokens for run in runs]), sum(run.seconds for run in runs)
     forwards = None if tokens is None or accepted is None or tokens <= accepted else tokens / (tokens - accepted)
-    speedups = _by_prompt(group, "speedup")
+    speedups = speedups_by_prompt(group, "speedup")
     claim = SpeedClaim.of(speedups, tokens_per_forward=forwards if drafted else None)
     return {
         "task": task,
@@ -87,7 +87,7 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
         "speedups": [speedup for values in speedups for speedup in values],
         "speedups_by_prompt": speedups,
         **claim.figures,
-        "decode_speedups_by_prompt": _by_prompt(group, "decode_speedup"),
+        "decode_speedups_by_prompt": speedups_by_prompt(group, "decode_speedup"),
         "drafted": drafted,
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted and accepted is not None else None,
@@ -130,8 +130,8 @@ def _sum(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _by_prompt(group: Sequence[ServerResult], ratio: str) -> list[list[float]]:
-    """The speed-ups of each prompt in its repeats."""
+def speedups_by_prompt(group: Sequence[ServerResult], ratio: str) -> list[list[float]]:
+    """The speed-ups of each prompt in its repeats. ratio: the field of ServerComparison."""
     by_prompt: dict[int, list[float]] = {}
     for result in group:
         if value := getattr(result.comparison, ratio):

@@ -18,6 +18,7 @@ from utils.servers.processes.server_process import ServerProcess, free_port
 
 READY_SECONDS = 600.0  # large models take minutes to load
 PATIENCE = 5.0  # seconds for one answer while a server starts
+ENDING_SECONDS = 1.0  # for a process to end after its last connection
 
 
 def _with_files(launch: Launch) -> Launch:
@@ -105,6 +106,11 @@ class LocalServers:
     def process_of(self, name: str) -> ServerProcess | None:
         """The process of a server, or None if this session has not started it."""
         return self._running[name][1] if name in self._running else None
+
+    def ending_of(self, name: str) -> str:
+        """Why a server that this session has started does not answer any more; "" if it runs or is none of these."""
+        process = self.process_of(name)
+        return "" if process is None else process.ending(wait=ENDING_SECONDS)
 
     def _forget(self, name: str) -> None:
         if entry := self._running.pop(name, None):

@@ -89,7 +89,7 @@ class ServerProcess:
             while not is_ready():
                 now = time.monotonic()
                 if not self.is_running:
-                    raise UserError(f"{self.name} ended with status {self._guard.returncode}. {self.last_words()}")
+                    raise UserError(self.ending())
                 if now - start > limit:
                     raise UserError(f"{self.name} was not ready after {limit:.0f} s. {self.last_words()}")
                 if now - reported >= COUNT:
@@ -97,7 +97,7 @@ class ServerProcess:
                     yield Count(f"starting {self.name}: {now - start:.0f} s")
                 time.sleep(POLL)
             if not self.is_running:  # then something else answers on its port
-                raise UserError(f"{self.name} ended with status {self._guard.returncode}. {self.last_words()}")
+                raise UserError(self.ending())
         except BaseException:
             self.stop()
             raise
@@ -126,6 +126,14 @@ class ServerProcess:
             return []
         lines = [line.strip() for line in visible(text.replace("\r", "\n")).splitlines()]
         return [line[:LINE_LENGTH] for line in lines if line][-count:]
+
+    def ending(self, *, wait: float = 0.0) -> str:
+        """How the server has ended, with the end of its log; "" if it is still running after `wait` seconds."""
+        try:
+            status = self._guard.wait(wait)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"{self.name} ended with status {status}. {self.last_words()}"
 
     def last_words(self) -> str:
         """The end of the log as a sentence."""

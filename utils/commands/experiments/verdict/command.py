@@ -16,6 +16,7 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.commands.experiments.verdict.timing import Stopwatch, run_length, run_seconds
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.servers.verdict import comparable_servers, server_verdict
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
@@ -30,12 +31,21 @@ APPLY = "apply"
 def _verdict(argument: str, context: CommandContext) -> Outcome:
     if argument == APPLY:
         return _apply(context)
-    plan = plan_prompts(argument, context.harness.state.prompts)
+    harness, plan = context.harness, plan_prompts(argument, context.harness.state.prompts)
+    reports = [_local(plan, context)] if harness.has_pair or not harness.state.servers else []
+    # Without loaded models, servers that cannot be compared are an error; beside them, they are left out.
+    if harness.state.servers and (not reports or comparable_servers(harness)):
+        reports.append(server_verdict(harness, context.settings, plan))
+    return list(map(RunReport, reports))
+
+
+def _local(plan: PromptPlan, context: CommandContext) -> Report:
+    """The report of the loaded models."""
     run = VerdictRun(context.harness, context.settings, plan)
     # "On this prompt" must say which one, above all on a page of many results.
     only = f'"{shortened(plan.measured[0].text)}"' if len(plan.measured) == 1 else ""
     title = f"/verdict on {only or plan.named(len(plan.measured))}"
-    report = Report(
+    return Report(
         "verdict",
         plan.source,
         context.settings,
@@ -48,7 +58,6 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         transposed=True,
         title=title,
     )
-    return [RunReport(report)]
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
@@ -173,7 +182,7 @@ VERDICT = Command(
         "Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
         "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
         "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
-        "built-in ones.",
+        "built-in ones. Servers with a baseline on their host are measured against it in the same way.",
         (
             "> /verdict",
             "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",

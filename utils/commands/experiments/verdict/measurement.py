@@ -11,22 +11,22 @@ from utils.bounds import MAX_SEED
 from utils.commands.experiments.repeated_runs import PairedRun
 from utils.commands.experiments.turn_runs import turn_runs
 from utils.commands.experiments.verdict.candidates import Candidate
+from utils.commands.experiments.verdict.passes import (
+    MOST_PASSES,
+    Passes,
+    ends_first_pass,
+    interval_so_far,
+)
 from utils.commands.experiments.verdict.plan import ReadyPrompt
 from utils.commands.experiments.verdict.timing import TOTAL_SECONDS, Stopwatch
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Progress
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.metrics.intervals import Interval, speedup_interval
+from utils.metrics.intervals import Interval
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import Stopwatch as RunStopwatch
 
-ENOUGH_PROMPTS = 6  # after which a first pass may end early
-LONGEST_SECONDS = 2 * TOTAL_SECONDS  # of a first pass with as many prompts
-NARROW = 1.06  # ratio of the ends of an interval that needs no further pass
-MIN_REPEATS = 5  # of a single prompt
-MIN_PASSES = 2  # over several prompts that are not compared with others
-MOST_PASSES = 20
 PROVISIONAL = 3  # prompts or repeats from which on an interval is shown
 WARM_UP_TOKENS = 2
 
@@ -60,12 +60,7 @@ class Measurement:
 
     def interval(self) -> Interval | None:
         """The interval of the speed-ups so far, or None before the first one."""
-        groups = self.speedups
-        if not groups:
-            return None
-        # An interval over prompts also holds for these prompts, but is wider. It serves until all were repeated.
-        repeated = not self.divided and min(map(len, groups)) > 1
-        return speedup_interval(groups, these_prompts=repeated)
+        return interval_so_far(self.speedups, divided=self.divided)
 
     def run(self) -> Generator[Progress, None, None]:
         """Run passes until the interval is narrow or the time is over. At least one pass is whole.
@@ -75,14 +70,14 @@ class Measurement:
         began = self.clock.seconds
         for number in range(MOST_PASSES):
             for place, index in enumerate(self._measurable()):
-                # On a slow machine the first prompts, one of each task, must do.
-                if not number and len(self.pairs) >= ENOUGH_PROMPTS and self.clock.seconds > LONGEST_SECONDS:
+                if not number and ends_first_pass(len(self.pairs), self.clock.seconds):
                     return
                 yield Progress(self._progress(number, place, began))
                 self._measure(index, number)
             if not self._measurable():
                 raise UserError(f"none of the prompts could be measured. {' '.join(self.problems[:1])}")
-            if self._is_enough(number + 1, began):
+            passes = Passes(number + 1, len(self.pairs), self.divided)
+            if passes.are_enough(self.interval(), self.clock.seconds, began):
                 return
 
     def _measure(self, index: int, number: int) -> None:
@@ -115,14 +110,6 @@ class Measurement:
         # Only complete pairs are added, so Ctrl-C cannot leave a run without its partner.
         pair = PairedRun.of_turns(runs[strategy.name], runs[self.harness.baseline.name])
         self.pairs.setdefault(index, []).append(pair)
-
-    def _is_enough(self, passes: int, began: float) -> bool:
-        seconds = self.clock.seconds
-        interval = self.interval()
-        if interval is None or seconds + (seconds - began) / passes > TOTAL_SECONDS:
-            return True
-        least = MIN_REPEATS if len(self.pairs) == 1 else 1 if self.divided else MIN_PASSES
-        return passes >= least and interval.high / max(interval.low, 1e-9) < NARROW
 
     def _progress(self, number: int, place: int, began: float) -> str:
         """What is being measured, what it showed so far, and how long the rest takes."""

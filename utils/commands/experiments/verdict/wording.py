@@ -1,12 +1,13 @@
 """The sentences of a verdict. They are made from its figures alone, so a record says the same as the screen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from utils.comparison.speed_claims import baseline_name
 from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 WIDE = 1.1  # ratio of the ends of an interval that more prompts would narrow
 SMALL_GAIN = 1.03  # a speed-up below this is not worth a recommendation
 LITTLE_GAIN = 1.02  # a task with less does not profit
@@ -21,20 +22,21 @@ CAUSES = {
 
 def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. row: the figures of the candidate's finding."""
-    lines = [answer(row), *more_prompts(row), conditions(row), *tasks(row)]
+    lines = [answer(row, texts_sentence(row)), *more_prompts(row), conditions(row), *tasks(row)]
     if row["bottleneck"]:
         lines += [bottleneck(row), better_drafter(row)]
     return [*lines, *selection(row), *row["skipped"], *apply(row)]
 
 
-def answer(row: Row) -> str:
-    """Whether it helps, with which settings, and whether the text is the target's own."""
-    name, texts, ratio = row["candidate"], texts_sentence(row), f"{row['speedup']:.2f}x target-only{interval_text(row)}"
+def answer(row: Row, texts: str) -> str:
+    """Whether it helps, with which settings, and whether the text is the target's own. texts: the words for that."""
+    name, baseline = row["candidate"], baseline_name(row)
+    ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
     if row["interval"] is None and row["without_gain"]:
         return f"Too few runs for an answer: the drafts of {name} have saved no forward pass so far, {texts}."
     if row["interval"] is None:
-        return f"Too few runs for an answer: {name} was {about(row['speedup'])} target-only so far, {texts}."
+        return f"Too few runs for an answer: {name} was {about(row['speedup'])} {baseline} so far, {texts}."
     if row["without_gain"]:
         return (
             f"Speculative decoding does not help {here}: the drafts of the best candidate, {name}, saved no forward "
@@ -115,7 +117,7 @@ def tasks(row: Row) -> list[str]:
     if len(known) < 2:
         return []
     shown = ", ".join(f"{task} {one['speedup']:.2f}x" for task, one in known.items())
-    without = [task for task, one in known.items() if one["speedup"] < LITTLE_GAIN or not one["accepted"]]
+    without = [task for task, one in known.items() if one["speedup"] < LITTLE_GAIN or one["accepted"] == 0]
     few = min(one["prompts"] for one in known.values())
     line = f"By task: {shown}."
     if without:

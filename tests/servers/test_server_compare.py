@@ -1,0 +1,51 @@
+"""/compare with the answers of servers: which runs belong together, over which baseline, and what differs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Screen, records_of
+from servers.loopback import Faults, Loopback
+from servers.server_sessions import server_session
+
+from utils.comparison.measurements import read_measurements
+from utils.repl.runner import Verdict
+from utils.servers.address import ServerAddress
+
+
+def test_servers_are_compared_by_their_rows(view: Screen, tmp_path: Path) -> None:
+    files = []
+    for name, delay in (("a", 0.1), ("b", 0.02)):
+        with Loopback(faults=Faults(chunk_delay=delay)) as plain, Loopback() as spec:
+            servers = ServerAddress("plain", plain.url), ServerAddress("spec", spec.url, baseline="plain")
+            session = server_session(view, *servers, records=tmp_path / name)
+            for line in ("one", "two", "three", "four"):
+                assert session.handle(line) is Verdict.DONE, view.take()
+        files.append(tmp_path / name)
+    session = server_session(view, records=tmp_path / "c.jsonl")
+    assert session.handle(f"/compare {files[0]} {files[1]}") is Verdict.DONE, view.take()
+    report = records_of(tmp_path / "c.jsonl")[-1]
+    rows = {(row["prompt"], row["strategy"]): row for row in report["findings"]}
+    assert len(rows) == 8 and all(row["same_text"] for row in rows.values())
+    assert rows["one", "server plain"]["ratios"][0] > 2 and rows["one", "server spec"]["baseline"] == "server plain"
+    ours, theirs = (
+        [row["speedup_vs_baseline"] for row in records_of(file) if row["speedup_vs_baseline"]] for file in files
+    )
+    spec = [rows[text, "server spec"]["speedup_ratios"][0] for text in ("one", "two", "three", "four")]
+    assert spec == pytest.approx([now / before for before, now in zip(ours, theirs, strict=True)])
+    conclusion = " ".join(report["conclusion"])
+    assert "server plain: B is faster than A" in conclusion and "speed-up over server plain" in conclusion
+    assert "server, url: http" in conclusion and "models" not in conclusion
+
+
+@pytest.mark.parametrize("change", [{"server": 3}, {"token_ids": "x"}, {"speedup_vs_baseline": "fast"}, {"history": 5}])
+def test_damaged_records_of_servers_are_named(change: dict[str, Any], view: Screen, tmp_path: Path) -> None:
+    with Loopback() as plain:
+        session = server_session(view, ServerAddress("plain", plain.url), records=tmp_path / "a")
+        session.handle("one")
+        session.handle("two")
+    good, other = records_of(tmp_path / "a")
+    (tmp_path / "b").write_text(f"{json.dumps(good | change)}\n{json.dumps(other)}\n")
+    found = read_measurements(tmp_path / "b")
+    assert [one.prompt for one in found.measurements] == ["two"] and "damaged" in found.left_out[0]

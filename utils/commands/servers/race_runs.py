@@ -1,0 +1,73 @@
+"""The answers of servers to one prompt, with all turns of its conversation. /race and /verdict share this."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from utils.commands.servers.race_figures import ServerResult
+from utils.comparison.harness import Harness
+from utils.comparison.server_requests import request_maker
+from utils.comparison.server_runs import LocalRun, ServerRun, compare_run, row_name
+from utils.comparison.warm_up import shortened
+from utils.config.settings import Settings
+from utils.decode.steps import FinishReason
+from utils.errors import UserError
+from utils.prompts.conversation import Turn, Turns
+from utils.prompts.prompt_files import Prompt
+from utils.servers.address_list import TARGET
+from utils.servers.connection import Connection, RequestFor
+from utils.text import decode
+
+NO_ANSWER = "no server has answered any of the prompts."
+Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
+
+
+def warm_up_servers(harness: Harness, settings: Settings, numbered: Numbered, servers: Sequence[Connection]) -> None:
+    """A short answer of each server, because the first one may be slow."""
+    prompt_results(harness, shortened(settings), (numbered[0], replace(numbered[1], later=())), servers)
+
+
+def prompt_results(
+    harness: Harness, settings: Settings, numbered: Numbered, order: Sequence[Connection]
+) -> tuple[list[ServerResult], set[str]]:
+    """The answers to all turns of one prompt, and a sentence for each server that gave none.
+
+    Every server continues its own answers. Texts are compared only where the conversations before them are equal.
+    """
+    number, prompt = numbered
+    results: list[ServerResult] = []
+    notes: set[str] = set()
+    histories: dict[str, Turns] = {row_name(server.address.name): () for server in order}  # of those that answer
+    for turn, text in enumerate((prompt.text, *prompt.later) if settings.uses_chat else (prompt.text,)):
+        target = None if turn else _target(harness, settings, text, order)
+        runs: list[ServerRun] = []
+        for server in (server for server in order if row_name(server.address.name) in histories):
+            name = row_name(server.address.name)
+            try:
+                runs.append(_ask(server, request_maker(harness, text, settings, histories[name])))
+            except UserError as error:
+                del histories[name]
+                notes.add(f"{name}: prompt {number} is left out. {error}")
+        for run in runs:
+            comparison = compare_run(run, runs, target, settings)
+            if comparison.baseline in histories and histories[comparison.baseline] != histories[run.name]:
+                comparison = replace(comparison, same=None, first_difference=None)
+            results.append(ServerResult(number, prompt.task, run, comparison))
+        histories |= {run.name: (*histories[run.name], Turn(text, run.text)) for run in runs}
+    return results, notes
+
+
+def _ask(server: Connection, request_for: RequestFor) -> ServerRun:
+    """One answer. Raises KeyboardInterrupt on Ctrl-C and UserError if there is none."""
+    run = ServerRun(server.address, server.ask(request_for))
+    # A stream turns Ctrl-C into a partial answer; a report must end instead.
+    if run.finish is FinishReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return run
+
+
+def _target(harness: Harness, settings: Settings, text: str, servers: Sequence[Connection]) -> LocalRun | None:
+    """The local target's run, if a server is compared with it."""
+    if not harness.has_pair or all(server.address.baseline != TARGET for server in servers):
+        return None
+    run = harness.run_alone(harness.prompt_ids(text, settings), harness.baseline, settings)
+    return LocalRun(run, decode(harness.pair.tokenizer, run.tokens))

@@ -1,0 +1,254 @@
+"""/verdict with servers: the best server of a few prompts against its baseline on other prompts, until it is clear.
+
+As in the verdict on the loaded models, nothing of the selection enters the figures: the best of several servers would
+look better than it is on the prompts on which it was chosen.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, log
+from statistics import mean
+from typing import Any
+
+from utils.bounds import MAX_SEED
+from utils.commands.experiments.repeated_runs import rotated, then_findings
+from utils.commands.experiments.verdict.passes import MOST_PASSES, Passes, ends_first_pass, interval_so_far
+from utils.commands.experiments.verdict.plan import PromptPlan
+from utils.commands.experiments.verdict.timing import (
+    SELECTION_SECONDS,
+    TOTAL_SECONDS,
+    Stopwatch,
+    run_length,
+    run_seconds,
+)
+from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, findings_of, speedups_by_prompt
+from utils.commands.servers.race_runs import Numbered, prompt_results, warm_up_servers
+from utils.commands.servers.verdict_wording import charts, sentences
+from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, ReportTable, shortened
+from utils.comparison.server_runs import ServerRun, row_name
+from utils.comparison.speed_claims import SpeedClaim
+from utils.comparison.strategies import is_greedy
+from utils.config.settings import Settings, setting_fields
+from utils.errors import UserError
+from utils.servers.address_list import TARGET
+from utils.servers.connection import Connection
+
+RECORD = "server_verdict"
+PROBE_TOKENS = 16
+NO_CANDIDATE = (
+    "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host is without "
+    "speculation."
+)
+NO_SPEEDUP = "no speed-up could be measured: {} or its baseline gives neither token ids nor usage figures."
+Events = Generator[ReportEvent, None, None]
+
+
+def server_verdict(harness: Harness, settings: Settings, plan: PromptPlan) -> Report:
+    """The report. Raises UserError if no server has a baseline on its own host."""
+    if not (candidates := comparable_servers(harness)):
+        raise UserError(NO_CANDIDATE)
+    run = ServerVerdict(harness, settings, plan, candidates)
+    only = f'"{shortened(plan.measured[0].text)}"' if len(plan.measured) == 1 else plan.named(len(plan.measured))
+    return Report(
+        RECORD,
+        plan.source,
+        settings,
+        HEADINGS[1:],
+        run.events(),
+        lambda findings: sentences(findings[-1].figures),
+        charts=charts,
+        tables=run.tables,
+        optional=OPTIONAL,
+        title=f"/verdict on {only}, on servers",
+    )
+
+
+def comparable_servers(harness: Harness) -> list[Connection]:
+    """The servers with a baseline that shares their host."""
+    connections = harness.state.servers.connections.values()
+    return [connection for connection in connections if _is_comparable(connection, harness)]
+
+
+def _is_comparable(connection: Connection, harness: Harness) -> bool:
+    address, connections = connection.address, harness.state.servers.connections
+    if address.baseline == TARGET:
+        return address.is_local and harness.has_pair
+    return address.baseline in connections and connections[address.baseline].address.host == address.host
+
+
+@dataclass(slots=True)
+class ServerVerdict:
+    """One verdict. settings: those of the session.
+
+    results: those of the measurement. considered: the speed-ups of each candidate on the tuning prompts, by its row.
+    """
+
+    harness: Harness
+    settings: Settings
+    plan: PromptPlan
+    candidates: Sequence[Connection]
+    clock: Stopwatch = field(default_factory=Stopwatch.start)
+    used: Settings = field(default_factory=Settings)
+    results: list[ServerResult] = field(default_factory=list)
+    considered: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def events(self) -> Iterator[ReportEvent]:
+        yield from then_findings(self._measure(), self._findings)
+
+    def _measure(self) -> Events:
+        self.clock = Stopwatch.start()
+        yield Progress("warming up the servers ...")
+        self._warm_up()
+        chosen = self.candidates[0]
+        if len(self.candidates) > 1:
+            yield from self._choose()
+            chosen = max(self.candidates, key=self._preference)
+        yield from self._run_passes(chosen)
+
+    def _warm_up(self) -> None:
+        """Ask every server, and choose the length of the answers by the slowest of them."""
+        first = (1, replace(self.plan.tuning[0], later=()))
+        arms = list({arm.address.name: arm for one in self.candidates for arm in self._arms(one)}.values())
+        warm_up_servers(self.harness, self.settings, first, arms)
+        probe = replace(self.settings, length=min(PROBE_TOKENS, self.settings.length))
+        found, notes = prompt_results(self.harness, probe, first, arms)
+        if not found:
+            raise UserError(" ".join(sorted(notes)))
+        seconds = run_seconds(len(self.plan.measured))
+        length = run_length(max(_step(result.run) for result in found), self.settings.length, seconds=seconds)
+        self.used = replace(self.settings, length=length)
+
+    def _arms(self, candidate: Connection) -> list[Connection]:
+        """The candidate and its baseline, if that is a server."""
+        connections, baseline = self.harness.state.servers.connections, candidate.address.baseline
+        return [*([] if baseline in (None, TARGET) else [connections[baseline]]), candidate]
+
+    def _choose(self) -> Events:
+        """Run every candidate beside its baseline on the tuning prompts, while there is time."""
+        began = self.clock.seconds
+        for turn, prompt in enumerate(self.plan.tuning):
+            if turn and self.clock.seconds - began > SELECTION_SECONDS:
+                return
+            for candidate in rotated(self.candidates, turn):
+                name = row_name(candidate.address.name)
+                yield Progress(f"choosing a server: {name} on tuning prompt {turn + 1} of {len(self.plan.tuning)} ...")
+                arms = rotated(self._arms(candidate), turn)
+                found, _ = prompt_results(self.harness, self.used, (turn + 1, prompt), arms)
+                ratios = [one.comparison.speedup for one in found if one.run.name == name]
+                self.considered.setdefault(name, []).extend(ratio for ratio in ratios if ratio)
+
+    def _preference(self, candidate: Connection) -> float:
+        speedups = self.considered.get(row_name(candidate.address.name))
+        return mean(map(log, speedups)) if speedups else -1e9
+
+    def _run_passes(self, chosen: Connection) -> Events:
+        """Passes over all prompts until the interval is narrow or the time is over. Raises UserError without any."""
+        began, prompts = self.clock.seconds, dict(enumerate(self.plan.measured, start=1))
+        arms, name = self._arms(chosen), row_name(chosen.address.name)
+        for number in range(MOST_PASSES):
+            # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
+            settings = replace(self.used, seed=(self.used.seed + 1 + number) % (MAX_SEED + 1))
+            for place, (prompt_number, prompt) in enumerate(list(prompts.items())):
+                if not number and ends_first_pass(len(self._groups(name)), self.clock.seconds):
+                    return
+                yield Progress(self._progress(name, number, place, len(prompts), began))
+                order = rotated(arms, place + number)
+                problems = self._add(settings, (prompt_number, prompt), order, repeat=number)
+                for problem in problems:
+                    self.notes.append(problem)
+                    yield Note(problem)
+                if problems:
+                    del prompts[prompt_number]
+            if not prompts:
+                raise UserError(f"none of the prompts could be measured. {' '.join(self.notes[:1])}")
+            groups = self._groups(name)
+            if not groups:
+                raise UserError(NO_SPEEDUP.format(name))
+            interval = interval_so_far(groups, divided=self.plan.divided)
+            passes = Passes(number + 1, len(prompts), self.plan.divided)
+            if passes.are_enough(interval, self.clock.seconds, began):
+                return
+
+    def _add(self, settings: Settings, numbered: Numbered, order: Sequence[Connection], *, repeat: int) -> list[str]:
+        """Add the answers to a prompt if both servers gave them; otherwise drop the prompt. Returns the problems."""
+        found, problems = prompt_results(self.harness, settings, numbered, order)
+        if problems:
+            self.results = [result for result in self.results if result.number != numbered[0]]
+        else:
+            self.results.extend(replace(result, repeat=repeat) for result in found)
+        return sorted(problems)
+
+    def _groups(self, name: str) -> list[list[float]]:
+        return speedups_by_prompt([result for result in self.results if result.run.name == name], "speedup")
+
+    def _progress(self, name: str, number: int, place: int, prompts: int, began: float) -> str:
+        interval = interval_so_far(self._groups(name), divided=self.plan.divided)
+        parts = [f"{interval.estimate:.2f}x so far"] if interval else []
+        again = f", pass {number + 1}" if number else ""
+        parts.append(f"{name}, prompt {place + 1} of {prompts}{again}")
+        if left := self._seconds_left(number * prompts + place, prompts, began):
+            parts.append(f"at most {left:.0f} s left")
+        return " · ".join(parts)
+
+    def _seconds_left(self, done: int, prompts: int, began: float) -> float | None:
+        """Until the last pass that there is time for ends."""
+        if not done:
+            return None
+        spent = self.clock.seconds - began
+        whole = spent / done * prompts
+        passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1
+        return max(1.0, passes * whole - spent)
+
+    def _findings(self) -> Iterator[Finding]:
+        if not any(result.comparison.speedup for result in self.results):
+            return
+        names = list(dict.fromkeys(result.run.name for result in self.results))
+        several = len({result.task for result in self.results}) > 1
+        sample = BenchmarkSample.chosen(self.plan.measured, self.plan.total)
+        found = list(findings_of(self.results, names, sample, with_tasks=False))
+        overall = [one for one in found if one.figures["task"] == found[-1].figures["task"]]
+        by_task = [one.figures for one in found if one not in overall] if several else []
+        # The server that is judged comes last.
+        for finding in sorted(overall, key=lambda one: one.figures["baseline"] is not None):
+            yield replace(finding, figures=self._figures(dict(finding.figures), by_task))
+
+    def _figures(self, row: dict[str, Any], by_task: Sequence[Any]) -> dict[str, Any]:
+        """A row with what the sentences say besides."""
+        groups = row["speedups_by_prompt"]
+        repeated = bool(groups) and not self.plan.divided and min(map(len, groups)) > 1
+        if repeated:
+            forwards = row["tokens_per_target_forward"] if row["drafted"] else None
+            row |= SpeedClaim.of(groups, tokens_per_forward=forwards, these_prompts=True).figures
+        passes = 1 + max((result.repeat for result in self.results), default=0)
+        return row | {
+            "candidate": row["strategy"],
+            "divided": self.plan.divided,
+            "source": self.plan.source,
+            "left_out": self.plan.left_out,
+            "pairs": sum(map(len, groups)),
+            "passes": passes,
+            "interval_over": "repeats" if repeated or row["prompts"] == 1 else "prompts",
+            "greedy": is_greedy(self.settings),
+            "processor": setting_fields()["processor"].show(self.settings),
+            "length": self.used.length,
+            "length_setting": self.settings.length,
+            "considered": {name: exp(mean(map(log, known))) for name, known in self.considered.items() if known},
+            "skipped": list(self.notes),
+            "by_task": [figures for figures in by_task if figures["strategy"] == row["strategy"]],
+        }
+
+    def tables(self, findings: Sequence[Finding]) -> list[ReportTable]:
+        """The tables of the benchmark whose format the prompts have."""
+        rows = [row for finding in findings for row in (*finding.figures["by_task"], finding.figures)]
+        sample = BenchmarkSample.chosen(self.plan.measured, self.plan.total)
+        return sample.tables(rows, self.used.length) if sample.name else []
+
+
+def _step(run: ServerRun) -> float:
+    """Seconds per token."""
+    if run.decode_tokens_per_second:
+        return 1 / run.decode_tokens_per_second
+    return run.seconds / max(1, run.new_tokens or 1)
