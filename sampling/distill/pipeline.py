@@ -36,7 +36,7 @@ from sampling.distill.progress import (
     missing_text,
     rates_text,
 )
-from sampling.distill.student_files import create_student, load_student, planned_layers, save_student
+from sampling.distill.student_files import create_student, is_converted, load_student, planned_layers, save_student
 from sampling.distill.students import Student
 from sampling.distill.target import load_target
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
@@ -153,8 +153,8 @@ class Distillation:
 
     def _check_start(self, folder: Path) -> None:
         """Raise UserError, before hours of generation, if the drafter in the folder cannot be trained further."""
-        kind = load_student(folder, self._target).kind
-        if kind != self._plan.kind:
+        student = load_student(folder, self._target)
+        if (kind := student.kind) != self._plan.kind and not is_converted(student, self._plan):
             raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to continue training it.")
 
     def _measured(self, student: Student, page: Page) -> Rates:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import CONFIG_NAME
 
+from sampling.distill.conversion import converted_layers, eagle3_from_head
 from sampling.distill.dataset import Corpus
 from sampling.distill.options import Plan
 from sampling.distill.students import HeadStudent, ModelStudent, Student, page_layers
@@ -34,9 +35,10 @@ TRAINING_ATTENTION = "sdpa"  # faster than row-invariant attention, which only d
 
 def planned_layers(plan: Plan, target: Target) -> tuple[int, ...]:
     """The hidden states that pages of this plan hold. Raises UserError if the target does not have one of them."""
-    if plan.start:
-        return load_student(Path(plan.start), target).layers
     count = layer_count(target.model)
+    if plan.start:
+        student = load_student(Path(plan.start), target)
+        return page_layers(converted_layers(student.head, count)) if is_converted(student, plan) else student.layers
     if plan.kind == "eagle3":
         chosen = [int(number) for number in plan.layers.split(",")] if plan.layers else usual_layers(count)
         return page_layers(chosen_layers(chosen, count))
@@ -59,7 +61,7 @@ def most_frequent_ids(corpus: Corpus, count: int, vocabulary: int) -> Tensor:
 
 
 def create_student(target: Target, corpus: Corpus, plan: Plan) -> Student:
-    """A new student, or the one in `plan.start`.
+    """A new student, or the one in `plan.start`, converted if that is a head and the plan is for an EAGLE-3 drafter.
 
     The vocabulary of a head is always that of the corpus. An EAGLE-3 drafter keeps the one it has.
     """
@@ -72,11 +74,18 @@ def create_student(target: Target, corpus: Corpus, plan: Plan) -> Student:
     if plan.kind == "lm":
         return ModelStudent(_small_model(target.model, plan).to(target.model.device))
     ids = most_frequent_ids(corpus, plan.vocabulary, vocabulary_size(target.model))
+    if is_converted(student, plan):
+        return _head_student(eagle3_from_head(student, target, corpus), target, ids)
     if isinstance(student, HeadStudent):
         return _head_student(student.head.requires_grad_(True), target, ids)
     if plan.kind == "eagle3":
         return _head_student(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
     return _head_student(_new_head(target.model), target, ids)
+
+
+def is_converted(student: Student | None, plan: Plan) -> TypeGuard[HeadStudent]:
+    """Whether this is a head that is to become an EAGLE-3 drafter."""
+    return isinstance(student, HeadStudent) and student.kind == "head" and plan.kind == "eagle3"
 
 
 def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:

@@ -178,7 +178,7 @@ def test_a_conversation_is_continued_by_each_server(two: tuple[Loopback, Loopbac
 def test_commands_that_need_a_model_say_so(two: tuple[Loopback, Loopback], view: Screen) -> None:
     session = server_session(view, *addresses(two))
     session.handle("Hello")
-    for line in ("/why", "/whatif", "/lossless", "/audit", "/verdict", "/pair", "/engine", "/costs"):
+    for line in ("/why", "/whatif", "/lossless", "/audit", "/pair", "/engine", "/costs"):
         view.take()
         assert session.handle(line) in (Verdict.FAILED, Verdict.DONE)
         out, messages = view.take()

@@ -154,7 +154,7 @@ class ServerVerdict:
             for place, (prompt_number, prompt) in enumerate(list(prompts.items())):
                 if not number and ends_first_pass(len(self._groups(name)), self.clock.seconds):
                     return
-                yield Progress(self._progress(name, number, place, len(prompts), began))
+                yield Progress(self._progress(name, place, len(prompts), number=number, began=began))
                 order = rotated(arms, place + number)
                 problems = self._add(settings, (prompt_number, prompt), order, repeat=number)
                 for problem in problems:
@@ -184,7 +184,7 @@ class ServerVerdict:
     def _groups(self, name: str) -> list[list[float]]:
         return speedups_by_prompt([result for result in self.results if result.run.name == name], "speedup")
 
-    def _progress(self, name: str, number: int, place: int, prompts: int, began: float) -> str:
+    def _progress(self, name: str, place: int, prompts: int, *, number: int, began: float) -> str:
         interval = interval_so_far(self._groups(name), divided=self.plan.divided)
         parts = [f"{interval.estimate:.2f}x so far"] if interval else []
         again = f", pass {number + 1}" if number else ""
