@@ -1,15 +1,20 @@
 """/server start and stop: an engine of the user becomes a row of the comparison and ends with the session."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from drafter_checkpoints import eagle3_tensors, speculators_config, write_checkpoint
 from fakes import Screen, records_of
 from servers.launches import fake_program, family, gone
 from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
 from utils.commands.servers.start import free_name
+from utils.models.embedded import EMBEDDED_HEAD
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
@@ -148,3 +153,40 @@ def test_flags_that_were_never_run_are_named(session: ReplSession, view: Screen,
         session.handle(f"/server start {engine} tiny program={fake_program(tmp_path / engine, name=name)}")
         shown = "".join(view.take())
         assert ("never run" in shown) == (not PROGRAMS[engine].was_run), shown
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "words", "method"),
+    [
+        ("vllm", speculators_config({}), "", "eagle3"),
+        ("vllm", speculators_config({}), "method=draft_model", "draft_model"),
+        ("sglang", speculators_config({}), "", "EAGLE3"),
+        ("vllm", None, "", "draft_model"),  # a folder without a drafter of the table
+    ],
+)
+def test_published_drafters_get_the_engine_s_word(
+    engine: str, config: Any, words: str, method: str, session: ReplSession, tmp_path: Path
+) -> None:
+    folder = tmp_path / "drafter"
+    if config is None:
+        write_checkpoint(folder, {"model_type": "llama"}, {"norm.weight": torch.ones(2)})
+    else:
+        write_checkpoint(folder, config, eagle3_tensors({}))
+    program = fake_program(tmp_path / engine, name="vllm" if engine == "vllm" else "python3")
+    session.handle(f"/server start {engine} tiny drafter={folder} {words} program={program}")
+    (record,) = records_of(tmp_path / "r.jsonl")
+    command = record["findings"][0]["command"]
+    given = (
+        json.loads(command[-1])["method"] if engine == "vllm" else command[command.index("--speculative-algorithm") + 1]
+    )
+    assert given == method
+
+
+def test_drafters_that_an_engine_cannot_load_are_refused(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+    peagle = speculators_config({}, speculators_model_type="peagle", mask_token_id=1)
+    write_checkpoint(tmp_path / "peagle", peagle, eagle3_tensors({}) | {"mask_hidden": torch.ones(1, 1, 96)})
+    program = fake_program(tmp_path / "vllm", name="vllm")
+    for folder, part in ((EMBEDDED_HEAD, "--kind eagle3"), (tmp_path / "peagle", "method=")):
+        assert session.handle(f"/server start vllm tiny drafter={folder} program={program}") is Verdict.FAILED
+        assert part in view.take()[1]
+    assert not session.harness.state.servers.addresses

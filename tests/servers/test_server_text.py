@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ LINE = "/server text spec repeats=2 concurrency=3 limit=2"
 
 @dataclass(slots=True)
 class Odd(Loopback):
-    """A server whose third token is another one under a condition: always, on every second request, or under load."""
+    """A server whose third token is another one under a condition: always, on every second request, under load, or for
+    prompts about pears.
+    """
 
     when: str = ""
     count: int = 0
@@ -34,8 +37,13 @@ class Odd(Loopback):
         # No zero-argument super() in a class with slots.
         answer = Loopback.answer(self, body)
         self.count += 1
-        odd = {"always": True, "sometimes": self.count % 2 == 0, "busy": self._at_once > 1}.get(self.when, False)
-        if not odd:
+        odd = {
+            "always": True,
+            "sometimes": self.count % 2 == 0,
+            "busy": self._at_once > 1,
+            "pears": "pears" in str(body),
+        }
+        if not odd.get(self.when):
             return answer
         ids, pieces = list(answer.ids), list(answer.pieces)
         ids[2], pieces[2] = 7, " other"
@@ -87,6 +95,29 @@ def test_a_server_without_a_baseline(view: Screen) -> None:
     with Odd(pages={"/v1/models": VLLM}) as server:
         server_session(view, ServerAddress("spec", server.url)).handle(LINE)
     assert "Deterministic: 4 requests for 2 prompts" in " ".join(view.take()[0].split())
+
+
+@pytest.mark.parametrize("race", [False, True])
+def test_prompts_whose_texts_differed_are_the_ones_that_are_examined(view: Screen, tmp_path: Path, race: bool) -> None:
+    prompts = ["About apples", "About pears", "About figs", "More pears"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    pages: Any = {"/v1/models": VLLM}
+    with Odd(pages=pages) as plain, Odd(when="pears", pages=pages) as fast:
+        addresses = ServerAddress("base", plain.url), ServerAddress("spec", fast.url, baseline="base")
+        session = server_session(view, *addresses)
+        for line in [f"/race 1 {tmp_path / 'p.txt'}"] if race else prompts:
+            session.handle(line)
+        fast.when = ""  # the second time all texts are equal
+        before, count = view.take(), len(fast.posts())
+        session.handle("/server text spec repeats=2 concurrency=1")
+        asked = str([request.body for request in fast.posts()[count:]])
+        assert "About pears" in asked and "More pears" in asked and "apples" not in asked and "figs" not in asked
+        assert "is that of base" in "".join(view.take()), before
+        session.handle("About pears")
+        count = len(fast.posts())
+        session.handle("/server text spec repeats=2 concurrency=1")
+        asked = str([request.body for request in fast.posts()[count:]])
+        assert "More pears" in asked and "About pears" not in asked
 
 
 @pytest.mark.parametrize("argument", ["", "nobody", "spec repeats=1", "spec concurrency=x", "spec no-such-file.txt"])

@@ -80,7 +80,11 @@ class ServerRunner:
         if not names:
             return None
         histories = {name: self._history(name) for name in names}
-        return ServerPrompt.of(text, self.settings, self.runs, histories=histories, target=_local(last))
+        prompt = ServerPrompt.of(text, self.settings, self.runs, histories=histories, target=_local(last))
+        for run, comparison in prompt.compared:
+            if not histories[run.name]:
+                self.harness.state.servers.note_text(run.address.name, text, comparison.same)
+        return prompt
 
 
 def _local(last: LastPrompt | None) -> LocalRun | None:

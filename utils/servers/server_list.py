@@ -13,10 +13,13 @@ from utils.servers.processes.local_servers import LocalServers
 
 @dataclass(slots=True)
 class ServerList:
-    """Servers by name. local: those of them that this session has started."""
+    """Servers by name. local: those of them that this session has started. other_texts: by server, the prompts on which
+    its greedy text was last not that of its baseline.
+    """
 
     connections: dict[str, Connection] = field(default_factory=dict)
     local: LocalServers = field(default_factory=LocalServers)
+    other_texts: dict[str, list[str]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self.connections.values())
@@ -43,9 +46,18 @@ class ServerList:
                 self.connections[address.name] = known
         for connection in before.values():
             connection.close()
+        self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
         for name in self.local.names():
             if name not in self.connections:
                 self.local.stop(name)
+
+    def note_text(self, name: str, prompt: str, same: bool | None) -> None:
+        """Remember whether the text for a prompt was that of the server's baseline. None: it was not compared."""
+        known = self.other_texts.setdefault(name, [])
+        if same is not None and prompt in known:
+            known.remove(prompt)
+        if same is False:
+            known.append(prompt)
 
     def start(self, address: ServerAddress, launch: Launch, *, limit: float) -> Iterator[str]:
         """Start a local server and use it from now on. Yields lines of progress. address: all but its URL.

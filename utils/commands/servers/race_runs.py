@@ -52,6 +52,8 @@ def prompt_results(
             if comparison.baseline in histories and histories[comparison.baseline] != histories[run.name]:
                 comparison = replace(comparison, same=None, first_difference=None)
             results.append(ServerResult(number, prompt.task, run, comparison))
+            if not turn:
+                harness.state.servers.note_text(run.address.name, text, comparison.same)
         histories |= {run.name: (*histories[run.name], Turn(text, run.text)) for run in runs}
     return results, notes
 

@@ -9,12 +9,16 @@ from utils.commands.outcomes import Outcome, Reply, RunReport, UseServers
 from utils.commands.registry import CommandContext
 from utils.commands.servers.words import parse_words
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
+from utils.models.head_file import is_head
+from utils.models.sources import Source, parse_path
 from utils.servers.address import ServerAddress, server_address
 from utils.servers.address_list import with_server, without_server
-from utils.servers.processes.launch import CONTEXT, DRAFTS, EMBEDDED, PARALLEL, Launch
+from utils.servers.processes.launch import CONTEXT, DRAFTS, EMBEDDED, NGRAM, PARALLEL, Launch
 from utils.servers.processes.local_servers import READY_SECONDS
-from utils.servers.processes.programs import LLAMA, PROGRAMS, command_line
+from utils.servers.processes.programs import LLAMA, PROGRAMS, SGLANG, VLLM, command_line
 from utils.servers.server_list import ServerList
 
 NUMBERS = {"draft": DRAFTS, "context": CONTEXT, "parallel": PARALLEL}
@@ -23,6 +27,15 @@ OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "progr
 HEADINGS = ("server", "URL", "drafts", "ready after", "log")
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
 UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
+# The engines' words for formats of published drafters, from the sources of vLLM 0.32 and of SGLang.
+METHODS = {
+    VLLM: {"EAGLE-3": "eagle3", "EAGLE": "eagle", "DFlash": "dflash", "DSpark": "dspark", "Medusa": "medusa"},
+    SGLANG: {"EAGLE-3": "EAGLE3", "EAGLE": "EAGLE", "DFlash": "DFLASH", "DSpark": "DSPARK"},
+}
+HEAD = (
+    "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
+    "--start {0}` makes one that it can."
+)
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
 
@@ -38,7 +51,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
         engine,
         options.get("target") or _target(engine, context),
         drafter=options.get("drafter", ""),
-        method=options.get("method", ""),
+        method=options.get("method") or _method(engine, options.get("drafter", "")),
         program=options.get("program", ""),
         draft=_number("draft", options),
         context=_number("context", options),
@@ -98,6 +111,26 @@ def _target(engine: str, context: CommandContext) -> str:
             f"llama.cpp needs a GGUF file or a repository with one, and the target is {target}: target=FILE."
         )
     return target
+
+
+def _method(engine: str, drafter: str) -> str:
+    """The engine's word for the format of a published drafter in a local folder, "" for everything else.
+
+    Raises UserError for a drafter that the engine cannot load or for which no word is known.
+    """
+    if engine not in METHODS or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
+        return ""
+    if is_head(folder):
+        raise UserError(HEAD.format(drafter, engine))
+    checkpoint = read_checkpoint(Source(str(folder), folder.name))
+    known = None if checkpoint is None else format_of(checkpoint)
+    if known is not None and known.name not in METHODS[engine]:
+        words = ", ".join(METHODS[engine])
+        raise UserError(
+            f"The drafter in {drafter} has the format {known.name}. Words of {engine} are known for {words} only: give "
+            "its own with method=."
+        )
+    return "" if known is None else METHODS[engine][known.name]
 
 
 def free_name(launch: Launch, taken: list[str]) -> str:

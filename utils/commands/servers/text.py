@@ -79,18 +79,34 @@ def text(argument: str, context: CommandContext) -> Outcome:
     if server.address.baseline == TARGET:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
     baseline = None if server.address.baseline is None else servers.connections[server.address.baseline]
-    found = [prompt.text for prompt in read_prompts(parse_path(file))] if file else list(OWN_PROMPTS)
-    if not found:
-        raise UserError(f"the prompts file {file} has no prompts: write one per line.")
+    differing = [] if file else servers.other_texts.get(name, [])
+    found = differing or _prompts(file)
     prompts = spaced(found, options["limit"])
     trial = Trial(server, baseline, prompts, {}, options["repeats"], options["concurrency"])
     compared = "" if baseline is None else f" compared with {baseline.address.name}"
-    title = f"/server text {name}{compared}, {count_of(len(prompts), 'prompt')}"
+    title = f"/server text {name}{compared}, {_chosen(prompts, differing)}"
     conclude = partial(conclusion, name, None if baseline is None else baseline.address.name)
     report = Report(
         "server_text", prompts[0], context.settings, HEADINGS, _events(trial, context), conclude, title=title
     )
     return [RunReport(report)]
+
+
+def _prompts(file: str) -> list[str]:
+    """The prompts of a file, or the command's own."""
+    if not file:
+        return list(OWN_PROMPTS)
+    if found := [prompt.text for prompt in read_prompts(parse_path(file))]:
+        return found
+    raise UserError(f"the prompts file {file} has no prompts: write one per line.")
+
+
+def _chosen(prompts: Sequence[str], differing: Sequence[str]) -> str:
+    """Which prompts are sent. differing: those on which texts differed before, if the prompts are among them."""
+    if not differing:
+        return count_of(len(prompts), "prompt")
+    left = f" of {len(differing)}" * (len(prompts) < len(differing))
+    return f"{len(prompts)}{left} prompt{'s' * (len(differing) > 1)} on which the texts differed"
 
 
 def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
