@@ -1,25 +1,24 @@
 """The toolbar: changed settings that are easily forgotten, and the speeds of the last prompt."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fakes import Screen
 from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
-from utils.config.settings import Settings, setting_fields
+from utils.config.settings import Settings
+from utils.repl.status import changed_switches
 from utils.servers.address import ServerAddress
 
 
-@pytest.mark.parametrize("line", ["/cache off", "/chat off", "/tree comb", "/tree auto"])
-def test_changed_settings_are_shown_until_they_are_changed_back(line: str, view: Screen) -> None:
-    session = server_session(view)
-    name, value = line.removeprefix("/").split()
-    before, setting = session.status(), setting_fields()[name]
-    session.settings = replace(session.settings, **{name: setting.value_type.parse(value)})
-    assert f"{name} {value}" in session.status().split(" | ") and name not in before
-    session.settings = Settings()
-    assert name not in session.status()
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"cache": False}, "cache off"), ({"tree": "comb"}, "tree comb"), ({"debug": "on"}, "debug on"), ({}, "")],
+)
+def test_settings_that_are_easily_forgotten_are_shown(changes: dict[str, Any], part: str) -> None:
+    assert changed_switches(replace(Settings(), **changes)) == [part] * bool(part)
 
 
 def test_servers_and_their_speeds_are_shown(view: Screen) -> None:
