@@ -58,6 +58,12 @@ def test_drafts_of_vllm(tmp_path: Path) -> None:
     assert ngram["method"] == "ngram" and ngram["num_speculative_tokens"] == 2 and "model" not in ngram
 
 
+def test_a_python_that_has_vllm_takes_the_model_as_an_option(tmp_path: Path) -> None:
+    program = fake_program(tmp_path, name="python3.12")
+    words = command_line(Launch("vllm", "target", program=program), 1)
+    assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "target"] and "serve" not in words
+
+
 def test_drafts_of_sglang(tmp_path: Path) -> None:
     words = line("sglang", tmp_path, drafter="small", draft=5)
     assert words[:2] == ["-m", "sglang.launch_server"]

