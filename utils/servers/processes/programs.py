@@ -153,7 +153,13 @@ PROGRAMS = {
             "program=PATH of llama-server or of a Python that has xllamacpp",
             was_run=True,
         ),
-        Program(VLLM, _vllm, _vllm_arguments, "`pip install vllm`, or give program=PATH of vllm or of a Python that has it", was_run=True),
+        Program(
+            VLLM,
+            _vllm,
+            _vllm_arguments,
+            "`pip install vllm`, or give program=PATH of vllm or of a Python that has it",
+            was_run=True,
+        ),
         Program(
             SGLANG,
             _sglang,
