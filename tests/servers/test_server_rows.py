@@ -65,7 +65,7 @@ def test_prompt_and_settings_reach_the_server(two: tuple[Loopback, Loopback], vi
         "seed": 7,
     }
     assert text.path == "/v1/completions" and text.body["prompt"] == "Hi"
-    assert "greedy decoding only" in view.take()[0]
+    assert "/server text spec" in view.take()[0]
 
 
 def test_a_different_text_is_shown_from_its_first_difference(

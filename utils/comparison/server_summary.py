@@ -19,7 +19,8 @@ OTHER_HOST = "{} and {} are on different hosts, so their speeds are not compared
 NO_RUN = "{} has no answer of {} to be compared with."
 DIFFERENT_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
 NO_GAIN = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
-SAMPLED = "Texts of servers are compared under greedy decoding only (/temperature 0)."
+SAMPLED = "Sampled texts need not be equal; /server text {} compares their distributions."
+LOCAL_BASELINE = "Texts of servers and of the local target are compared under greedy decoding only (/temperature 0)."
 
 
 def server_summary(prompt: ServerPrompt) -> Iterator[str]:
@@ -34,8 +35,10 @@ def server_summary(prompt: ServerPrompt) -> Iterator[str]:
             yield f"{entry.run.name}: {found.note}"
     if len(finished) > 1 and all(entry.comparison.baseline is None for entry in finished):
         yield NO_BASELINE
-    if any(entry.comparison.speedup and entry.comparison.same is None for entry in finished):
-        yield SAMPLED
+    sampled = (one for one, compared in finished if compared.speedup and compared.same is None)
+    if (run := next(sampled, None)) is not None:
+        local = run.address.baseline == TARGET
+        yield LOCAL_BASELINE if local else SAMPLED.format(run.address.name)
 
 
 def is_noise(entry: ComparedServer) -> bool:

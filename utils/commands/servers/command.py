@@ -26,7 +26,7 @@ SYNTAX = (
     "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
     "/server [list]",
     "/server remove NAME",
-    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
+    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4] [samples=24]",
     "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
     "[baseline=NAME] [-- FLAGS]",
     "/server stop NAME",
@@ -37,7 +37,7 @@ MEANINGS = {
     "add": "a server by its name and address",
     LIST: "the servers of this session",
     "remove": "a server",
-    "text": "is its greedy text that of its baseline?",
+    "text": "is its text that of its baseline? (sampled ones if /temperature is above 0)",
     "start": "an engine that is installed here",
     "stop": "a server that was started",
     "sweep": "draft lengths of a started server",

@@ -1,7 +1,7 @@
 """/server text: is a server's greedy text the one of its baseline, alone and with other requests at the same time?
 
 The questions are those of /audit and /divergence: is equal input answered equally at all, where do texts differ, and
-is that a near-tie?
+is that a near-tie? If the session samples, sampled texts are compared, too.
 """
 
 import re
@@ -14,14 +14,15 @@ from utils.bounds import WholeRange
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import CommandContext
 from utils.commands.servers.text_conclusion import conclusion
+from utils.commands.servers.text_prompts import chosen_text, prompts_of
+from utils.commands.servers.text_samples import SampleTrial, sample_events
 from utils.commands.servers.text_ties import Tie, examine
 from utils.commands.servers.text_trials import Output, ask, ask_together, unique
 from utils.comparison.countdown import Countdown
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.server_requests import request_maker
+from utils.comparison.strategies import is_greedy
 from utils.errors import UserError, check_choice
-from utils.models.sources import parse_path
-from utils.prompts.prompt_files import read_prompts
 from utils.prompts.samples import spaced
 from utils.servers.address_list import TARGET
 from utils.servers.connection import Connection
@@ -33,13 +34,8 @@ OPTIONS = {
     "repeats": (3, WholeRange(2, 100)),
     "concurrency": (4, WholeRange(1, 64)),
     "limit": (4, WholeRange(1, 1000)),
+    "samples": (24, WholeRange(2, 1000)),
 }
-OWN_PROMPTS = (
-    "Repeat this list three times: apples, pears, plums, figs.",
-    "Write a short story about a lighthouse keeper and a storm.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Explain in a few sentences why the sky is blue.",
-)
 MOST_EXAMINED = 8  # differences; each needs up to five further requests
 HEADINGS = ("check", "server", "requests", "texts per prompt", "first difference", "gap", "moved by", "cause")
 ALONE, LOAD, WHERE = "alone", "load", "difference"
@@ -48,13 +44,14 @@ OPTION = re.compile(r"(\w+)=(\S*)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is compared. baseline: None checks only whether equal requests get equal texts. repeats: of every prompt in
-    each check. outputs: by check, server and number of the prompt.
+    """What is compared. baseline: None checks only whether equal requests get equal texts. samples: sampled
+    texts of every prompt. repeats: of every prompt in each check. outputs: by check, server and number of the prompt.
     """
 
     server: Connection
     baseline: Connection | None
     prompts: tuple[str, ...]
+    samples: int
     requests: dict[str, list[ServerRequest]]
     repeats: int
     concurrency: int
@@ -80,33 +77,16 @@ def text(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
     baseline = None if server.address.baseline is None else servers.connections[server.address.baseline]
     differing = [] if file else servers.other_texts.get(name, [])
-    found = differing or _prompts(file)
+    found = differing or prompts_of(file)
     prompts = spaced(found, options["limit"])
-    trial = Trial(server, baseline, prompts, {}, options["repeats"], options["concurrency"])
+    trial = Trial(server, baseline, prompts, options["samples"], {}, options["repeats"], options["concurrency"])
     compared = "" if baseline is None else f" compared with {baseline.address.name}"
-    title = f"/server text {name}{compared}, {_chosen(prompts, differing)}"
+    title = f"/server text {name}{compared}, {chosen_text(prompts, differing)}"
     conclude = partial(conclusion, name, None if baseline is None else baseline.address.name)
     report = Report(
         "server_text", prompts[0], context.settings, HEADINGS, _events(trial, context), conclude, title=title
     )
     return [RunReport(report)]
-
-
-def _prompts(file: str) -> list[str]:
-    """The prompts of a file, or the command's own."""
-    if not file:
-        return list(OWN_PROMPTS)
-    if found := [prompt.text for prompt in read_prompts(parse_path(file))]:
-        return found
-    raise UserError(f"the prompts file {file} has no prompts: write one per line.")
-
-
-def _chosen(prompts: Sequence[str], differing: Sequence[str]) -> str:
-    """Which prompts are sent. differing: those on which texts differed before, if the prompts are among them."""
-    if not differing:
-        return count_of(len(prompts), "prompt")
-    left = f" of {len(differing)}" * (len(prompts) < len(differing))
-    return f"{len(prompts)}{left} prompt{'s' * (len(differing) > 1)} on which the texts differed"
 
 
 def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
@@ -138,6 +118,10 @@ def _events(trial: Trial, context: CommandContext) -> Iterator[ReportEvent]:
                 _run_together(trial, connection)
                 yield _row(trial, LOAD, connection)
         yield from _differences(trial)
+        if trial.baseline is not None and not is_greedy(context.settings):
+            servers = trial.baseline, trial.server
+            sampled = SampleTrial(servers, trial.requests, trial.samples, trial.concurrency, context.settings)
+            yield from sample_events(sampled)
     except ServerError:
         for connection in trial.connections:
             connection.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from utils.commands.servers.text_samples import sampled_conclusion
 from utils.commands.servers.text_ties import Cause
 from utils.comparison.reports import Finding
 from utils.text import count_of
@@ -11,7 +12,12 @@ NO_LOGPROBS = "without token ids and log-probabilities a rounding tie cannot be 
 
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
-    """The sentences, the most important one first."""
+    """The sentences: about greedy texts, the most important one first, then about sampled texts."""
+    sampled = [] if baseline is None else sampled_conclusion(name, baseline, findings)
+    return [*_greedy(name, baseline, findings), *sampled]
+
+
+def _greedy(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
     rows = {(finding.figures["check"], finding.figures["server"]): finding.figures for finding in findings}
     found = [finding.figures for finding in findings if finding.figures["check"] == "difference"]
     alone = [row for (check, _), row in rows.items() if check == "alone"]
