@@ -76,4 +76,5 @@ def test_greedy_sessions_compare_greedy_texts_only(view: Screen) -> None:
         addresses = ServerAddress("base", plain.url), ServerAddress("spec", fast.url, baseline="base")
         session = server_session(view, *addresses)
         session.handle("/server text spec repeats=2 limit=1")
-        assert not any(request.body.get("temperature") for request in fast.posts())
+        completions = [request for request in fast.posts() if "completions" in request.path]
+        assert len(completions) == 2 * 2 and not any(request.body["temperature"] for request in completions)

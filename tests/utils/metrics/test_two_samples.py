@@ -64,6 +64,12 @@ def test_different_distributions_are_found(favourite: float) -> None:
     assert compare_samples(prompts).p_value < 0.001
 
 
+def test_texts_without_a_common_beginning_are_compared_by_their_tokens() -> None:
+    first, second = [[10 + place, 1, 1, 2] for place in range(8)], [[20 + place, 3, 3, 4] for place in range(8)]
+    found = compare_samples([(first, second)])
+    assert found.shared_within == found.shared_between == 0 and found.p_value < 0.001
+
+
 def test_texts_that_never_change_are_one_distribution() -> None:
     same = [[1, 2]] * 4
     assert compare_samples([(same, same)]).p_value == 1
