@@ -31,9 +31,12 @@ class Eagle1Reference:
             x = linear(self.weights, "fc", joined)
             for index in range(self.layers):
                 name = f"layers.{index}"
-                x = x + attention(
-                    self.weights, f"{name}.self_attn.", self.normed(f"{name}.input_layernorm", x), self.keys
+                sliding = self.keys.get("layer_types", ["full_attention"] * self.layers)[index] == "sliding_attention"
+                window, normed = (
+                    self.keys["sliding_window"] if sliding else None,
+                    self.normed(f"{name}.input_layernorm", x),
                 )
+                x = x + attention(self.weights, f"{name}.self_attn.", normed, self.keys, window=window)
                 x = x + mlp(self.weights, f"{name}.mlp.", self.normed(f"{name}.post_attention_layernorm", x))
             result = self.normed("pre_lm_head_layernorm", x[-1:])
             rows.append(result[0] @ self.head.T)

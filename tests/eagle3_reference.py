@@ -84,8 +84,9 @@ class Eagle3Reference:
         weights, before = self.weights, self.flags.get("norm_before_residual")
         for index in range(self.layers):
             name = f"layers.{index}"
-            x, residual = self.norm(f"{name}.input_layernorm", embedded if index == 0 else states), states
-            if index == 0:
+            joins = index == 0 or f"{name}.hidden_norm.weight" in weights  # DeepSpec's layers are all alike
+            x, residual = self.norm(f"{name}.input_layernorm", embedded if joins else states), states
+            if joins:
                 normed = self.norm(f"{name}.hidden_norm", states)
                 x, residual = torch.cat([x, normed], dim=-1), normed if before else states
             sliding = self.keys.get("layer_types", ["full_attention"] * self.layers)[index] == "sliding_attention"
@@ -93,7 +94,8 @@ class Eagle3Reference:
             states = residual + attention(weights, f"{name}.self_attn.", x, self.keys, window=window)
             states = states + mlp(weights, f"{name}.mlp.", self.norm(f"{name}.post_attention_layernorm", states))
         normed = self.norm("norm", states)
-        return normed @ weights["lm_head.weight"].T, normed if self.flags.get("norm_output") else states
+        read = states if self.flags.get("no_head_norm") else normed
+        return read @ weights["lm_head.weight"].T, normed if self.flags.get("norm_output") else states
 
     def drafts(self, features: Tensor, embedded: Tensor, count: int) -> list[Tensor]:
         """Draft logits (V',) of `count` steps. features: (T, F) of positions 0 .. T - 1. embedded: embeddings of the

@@ -27,6 +27,7 @@ MEDUSA_KEY, MEDUSA_WEIGHTS, MEDUSA_PICKLE = "medusa_num_heads", "medusa_lm_head.
 PREFIX = "model."  # some exports put it before every name
 DRAFT_TO_TARGET, TOKEN_MAP, ORDERING = "d2t", "token_map", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", TOKEN_MAP, ORDERING)  # the others are weights
+EIGHT_BITS = {"I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # in safetensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -57,16 +58,38 @@ class DrafterCheckpoint:
             self._check(name, tensor)
         return read
 
+    def check_values(self) -> None:
+        """Raise UserError for weights that are not finite, or are integers. One tensor at a time is read."""
+        self.check_types()
+        for name in self.shapes:
+            with explained_errors(self.name), safe_open(self.files[name][0], framework="pt") as file:
+                tensor = file.get_tensor(self.files[name][1])
+            if tensor.dtype in FLOATS:  # others may be ids, which only their format knows
+                self._check(name, tensor)
+
+    def check_types(self) -> None:
+        """Raise UserError for weights in 8 bits, without reading them."""
+        with explained_errors(self.name):
+            for path in sorted({path for path, _ in self.files.values()}):
+                with safe_open(path, framework="pt") as file:
+                    for name, (place, stored) in self.files.items():
+                        kind = file.get_slice(stored).get_dtype() if place == path else ""
+                        # Other tensors of bytes are masks and tables.
+                        if name.endswith(".weight") and kind in EIGHT_BITS:
+                            raise self._quantized(stored, EIGHT_BITS[kind])
+
+    def _quantized(self, stored: str, kind: str) -> UserError:
+        return UserError(
+            f"'{self.name}' has weights in {kind} ({stored}), and quantized drafters are not supported: name one "
+            "with weights in float16, bfloat16 or float32."
+        )
+
     def _check(self, name: str, tensor: Tensor) -> None:
         if name in ID_TENSORS:
             return
         stored = self.stored_name(name)
         if tensor.dtype not in FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                f"'{self.name}' has weights in {kind} ({stored}), and quantized drafters are not supported: name one "
-                "with weights in float16, bfloat16 or float32."
-            )
+            raise self._quantized(stored, str(tensor.dtype).removeprefix("torch."))
         if not torch.isfinite(tensor).all():
             raise UserError(f"'{self.name}' has weights that are not finite ({stored}): fetch or copy it again.")
 

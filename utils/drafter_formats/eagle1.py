@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config
+from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import load_embedding, load_head, misfit, share_parts
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
@@ -32,20 +33,20 @@ FIRST_NORM, EMBEDDING_NORM, OUTPUT_NORM = "layers.0.input_layernorm", "embedding
 
 class Eagle1(StepwiseDrafter):
     """An EAGLE drafter. config: of its layers, with the target's vocabulary size. norms: which optional ones it has.
-    target_layers: of the target, whose last hidden state after the final norm it reads.
+    target_layers: of the target, whose last hidden state after the final norm it reads. windows: see sliding_sizes.
     """
 
     embed_tokens: nn.Module
     lm_head: nn.Module
 
-    def __init__(self, config: Any, norms: set[str], target_layers: int) -> None:
+    def __init__(self, config: Any, norms: set[str], target_layers: int, windows: tuple[int | None, ...]) -> None:
         super().__init__()
         self.config, self.target_layers = config, target_layers
         # Like the target's feature, what is fed back is what the output head reads.
         self.conventions = Conventions((target_layers,), norm_output=OUTPUT_NORM in norms)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = decoder_layers(config, windows, head_norms=False)
         if FIRST_NORM not in norms:
             cast(Any, self.layers[0]).input_layernorm = nn.Identity()
         self.embedding_layernorm = LlamaRMSNorm(hidden, eps) if EMBEDDING_NORM in norms else nn.Identity()
@@ -108,7 +109,7 @@ def load_eagle1(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     config.vocab_size = vocabulary_size(target)
     norms = {name for name in (FIRST_NORM, EMBEDDING_NORM, OUTPUT_NORM) if checkpoint.has(f"{name}.weight")}
     with torch.device("meta"):  # random weights would take time and memory
-        drafter = Eagle1(config, norms, layer_count(target))
+        drafter = Eagle1(config, norms, layer_count(target), sliding_sizes(checkpoint))
     load_exactly(drafter, checkpoint, besides=SHARED)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     share_parts(drafter, embedding, load_head(checkpoint, target, config.hidden_size), target)

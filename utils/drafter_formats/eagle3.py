@@ -1,11 +1,13 @@
 """EAGLE-3 and EAGLE-3.1 drafters in the layouts of SafeAILab, SGLang and SpecForge, of speculators, and of NeMo and
 DeepSpec (Li et al. 2025, arXiv 2503.01840; arXiv 2605.09992).
 
-The first layer attends with the embedding of a token and a state side by side; further layers are ordinary ones.
+The first layer attends with the embedding of a token and a state side by side; further layers are ordinary ones, except
+that in DeepSpec all layers are like the first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3_conventions import conventions
+from utils.drafter_formats.eagle3_conventions import conventions, head_norm_doubtful
 from utils.drafter_formats.layer_config import layer_config
-from utils.drafter_formats.layer_types import sliding_sizes
+from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
 from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_file import check_target_file
 from utils.drafter_formats.target_parts import (
@@ -35,6 +36,7 @@ from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
 RENAMED["aux_norm_high."] = "fc_norm.2."
+JOINED = "hidden_norm"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
 
 
 class Eagle3(StepwiseDrafter):
@@ -51,18 +53,13 @@ class Eagle3(StepwiseDrafter):
         self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
         self.fc = nn.Linear(total, hidden, bias=False)
-        # Qwen3's layers without their head norms are Llama's, except that these know no sliding window.
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        for index, layer in enumerate(self.layers):
-            attends = cast(Any, layer).self_attn
-            attends.sliding_window = parts.windows[index] if parts.windows else None
-            if not parts.head_norms:
-                attends.q_norm, attends.k_norm = nn.Identity(), nn.Identity()
-        first = cast(Any, self.layers[0])
-        for name in ("q_proj", "k_proj", "v_proj"):
-            size = getattr(first.self_attn, name).out_features
-            setattr(first.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
-        first.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.layers, self.joining = decoder_layers(config, parts.windows, head_norms=parts.head_norms), parts.joining
+        self.head_norm_doubtful = parts.head_norm_doubtful
+        for layer in cast(Any, self.layers[: self.joining]):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                size = getattr(layer.self_attn, name).out_features
+                setattr(layer.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
+            layer.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(config)
 
@@ -74,10 +71,14 @@ class Eagle3(StepwiseDrafter):
     def readings(self) -> Mapping[str, Conventions]:
         own = self.conventions
         normed = "after" if not own.norm_output else "before"
-        return shifted_layers(own, self.target_layers) | {
+        found = shifted_layers(own, self.target_layers) | {
             f"states fed back {normed} the final norm": replace(own, norm_output=not own.norm_output),
             "the other residual in the first layer": replace(own, norm_before_residual=not own.norm_before_residual),
         }
+        if self.head_norm_doubtful:
+            name = f"{'no' if own.norm_before_head else 'the'} final norm before the output head"
+            found[name] = replace(own, norm_before_head=not own.norm_before_head)
+        return found
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -103,19 +104,18 @@ class Eagle3(StepwiseDrafter):
         tables = self.rotary(states, positions)
         arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
         arguments["attention_mask"] = mask
-        first = cast(Any, self.layers[0])
-        embedded = first.input_layernorm(embedded.to(states.dtype))
-        normed = first.hidden_norm(states)
-        residual = normed if self.conventions.norm_before_residual else states
-        attended, _ = first.self_attn(torch.cat([embedded, normed], dim=-1), **arguments)
-        states = residual + attended
-        states = states + first.mlp(first.post_attention_layernorm(states))
-        for layer in self.layers[1:]:
+        for layer in cast(Any, self.layers[: self.joining]):
+            normed = layer.hidden_norm(states)
+            residual = normed if self.conventions.norm_before_residual else states
+            joined = torch.cat([layer.input_layernorm(embedded.to(states.dtype)), normed], dim=-1)
+            states = residual + layer.self_attn(joined, **arguments)[0]
+            states = states + layer.mlp(layer.post_attention_layernorm(states))
+        for layer in self.layers[self.joining :]:
             states = layer(states, use_cache=True, **arguments)
         return states
 
     def logits(self, state: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(state))
+        logits: Tensor = self.lm_head(self.norm(state) if self.conventions.norm_before_head else state)
         return logits
 
     def feedback(self, state: Tensor) -> Tensor:
@@ -126,7 +126,9 @@ class Eagle3(StepwiseDrafter):
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Which optional tensors a checkpoint has. target_layers: of the target. feature_size: of its hidden states.
-    windows: how many positions each layer attends to, None for all. Empty: all of them to all.
+    windows: how many positions each layer attends to, None for all. Empty: all of them to all. joining: how many
+    layers, from the first on, read the embedding beside the state. head_norm_doubtful: whether the output head may have
+    been trained without the final norm.
     """
 
     target_layers: int
@@ -135,6 +137,8 @@ class Parts:
     norm_before_fc: bool
     head_norms: bool
     windows: tuple[int | None, ...] = ()
+    joining: int = 1
+    head_norm_doubtful: bool = False
 
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
@@ -169,9 +173,11 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
     """Fill a module with the tensors of a checkpoint, which decide about biases. Raises UserError if other names or
     shapes differ.
     """
-    for name, part in module.named_modules():  # configs name biases in several ways, some by default
+    # Configs name biases in several ways, some by default. Equal parts of all layers and heads have one or have none.
+    biased = {_kind(name) for name in checkpoint.shapes if name.endswith(".bias")}
+    for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
-            bias = nn.Parameter(torch.empty(part.out_features)) if checkpoint.has(f"{name}.bias") else None
+            bias = nn.Parameter(torch.empty(part.out_features)) if _kind(f"{name}.bias") in biased else None
             part.register_parameter("bias", bias)
     expected = {name: tuple(part.shape) for name, part in module.state_dict().items()}
     # Old exports store the frequencies of rotary embeddings, which follow from the config.
@@ -187,7 +193,13 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
     module.load_state_dict(checkpoint.tensors(stored), assign=on_meta)
 
 
+def _kind(name: str) -> str:
+    """The name of a tensor without the numbers of its layer and head."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
 def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:
+    count = checkpoint.layer_count()
     return Parts(
         layer_count(target),
         feature_size,
@@ -195,4 +207,6 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         norm_before_fc=checkpoint.has("input_norm.weight"),
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
         windows=sliding_sizes(checkpoint),
+        joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
+        head_norm_doubtful=head_norm_doubtful(checkpoint),
     )

@@ -37,6 +37,13 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     return tuple(count + 1 if layer == count else layer for layer in ids)
 
 
+def head_norm_doubtful(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether the output head may read states before the final norm: so `norm_output` false is to SpecForge 0.2, and in
+    SGLang it is about the states that are fed back.
+    """
+    return checkpoint.flag("norm_output") is False and "speculators_model_type" not in checkpoint.config
+
+
 def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
     config = checkpoint.config

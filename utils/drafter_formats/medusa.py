@@ -85,7 +85,9 @@ def load_medusa(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Medus
     count = max(heads, checkpoint.layer_count("blocks."))
     if heads != count and not shared:
         raise UserError(f"'{checkpoint.name}' has {heads} output heads for {count} blocks: fetch or copy it again.")
-    blocks = [ResidualBlock(size, checkpoint.layer_count(f"blocks.{index}.layers.")) for index in range(count)]
+    # The most of any block, so that a layer that one of them lacks is reported.
+    layers = max((checkpoint.layer_count(f"blocks.{index}.layers.") for index in range(count)), default=0)
+    blocks = [ResidualBlock(size, layers) for _ in range(count)]
     config = PreTrainedConfig(vocab_size=vocabulary_size(target))
     drafter = Medusa(blocks, config, layer_count(target), _scale(checkpoint))
     names = [name for name in checkpoint.shapes if name.startswith("lm_heads.")]

@@ -19,13 +19,15 @@ class Conventions:
 
     feature_layers: the hidden states that are read, numbered as in `utils.decode.features`. norm_before_residual: the
     first residual is the normalised state. norm_output: the state that is fed back is the one after the final norm.
-    from_anchor: the first slot of a block, which holds the last known token, predicts too.
+    norm_before_head: the output head reads the state after the final norm. from_anchor: the first slot of a block,
+    which holds the last known token, predicts too.
     """
 
     feature_layers: tuple[int, ...]
     norm_before_residual: bool = False
     norm_output: bool = False
     from_anchor: bool = False
+    norm_before_head: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ predict the target's own text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ DEPTH = 3  # drafts in a row: the first one depends on the features, further one
 MOVED = 17  # positions by which features are displaced to see whether the drafter uses them
 PASSAGE = 4  # tokens; a passage of so many that the text has had before is not counted again
 GROUP = 4  # neighbouring rounds judge the same tokens, so they count together
-LEAST_GROUPS = 8  # fewer could not show a significant difference
-# The largest probability that a reading is replaced although no other one is better; divided by their number.
+LEAST_GROUPS = 11  # with fewer, none of ten readings could be significantly better
+# The largest probability that a reading is replaced although no other one is better. One half is divided by the number
+# of readings that differ in one convention, the other by the number of those that differ in two.
 SIGNIFICANCE = 0.01
 Reporter = Callable[[str], None]
 
@@ -152,14 +154,27 @@ class _Examination:
         return known
 
     def better_than(self, best: Reading) -> Reading | None:
-        """The best of the readings that differ from this one in one convention, if it is significantly better."""
+        """The best of the readings that differ from this one in one convention, if it is significantly better, or else
+        of those that differ in two: one mistake can hide another.
+        """
         with _reading(self.drafter, best.conventions):
             others = {name: each for name, each in self.drafter.readings().items() if each != best.conventions}
-        found = [self.reading(f"{best.name}, and {name}" if best.name else name, each) for name, each in others.items()]
+        found = self._compared(best, others)
+        if (better := self._significant(best, found)) is not None:
+            return better
+        if all(_significance(best.hits, each.hits) <= SIGNIFICANCE for each in found):
+            return None  # this one is right
+        return self._significant(best, self._compared(best, _in_two(best.conventions, others)))
+
+    def _compared(self, best: Reading, others: Mapping[str, Conventions]) -> list[Reading]:
+        return [self.reading(f"{best.name}, and {name}" if best.name else name, each) for name, each in others.items()]
+
+    def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
+        """The best of these readings, if it is significantly better."""
         # By what is significant, not by the sum of hits: readings may draft blocks of different lengths.
         level = {each.name: _significance(each.hits, best.hits) for each in found}
         first = min(found, key=lambda each: level[each.name], default=None)
-        return first if first is not None and level[first.name] <= SIGNIFICANCE / len(found) else None
+        return first if first is not None and level[first.name] <= SIGNIFICANCE / 2 / len(found) else None
 
     @torch.no_grad()
     def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
@@ -191,6 +206,20 @@ class _Examination:
             assert features is not None
             self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
         return torch.cat([self.states[layer] for layer in layers], dim=-1)
+
+
+def _in_two(own: Conventions, others: Mapping[str, Conventions]) -> dict[str, Conventions]:
+    """The readings that differ from `own` as two of the others do, which differ in one convention each."""
+    names = [each.name for each in fields(own)]
+    changes = {
+        name: {key: getattr(each, key) for key in names if getattr(each, key) != getattr(own, key)}
+        for name, each in others.items()
+    }
+    return {
+        f"{one}, and {other}": replace(own, **changes[one], **changes[other])
+        for one, other in combinations(changes, 2)
+        if changes[one].keys().isdisjoint(changes[other])
+    }
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from utils.pairs.request import HEAD, LAYERS, MTP, PairRequest
 from utils.pairs.request_checks import layer_count
 from utils.text import first_of
 
+QUANTIZED = "quantization_config"
 # In the target's files, so not in the table. Programs feed the target's state before or after its final norm.
 MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp, lambda checkpoint: True)
 
@@ -136,7 +137,15 @@ def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None
     checkpoint = read_checkpoint(source)
     with explained_errors(source.name):
         known = None if checkpoint is None else format_of(checkpoint)
-    return None if checkpoint is None or known is None else (checkpoint, known)
+    if checkpoint is None:
+        return None
+    if known is None:
+        # transformers would read integers as weights if no config says how they were quantized.
+        if not any(part.get(QUANTIZED) for part in (checkpoint.config, checkpoint.part("text_config"))):
+            checkpoint.check_types()
+        return None
+    checkpoint.check_values()  # this takes less time than to load a target for nothing
+    return checkpoint, known
 
 
 def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:

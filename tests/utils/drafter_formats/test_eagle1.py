@@ -70,6 +70,21 @@ def test_drafts_are_those_of_the_equations(tmp_path, name, old):
         assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_sliding_layers_attend_to_the_last_positions_only(tmp_path, old):
+    target, tensors = tiny_llama(num_hidden_layers=LAYERS), tensors_of(layers=1 if old else 2)
+    keys = layer_keys(layer_types=["sliding_attention", "full_attention"], sliding_window=3)
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": keys} if old else keys
+    drafter = loaded(
+        write_checkpoint(tmp_path, config, speculators_names(tensors) if old else tensors), target, "EAGLE"
+    )
+    features, embedded = target.model.norm(hidden_states(target, (LAYERS,))).detach(), target.model.embed_tokens.weight
+    reference = Eagle1Reference(tensors, keys, target.lm_head.weight, 1 if old else 2)
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
+        assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
+
+
 def test_an_embedding_of_its_own_is_used(tmp_path):
     target, tensors = tiny_llama(num_hidden_layers=LAYERS), tensors_of()
     tensors["embed_tokens.weight"] = random_tensors({"e": (VOCABULARY, HIDDEN)}, seed=4)["e"]

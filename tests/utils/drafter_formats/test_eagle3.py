@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from drafter_checkpoints import (
+    GROUPS,
+    HEADS,
     HIDDEN,
+    SIZE,
     VOCABULARY,
     eagle3_tensors,
     layer_keys,
@@ -55,6 +58,44 @@ def test_drafts_are_those_of_the_equations(tmp_path, flags, layers, head_norms):
         assert torch.allclose(logits[:, chosen], torch.stack(expected), atol=2e-4, rtol=1e-4)
         others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, chosen, False)
         assert torch.isneginf(logits[:, others]).all()
+
+
+def test_all_layers_of_deepspec_read_the_embedding(tmp_path):
+    target, tensors = target_model(), eagle3_tensors({}, layers=3, head_norms=True, every=1)
+    wide = {
+        f"layers.{index}.self_attn.{name}_proj.weight": (rows, 2 * HIDDEN)
+        for index in (1, 2)
+        for name, rows in (("q", HEADS * SIZE), ("k", GROUPS * SIZE), ("v", GROUPS * SIZE))
+    }
+    tensors |= random_tensors(wide | {f"layers.{index}.hidden_norm.weight": (HIDDEN,) for index in (1, 2)}, seed=8)
+    config = layer_keys(architectures=["Qwen3Eagle3Model"], target_layer_ids=[layer - 1 for layer in READ])
+    drafter = loaded(write_checkpoint(tmp_path, config, tensors), target, "EAGLE-3")
+    features, embedded = hidden_states(target, READ), target.model.embed_tokens.weight
+    reference = Eagle3Reference(tensors, layer_keys(), {}, 3)
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
+        assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "offered"), [({"norm_output": False}, True), ({"norm_output": True}, False), ({}, False)]
+)
+def test_heads_that_specforge_trained_without_the_final_norm_have_a_reading(tmp_path, keys, offered):
+    target, tensors = target_model(), eagle3_tensors({})
+    config = layer_keys(eagle_aux_hidden_state_layer_ids=list(READ)) | keys
+    drafter = loaded(write_checkpoint(tmp_path, config, tensors), target, "EAGLE-3")
+    found = [each for each in drafter.readings().values() if not each.norm_before_head]
+    assert drafter.conventions.norm_before_head and len(found) == offered
+    if not found:
+        return
+    drafter.conventions = found[0]
+    assert any(each.norm_before_head for each in drafter.readings().values())
+    features, embedded = hidden_states(target, READ), target.model.embed_tokens.weight
+    reference = Eagle3Reference(tensors, layer_keys(), {"no_head_norm": True}, 1)
+    chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    for end, drafted, logits in draft_rounds(drafter, features, 3):
+        expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
+        assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("head_norms", [False, True])

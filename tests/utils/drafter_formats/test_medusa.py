@@ -179,6 +179,14 @@ def target_folder(path: Path) -> Path:
     [
         (lambda tensors, config: tensors.pop("lm_heads.1.weight"), "2 output heads for 3 blocks"),
         (lambda tensors, config: tensors.pop("blocks.1.layers.0.weight"), "blocks.1.layers.0"),
+        (lambda tensors, config: tensors.pop("blocks.1.layers.0.bias"), "blocks.1.layers.0.bias is missing"),
+        (
+            lambda tensors, config: (
+                tensors.pop("blocks.1.layers.0.weight"),
+                tensors.pop("blocks.1.layers.0.bias"),
+            ),
+            "blocks.1.layers.0",
+        ),
         (lambda tensors, config: tensors.update({"extra": torch.zeros(2)}), "extra"),
         (lambda tensors, config: tensors["lm_heads.2.weight"].fill_(float("nan")), "finite"),
         (lambda tensors, config: tensors.update({"lm_heads.0.weight": torch.zeros(500, HIDDEN)}), "500"),

@@ -141,7 +141,7 @@ def test_embeddings_in_published_files_are_the_drafters_own(tmp_path):
 def test_the_doctor_compares_all_readings(tmp_path):
     target = tiny_qwen("qwen3_next")
     drafter = drafter_of(write_target(tmp_path, target, qwen_layers(target)), target)
-    found = examine(drafter, target, own_text(target, [3, 5], 40), 2)
+    found = examine(drafter, target, own_text(target, [3, 5], 56), 2)
     read = {reading.conventions.feature_layers for reading in found.readings}
     assert read == {(LAYERS - 1,), (LAYERS,), (LAYERS + 1,)}
     assert {reading.conventions.norm_output for reading in found.readings} == {True, False}

@@ -26,12 +26,13 @@ from drafter_checkpoints import (
 )
 from drafter_runs import draft_rounds, hidden_states, loaded
 from eagle3_reference import Eagle3Reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
 
 from utils.errors import UserError
+from utils.pairs import load_pair
 
 LAYERS, READ = 6, (2, 3, 4)
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -132,6 +133,30 @@ def test_a_damaged_tensor_has_the_name_of_its_file(tmp_path):
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in eagle3_tensors({}).items()}
     tensors["midlayer.hidden_norm.weight"].fill_(float("nan"))
     assert "midlayer.hidden_norm.weight" in refused(write_checkpoint(tmp_path, layer_keys(), tensors))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_reported_before_the_target_is_loaded(tmp_path, monkeypatch, value):
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    tensors = eagle3_tensors({})
+    tensors["norm.weight"][3] = value
+    monkeypatch.setattr(load_pair, "load_model", None)  # a call would fail
+    folder = write_checkpoint(tmp_path / "drafter", layer_keys(), tensors)
+    assert "norm.weight" in refusal(tmp_path / "target", folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("keys", [{"pard_token": 5}, {}])
+def test_a_model_with_weights_in_8_bits_is_refused(tmp_path, keys, dtype):
+    """transformers casts them to floats. Without a config of the quantization, nobody knows their scale."""
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    folder = save_folder(tmp_path / "drafter", target_model(), tiny_tokenizer())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | keys
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    write_checkpoint(folder, config, tensors | {name: torch.ones(tensors[name].shape).to(dtype)})
+    sentence = refusal(tmp_path / "target", folder)
+    assert name in sentence and "quantized" in sentence and str(dtype).removeprefix("torch.") in sentence
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE"])

@@ -13,6 +13,7 @@ from trained_drafter import LAYERS, PROMPT, RIGHT, SIZE, random_drafter, target_
 from utils.drafter_formats.readings import shifted_layers
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions
+from utils.pairs import doctor
 from utils.pairs.doctor import GROUP, LEAST_GROUPS, SIGNIFICANCE, examine, own_text, sign_flip_test
 from utils.pairs.doctor import _significance as significance
 
@@ -74,6 +75,36 @@ def test_two_wrong_conventions_are_corrected_one_after_the_other():
     assert ", and " in found.better.name
 
 
+def test_two_wrong_conventions_are_found_even_if_neither_correction_helps_alone(monkeypatch):
+    """The features are of other positions unless both are right."""
+    target, text, drafter = trained()
+    drafter.conventions = replace(RIGHT, feature_layers=(3, 5, 6), norm_before_residual=True)
+    hits = doctor._Examination.hits
+
+    def only_both(self: Any, conventions: Conventions, *, moved: int = 0) -> torch.Tensor:
+        right = conventions.feature_layers == RIGHT.feature_layers and not conventions.norm_before_residual
+        return hits(self, conventions, moved=moved if right else 29)
+
+    monkeypatch.setattr(doctor._Examination, "hits", only_both)
+    found = examine(drafter, target, text, PROMPT)
+    assert found.better is not None and found.better.name.count(", and ") == 1
+    assert found.better.conventions.feature_layers == RIGHT.feature_layers
+    assert not found.better.conventions.norm_before_residual
+
+
+def test_readings_in_two_conventions_are_not_compared_if_the_present_one_is_right(monkeypatch):
+    target, text, drafter = trained()
+    drafter.conventions = RIGHT
+    alone = len(drafter.readings())
+    hits = doctor._Examination.hits
+    monkeypatch.setattr(
+        doctor._Examination,
+        "hits",
+        lambda self, conventions, *, moved=0: hits(self, conventions, moved=0 if conventions == RIGHT else 29),
+    )
+    assert len(examine(drafter, target, text, PROMPT).readings) == 1 + alone
+
+
 def test_readings_are_compared_on_the_drafts_that_all_of_them_have():
     deep, shallow = torch.tensor([[1, 0, 1]] * 40), torch.tensor([[1, 0]] * 40)
     assert significance(deep, shallow) == significance(shallow, deep) == 1.0
@@ -88,13 +119,23 @@ def test_the_sign_flip_test_is_exact():
     assert sign_flip_test(differences) == sum(total >= 6 for total in sums) / 32
 
 
-def test_false_alarms_are_as_rare_as_stated():
-    """Four other readings that are as good as the present one; neighbouring positions depend on each other."""
-    generator, alarms, runs = torch.Generator().manual_seed(0), 0, 400
+def test_false_alarms_are_as_rare_as_stated(monkeypatch):
+    """Other readings that are as good as the present one, alone and two together; neighbouring positions depend on each
+    other.
+    """
+    target, text, drafter = trained()
+    drafter.conventions = RIGHT
+    generator, alarms, runs, rounds = torch.Generator().manual_seed(0), 0, 300, list(range(64))
+
+    def lucky(self: Any, conventions: Conventions, *, moved: int = 0) -> torch.Tensor:
+        luck = torch.rand(64 + 3, 3, generator=generator)
+        return (luck.unfold(0, 4, 1).amin(-1) < 0.1).long()  # each position shares three of its four causes
+
+    monkeypatch.setattr(doctor._Examination, "hits", lucky)
     for _ in range(runs):
-        luck = torch.rand(5, 64 + 3, 3, generator=generator)
-        hits = (luck.unfold(1, 4, 1).amin(-1) < 0.1).long()  # each position shares three of its four causes
-        alarms += min(significance(hits[other], hits[0]) for other in range(1, 5)) <= SIGNIFICANCE / 4
+        examination = doctor._Examination(drafter, target, text, rounds, doctor.silent)
+        alarms += examination.better_than(examination.reading("", RIGHT)) is not None
+    assert len(examination.readings) > 1 + len(drafter.readings())
     assert alarms <= 3 * SIGNIFICANCE * runs  # a probability below 0.001 if the rate is the stated one
 
 

@@ -58,6 +58,7 @@ def _figures(reading: Reading, found: Diagnosis) -> dict[str, object]:
         "feature_layers": list(reading.conventions.feature_layers),
         "norm_before_residual": reading.conventions.norm_before_residual,
         "norm_output": reading.conventions.norm_output,
+        "norm_before_head": reading.conventions.norm_before_head,
         "from_anchor": reading.conventions.from_anchor,
         "agreement": list(reading.agreement),
         "positions": found.positions,
