@@ -48,6 +48,8 @@ def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_n
             chosen[name] = _one_rope(checkpoint, name, chosen[name])
         elif wanted := _unmet(name, chosen[name]):
             raise checkpoint.unusable(name, chosen[name], wanted)
+        elif name == "rms_norm_eps":
+            chosen[name] = float(chosen[name])  # transformers refuses whole numbers
     try:
         config = (Qwen3Config if head_norms else LlamaLayers)(
             **chosen, num_hidden_layers=checkpoint.layer_count(), attn_implementation=attention.NAME

@@ -59,8 +59,14 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     has_own, mapped = checkpoint.has("lm_head.weight"), checkpoint.has(TOKEN_MAP)
     if vocabulary is not None and (not has_own or (mapped and len(weight) > len(vocabulary))):
         weight = weight[vocabulary.to(weight.device)]
-    if weight.shape[1:] != (hidden,) or (vocabulary is None and len(weight) > size):
+    # Without any row, all logits would be minus infinity.
+    if weight.shape[1:] != (hidden,) or not len(weight) or (vocabulary is None and len(weight) > size):
         raise misfit(checkpoint, f"its output head is {tuple(weight.shape)}, and the target has {size} tokens")
+    if vocabulary is None and has_own and len(weight) < size and _names_part(checkpoint, len(weight)):
+        raise UserError(
+            f"'{checkpoint.name}' drafts from {len(weight)} of the target's {size} tokens, but has no "
+            f"{DRAFT_TO_TARGET} of this length that names them: fetch or copy it again."
+        )
     if vocabulary is not None and len(vocabulary) != len(weight):
         raise misfit(checkpoint, f"it has {len(weight)} output rows for {len(vocabulary)} draft tokens")
     rows = nn.Linear(hidden, len(weight), bias=False, device="meta")
@@ -122,6 +128,13 @@ def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:
 
 def _same(weight: Tensor, own: Tensor) -> bool:
     return weight.shape == own.shape and torch.equal(weight.to(own.device, own.dtype), own)
+
+
+def _names_part(checkpoint: DrafterCheckpoint, rows: int) -> bool:
+    """Whether a head of so many rows has chosen ids, rather than all ids without the padding of the target's."""
+    whole, part = checkpoint.layer_keys.get("vocab_size"), checkpoint.config.get("draft_vocab_size")
+    declared = isinstance(whole, int) and isinstance(part, int) and rows == part < whole
+    return declared or checkpoint.has("t2d") or checkpoint.shapes.get(DRAFT_TO_TARGET, (rows,))[0] != rows
 
 
 def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:

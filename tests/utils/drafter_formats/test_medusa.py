@@ -190,6 +190,7 @@ def target_folder(path: Path) -> Path:
         (lambda tensors, config: tensors.update({"extra": torch.zeros(2)}), "extra"),
         (lambda tensors, config: tensors["lm_heads.2.weight"].fill_(float("nan")), "finite"),
         (lambda tensors, config: tensors.update({"lm_heads.0.weight": torch.zeros(500, HIDDEN)}), "500"),
+        (lambda tensors, config: tensors.update({"lm_heads.1.weight": torch.zeros(0, HIDDEN)}), "output head is (0, "),
         (lambda tensors, config: tensors.update({"blocks.0.layers.0.weight": torch.zeros(8, 8)}), "read 8 numbers"),
         (lambda tensors, config: config.update({"logit_scale": "big"}), "logit_scale"),
         (lambda tensors, config: config.update({"truncated_vocab_size": 6}), "no token_map"),

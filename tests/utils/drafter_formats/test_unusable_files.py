@@ -129,6 +129,26 @@ def test_tensors_of_other_kinds_are_refused(tmp_path, name, tensor, word):
     assert word in refused(write_checkpoint(tmp_path, speculators_config({}), tensors))
 
 
+@pytest.mark.parametrize("change", ["no d2t", "no d2t or t2d", "a d2t of all tokens"])
+def test_a_draft_vocabulary_without_its_ids_is_refused(tmp_path, change):
+    """Its rows were taken for the first ids, and hardly any draft was right."""
+    tensors, keys = eagle3_tensors({}), layer_keys()
+    if change == "a d2t of all tokens":
+        tensors["d2t"] = torch.zeros(VOCABULARY, dtype=torch.int64)
+        del tensors["t2d"]
+    else:
+        del tensors["d2t"]
+    if change == "no d2t or t2d":
+        del tensors["t2d"]
+        keys |= {"vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY // 2}
+    assert "d2t" in refused(write_checkpoint(tmp_path, keys, tensors))
+
+
+def test_an_epsilon_may_be_a_whole_number(tmp_path):
+    folder = write_checkpoint(tmp_path, layer_keys(rms_norm_eps=1), eagle3_tensors({}))
+    assert loaded(folder, target_model(), "EAGLE-3").config.rms_norm_eps == 1.0
+
+
 def test_a_damaged_tensor_has_the_name_of_its_file(tmp_path):
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in eagle3_tensors({}).items()}
     tensors["midlayer.hidden_norm.weight"].fill_(float("nan"))
