@@ -11,7 +11,7 @@ from utils.comparison.speed_claims import FASTER
 from utils.text import count_of
 
 Row = Mapping[str, Any]
-NOT_COMPARED = "texts are compared under greedy decoding only"
+NOT_COMPARED = "texts were not compared, because they are sampled: /server text {} compares their distributions"
 
 
 def sentences(row: Row) -> list[str]:
@@ -25,13 +25,13 @@ def sentences(row: Row) -> list[str]:
 
 def texts(row: Row) -> str:
     """Whether the texts are those of the baseline."""
+    name = row["strategy"].partition(" ")[2]
     if not row["compared_texts"]:
-        return NOT_COMPARED
+        return NOT_COMPARED.format(name)
     identical = f"text identical on {row['same_texts']} of {row['compared_texts']}"
     if not (others := row["other_texts_at_prompts"]):
         return identical
     listed = ", ".join(map(str, others[:SHOWN_PROMPTS])) + (", ..." if len(others) > SHOWN_PROMPTS else "")
-    name = row["strategy"].partition(" ")[2]
     return f"{identical} (not on prompt {listed}: /server text {name} shows whether these are near-ties)"
 
 
