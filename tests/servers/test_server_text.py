@@ -1,6 +1,7 @@
 """/server text: equal servers, servers that differ, that are not deterministic, and that depend on the load."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,24 +144,21 @@ def at(*pairs: tuple[int, float]) -> Position:
     return Position(pairs[0][0], pairs[0][1], pairs)
 
 
-def test_a_gap_that_a_prefill_moves_by_half_is_a_tie() -> None:
-    decoded = (at((5, -0.1), (6, -3.0)), at((1, -0.70), (2, -0.73)))
-    tie = judge(decoded, [at((5, -0.12), (6, -3.0)), at((1, -0.70), (2, -0.73))], 1, 2)
+def test_a_gap_that_another_computation_moves_by_half_is_a_tie() -> None:
+    last, earlier = at((1, -0.70), (2, -0.73)), at((5, -0.1), (6, -3.0))
+    tie = judge(last, [(earlier, at((5, -0.12), (6, -3.0))), (last, last)], (1, 2))
     assert tie == Tie(Cause.TIE, pytest.approx(0.03), pytest.approx(0.02))
-    steady = judge(decoded, [at((5, -0.11), (6, -3.0)), at((1, -0.70), (2, -0.73))], 1, 2)
+    steady = judge(last, [(earlier, at((5, -0.11), (6, -3.0))), (last, last)], (1, 2))
     assert steady.cause is Cause.BUG and steady.moved == pytest.approx(0.01)
-
-
-def test_a_prefill_that_prefers_the_other_token_is_a_tie() -> None:
-    decoded, prefilled = at((1, -0.6), (2, -0.7)), at((2, -0.6), (1, -0.61))
-    assert judge((decoded,), [prefilled], 1, 2).cause is Cause.TIE
+    assert judge(last, [(last, last)], (1, 2), flips=True).cause is Cause.TIE
 
 
 def test_a_token_that_is_no_candidate_is_no_tie() -> None:
-    tie = judge((at((1, -0.1), (3, -4.0)),), [at((1, -0.1), (3, -4.01))], 1, 2)
+    last, again = at((1, -0.1), (3, -4.0)), at((1, -0.1), (3, -4.01))
+    tie = judge(last, [(last, again)], (1, 2))
     assert tie.cause is Cause.BUG and tie.gap == pytest.approx(3.9)
-    assert judge((Position(1, 0.0),), [at((1, -0.1), (3, -4.01))], 1, 2) == Tie(Cause.UNKNOWN)
-    assert judge((at((1, -0.1)),), [None], 1, 2) == Tie(Cause.UNKNOWN)
+    assert judge(Position(1, 0.0), [(Position(1, 0.0), again)], (1, 2)) == Tie(Cause.UNKNOWN)
+    assert judge(at((1, -0.1)), [], (1, 2)) == Tie(Cause.UNKNOWN)
 
 
 class Model:
@@ -196,6 +194,40 @@ def test_the_baseline_is_asked_for_the_same_positions_in_prefills() -> None:
     ended = examine(model, request, theirs, Output("aa", (1, 1)))  # type: ignore[arg-type]
     assert ended.cause is Cause.BUG
     assert examine(model, request, Output("aaa", None), ours).cause is Cause.UNKNOWN  # type: ignore[arg-type]
+    flipping = examine(Model(step=0.02, noise=0.2), request, theirs, ours)  # type: ignore[arg-type]
+    assert flipping.cause is Cause.TIE
+
+
+def under_load(ids: tuple[int, ...], moved: Sequence[float]) -> ServerCompletion:
+    """An answer whose log-probabilities are those of `Model`, moved by so much at each position."""
+    events = []
+    for by in moved:
+        top = {"token_id:1": -0.68 + by, "token_id:2": -0.7}
+        logprobs = {"tokens": ["token_id:1"], "token_logprobs": [-0.68], "top_logprobs": [top]}
+        events.append({"choices": [{"text": "a", "logprobs": logprobs}]})
+    arrivals = tuple(Arrival(0.1, Piece("a", (token,))) for token in ids)
+    return ServerCompletion("a" * len(ids), arrivals, FinishReason.LENGTH, "length", 0.1, events=tuple(events))
+
+
+@pytest.mark.parametrize(
+    ("ids", "moved", "counted"),
+    [
+        ((1, 1, 1, 1), (0, 0.04, 0, 0), 0.04),  # before the difference
+        ((1, 1, 1, 1), (0, 0, 0.04, 0), 0.04),  # where this answer has the baseline's token
+        ((1, 1, 2, 1), (0, 0.01, 0.9, 0.9), 0.01),  # the difference itself says nothing about rounding
+        ((1, 2, 1, 1), (0.01, 0.9, 0.9, 0.9), 0.01),  # nor do contexts that are not the same
+        ((1, 1, 1, 1), (0, 0.01, 0, 0.9), 0.01),  # nor what comes after the difference
+        ((1, 1, 1), (0.9, 0, 0, 0), 0.0),  # log-probabilities of other tokens
+    ],
+)
+def test_the_baseline_under_load_shows_how_far_batches_move_it(
+    ids: tuple[int, ...], moved: Sequence[float], counted: float
+) -> None:
+    theirs, ours = Output("aaaa", (1, 1, 1, 1)), Output("aaba", (1, 1, 2, 1))
+    model: Any = Model(step=0.02, noise=0.0)
+    tie = examine(model, ServerRequest((8, 9), 4), theirs, ours, loaded=[under_load(ids, moved)])
+    assert tie.moved == pytest.approx(counted, abs=1e-9)
+    assert tie.cause is (Cause.TIE if counted > 0.01 else Cause.BUG)
 
 
 def test_outputs_without_ids_are_compared_by_characters() -> None:

@@ -16,8 +16,8 @@ from utils.commands.registry import CommandContext
 from utils.commands.servers.text_conclusion import conclusion
 from utils.commands.servers.text_prompts import chosen_text, prompts_of
 from utils.commands.servers.text_samples import SampleTrial, sample_events
-from utils.commands.servers.text_ties import Tie, examine
-from utils.commands.servers.text_trials import Output, ask, ask_together, unique
+from utils.commands.servers.text_ties import CANDIDATES, Tie, examine
+from utils.commands.servers.text_trials import Output, ask, ask_together, complete_together, unique
 from utils.comparison.countdown import Countdown
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.server_requests import request_maker
@@ -25,6 +25,7 @@ from utils.comparison.strategies import is_greedy
 from utils.errors import UserError, check_choice
 from utils.prompts.samples import spaced
 from utils.servers.address_list import TARGET
+from utils.servers.completion import ServerCompletion
 from utils.servers.connection import Connection
 from utils.servers.failures import ServerError
 from utils.servers.request import Chat, ServerRequest
@@ -36,7 +37,7 @@ OPTIONS = {
     "limit": (4, WholeRange(1, 1000)),
     "samples": (24, WholeRange(2, 1000)),
 }
-MOST_EXAMINED = 8  # differences; each needs up to five further requests
+MOST_EXAMINED = 8  # differences; each needs up to five further requests, those under load one more round
 HEADINGS = ("check", "server", "requests", "texts per prompt", "first difference", "gap", "moved by", "cause")
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 OPTION = re.compile(r"(\w+)=(\S*)", re.ASCII)
@@ -213,11 +214,18 @@ def _differences(trial: Trial) -> Iterator[ReportEvent]:
     ]
     if len(places) > MOST_EXAMINED:
         yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
-    for check, name, number, ours, place in places[:MOST_EXAMINED]:
+    examined = places[:MOST_EXAMINED]
+    loaded: list[ServerCompletion] = []
+    if any(check == LOAD for check, *_ in examined):
+        yield Progress("log-probabilities under load ...")
+        asked = [replace(one, top_logprobs=CANDIDATES) for one in trial.requests[trial.reference.address.name]]
+        loaded = complete_together(trial.reference, asked * trial.repeats, trial.concurrency)
+    for check, name, number, ours, place in examined:
         theirs = _reference(trial, number)
         yield Progress(f"examining prompt {number + 1} of {name} ...")
         request = trial.requests[trial.reference.address.name][number]
-        tie = examine(trial.reference, request, theirs, ours)
+        same = loaded[number :: len(trial.prompts)] if check == LOAD else []
+        tie = examine(trial.reference, request, theirs, ours, loaded=same)
         yield _difference(trial, (check, name, number), place, (tie, ours.unit(theirs)))
 
 

@@ -75,13 +75,20 @@ def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Fig
 def _reasons(found: Sequence[Figures], baseline: str | None) -> list[str]:
     """One sentence for each cause that occurs."""
     causes = {figures["cause"] for figures in found}
+    only_loaded = all(figures["under"] == "load" for figures in found if figures["cause"] == Cause.BUG.value)
     lines = []
     if Cause.TIE.value in causes:
         lines.append(
             "rounding tie: the gap between the log-probabilities of the two tokens is at most twice as large as what "
-            "separates a decode step from a prefill of the same context, so either token can win."
+            "separates equal contexts computed in different ways (decode step and prefill, alone and under load), so "
+            "either token can win."
         )
-    if Cause.BUG.value in causes:
+    if Cause.BUG.value in causes and only_loaded:
+        lines.append(
+            "not a near-tie: rounding does not explain how other requests at the same time change the text; report it "
+            "to the engine's authors."
+        )
+    elif Cause.BUG.value in causes:
         lines.append(
             "not a near-tie: rounding does not explain it. Check that both servers have the same weights, number "
             "format and sampling defaults; if so, report it to the engine's authors."

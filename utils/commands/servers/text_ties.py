@@ -1,21 +1,26 @@
 """Whether two tokens are a near-tie for a server: by how much it prefers one, and how far equal contexts move that.
 
 A server computes a position in a decode step or, as part of a prompt, in a prefill. Both are correct, and they round
-differently, as a verify pass does. If that moves log-probabilities by half of the gap between two tokens, either can
-win. Only the server without speculation is asked: llama.cpp gives none for drafts that it accepted.
+differently, as a verify pass does; so do steps in batches of other sizes. If that moves log-probabilities by half of
+the gap between two tokens, either can win. Only the server without speculation is asked: llama.cpp gives none for
+drafts that it accepted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from utils.commands.servers.text_trials import Output, ask
 from utils.errors import UserError
+from utils.metrics.results import first_difference
+from utils.servers.completion import ServerCompletion
 from utils.servers.connection import Connection
 from utils.servers.engines.logprobs import Position, logprob_positions
 from utils.servers.request import ServerRequest
 
 CANDIDATES = 5  # OpenAI's protocol allows no more
-NEARBY = 4  # positions that are also computed in a prefill
+NEARBY = 4  # positions that are also computed in a prefill, or under load
+Pairs = list[tuple[Position, Position]]  # the same position after the same tokens, computed alone and in another way
 
 
 class Cause(StrEnum):
@@ -29,7 +34,8 @@ class Cause(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Tie:
     """gap: how much more log-probability the baseline gives to its own token; at least that much if the other token is
-    not among the candidates. moved: how far the same log-probabilities differ between decode steps and prefills.
+    not among the candidates. moved: how far the same log-probabilities differ between decode steps and prefills, and
+    between steps alone and under load.
     """
 
     cause: Cause
@@ -37,8 +43,18 @@ class Tie:
     moved: float | None = None
 
 
-def examine(baseline: Connection, request: ServerRequest, theirs: Output, ours: Output) -> Tie:
-    """Whether the baseline's tokens at the first difference are a near-tie. Raises UserError if it cannot be asked."""
+def examine(
+    baseline: Connection,
+    request: ServerRequest,
+    theirs: Output,
+    ours: Output,
+    *,
+    loaded: Sequence[ServerCompletion] = (),
+) -> Tie:
+    """Whether the baseline's tokens at the first difference are a near-tie. Raises UserError if it cannot be asked.
+
+    loaded: the baseline's answers to this request under load, with log-probabilities, for a difference under load.
+    """
     place = ours.difference(theirs)
     assert place is not None, "the texts are equal"
     if not isinstance(request.prompt, tuple) or theirs.token_ids is None or ours.token_ids is None:
@@ -50,30 +66,43 @@ def examine(baseline: Connection, request: ServerRequest, theirs: Output, ours: 
         return Tie(Cause.UNKNOWN)
     first = max(0, place + 1 - NEARBY)
     prefilled = [_prefilled(baseline, request, theirs.token_ids[:end]) for end in range(first, place + 1)]
-    return judge(decoded[first:], prefilled, theirs.token_ids[place], ours.token_ids[place])
-
-
-def judge(decoded: tuple[Position, ...], prefilled: list[Position | None], theirs: int, ours: int) -> Tie:
-    """Whether the last of these positions is a near-tie between two tokens.
-
-    decoded, prefilled: the same positions computed in both ways, the latter None where that failed.
-    """
-    pairs = [(one, other) for one, other in zip(decoded, prefilled, strict=True) if other is not None]
-    if not pairs or not decoded[-1].top:
-        return Tie(Cause.UNKNOWN)
-    moved = max(
-        (
-            abs(logprob - again)
-            for one, other in pairs
-            for token, logprob in one.top
-            if (again := other.of(token)) is not None
-        ),
-        default=0.0,
-    )
-    gap = _gap(decoded[-1], theirs, ours)
+    pairs = [(one, other) for one, other in zip(decoded[first:], prefilled, strict=True) if other is not None]
+    pairs += [pair for answer in loaded for pair in _under_load(decoded, theirs.token_ids, answer)]
     # A prefill that prefers the other token by itself shows that either can win.
-    flips = prefilled[-1] is not None and prefilled[-1].top and prefilled[-1].top[0][0] == ours
+    again = prefilled[-1]
+    flips = again is not None and bool(again.top) and again.top[0][0] == ours.token_ids[place]
+    return judge(decoded[-1], pairs, (theirs.token_ids[place], ours.token_ids[place]), flips=flips)
+
+
+def judge(last: Position, pairs: Pairs, tokens: tuple[int, int], *, flips: bool = False) -> Tie:
+    """Whether a position is a near-tie between two tokens, the baseline's and the other one.
+
+    pairs: this position or earlier ones. flips: whether another computation prefers the other token.
+    """
+    if not pairs or not last.top:
+        return Tie(Cause.UNKNOWN)
+    differences = (
+        abs(logprob - again)
+        for one, other in pairs
+        for token, logprob in one.top
+        if (again := other.of(token)) is not None
+    )
+    moved, gap = max(differences, default=0.0), _gap(last, *tokens)
     return Tie(Cause.TIE if flips or gap <= 2 * moved else Cause.BUG, gap, moved)
+
+
+def _under_load(alone: Sequence[Position], tokens: Sequence[int], answer: ServerCompletion) -> Pairs:
+    """The last positions that an answer under load has in common with the text alone.
+
+    Where it takes another token it is itself the difference to be explained, and no measure of rounding.
+    """
+    positions = logprob_positions(answer)
+    if answer.token_ids is None or len(positions) != len(answer.token_ids):
+        return []
+    other = first_difference(tokens, answer.token_ids)
+    end = min(len(alone), len(positions) if other is None else other)
+    first = max(0, end - NEARBY)
+    return list(zip(alone[first:end], positions[first:end], strict=True))
 
 
 def _gap(position: Position, theirs: int, ours: int) -> float:

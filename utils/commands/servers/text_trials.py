@@ -42,14 +42,21 @@ def ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
     return completion
 
 
-def ask_together(connection: Connection, requests: Sequence[ServerRequest], at_once: int) -> list[Output]:
+def complete_together(
+    connection: Connection, requests: Sequence[ServerRequest], at_once: int
+) -> list[ServerCompletion]:
     """The answers to all requests, so many at a time, in the order of the requests. Raises ServerError if one fails."""
     limit = connection.address.timeout * len(requests)  # each request has its own time-outs
     answered = run_slice(connection, requests, concurrency=at_once, limit=limit)
     if answered.failures:
         raise ServerError(answered.failures[0])
-    outputs = dict(zip(answered.numbers, map(Output.of, answered.completions), strict=True))
-    return [outputs[number] for number in range(len(requests))]
+    completions = dict(zip(answered.numbers, answered.completions, strict=True))
+    return [completions[number] for number in range(len(requests))]
+
+
+def ask_together(connection: Connection, requests: Sequence[ServerRequest], at_once: int) -> list[Output]:
+    """The texts of `complete_together`."""
+    return list(map(Output.of, complete_together(connection, requests, at_once)))
 
 
 def unique(outputs: Sequence[Output]) -> int:
