@@ -1,6 +1,7 @@
-"""New EAGLE-3 drafters, and folders of them in the layout of the package speculators.
+"""New EAGLE-3 drafters, and folders of them in the layout of the package speculators and, with the same keys at the top
+of the config, in that of SGLang.
 
-The layout numbers hidden states as inputs of layers, and the last one, n, is the state before the final norm.
+The layouts number hidden states as inputs of layers, and the last one, n, is the state before the final norm.
 """
 
 from __future__ import annotations
@@ -151,20 +152,23 @@ def _short(tensor: Tensor) -> Tensor:
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
     """The content of config.json."""
-    conventions, count = drafter.conventions, drafter.target_layers
-    return {
-        "architectures": ["Eagle3DraftModel"],
+    conventions, count, layer = drafter.conventions, drafter.target_layers, _layer_config(drafter)
+    ids = [count if number in (-1, count + 1) else number for number in conventions.feature_layers]
+    # SGLang reads the keys of the layer from the top, and the package speculators those of the nested config.
+    return layer | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
-        "transformer_layer_config": _layer_config(drafter),
+        "transformer_layer_config": layer,
         "draft_vocab_size": len(around.ids),
-        LAYER_IDS: [count if layer in (-1, count + 1) else layer for layer in conventions.feature_layers],
+        LAYER_IDS: ids,
         "norm_before_residual": conventions.norm_before_residual,
         "norm_before_fc": drafter.input_norm is not None,
         "fc_norm": len(drafter.fc_norm) > 0,
         "norm_output": conventions.norm_output,
         "embed_requires_grad": False,
-        "target_hidden_size": None,  # that of the drafter
+        "target_hidden_size": drafter.fc.in_features // len(ids),
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": "eagle3",

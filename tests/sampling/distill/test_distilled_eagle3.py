@@ -13,7 +13,7 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from sampling.distill.__main__ import main
 from sampling.distill.dataset import Corpus
@@ -23,7 +23,9 @@ from sampling.distill.student_files import create_student, load_student
 from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
+from utils.drafter_formats.eagle3_conventions import LAYER_IDS
 from utils.drafter_formats.eagle3_file import chosen_layers, usual_layers
+from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.errors import UserError
 
 FLAGS = "--tokens 500 --rows 6 --length 96 --batch 3 --passes 4 --rate 0.1 --vocabulary 150 --kind eagle3 --device cpu"
@@ -111,10 +113,11 @@ def test_config_and_tensors_are_those_of_the_package(folders):
     """Beside a drafter that speculators 0.9.0 saved."""
     stored = json.loads((FIXTURES / "llama-fc-norm" / "config.json").read_text())
     config = json.loads((folders["usual"] / "config.json").read_text())
-    assert config.keys() == stored.keys() - {"auto_map"}
+    layer = config["transformer_layer_config"]
+    assert config.keys() - layer.keys() - {"eagle_config"} == stored.keys() - {"auto_map", *layer}
     assert config["speculators_config"].keys() == stored["speculators_config"].keys()
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
-    same = ("architectures", "speculators_model_type", "speculators_version", "fc_norm", "norm_output")
+    same = ("speculators_model_type", "speculators_version", "fc_norm", "norm_output")
     assert [config[name] for name in same] == [stored[name] for name in same]
     ours, theirs = (
         load_file(folder / "model.safetensors") for folder in (folders["usual"], FIXTURES / "llama-fc-norm")
@@ -123,6 +126,24 @@ def test_config_and_tensors_are_those_of_the_package(folders):
     assert all(ours[name].dtype == theirs[name].dtype for name in ("d2t", "t2d"))
     ids = ours["d2t"] + torch.arange(150)
     assert torch.equal(ours["t2d"].nonzero()[:, 0], ids) and config["draft_vocab_size"] == 150
+
+
+def test_programs_without_the_package_read_the_same_drafter(target, folders, tmp_path):
+    """SGLang 0.5.23 knows `LlamaForCausalLMEagle3`, and only keys at the top of a config that transformers can read."""
+    for name, folder in folders.items():
+        config = AutoConfig.from_pretrained(folder)
+        assert isinstance(config, LlamaConfig) and config.architectures == ["LlamaForCausalLMEagle3"]
+        assert (config.num_hidden_layers, config.target_hidden_size, config.draft_vocab_size) == (1, 32, 150)
+        alone = changed(folder, tmp_path / name)
+        keys = json.loads((folder / "config.json").read_text())
+        keys = {key: value for key, value in keys.items() if "speculators" not in key and key != LAYER_IDS}
+        keys.pop("transformer_layer_config")
+        (alone / "config.json").write_text(json.dumps(keys))
+        nested, flat = (load(target, one).drafter for one in (folder, alone))
+        assert nested.conventions == flat.conventions and config.eagle_config[LAYER_IDS] == config.to_dict()[LAYER_IDS]
+        assert {key: value for key, value in nested.config.to_dict().items() if key in LAYER_KEYS} == {
+            key: value for key, value in flat.config.to_dict().items() if key in LAYER_KEYS
+        }
 
 
 def test_a_whole_vocabulary_needs_no_mapping(target, tmp_path):
