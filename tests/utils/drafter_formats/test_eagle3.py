@@ -153,12 +153,27 @@ def test_biases_are_those_of_the_tensors(tmp_path):
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}, (2, 3, 4)),
         ({"target_layer_ids": [1, 2, 4]}, (2, 3, 5)),
+        # At the top level they are hidden states, whatever is repeated below it.
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            },
+            (1, 3, 5),
+        ),
     ],
 )
 def test_layer_ids_are_read_as_their_programs_write_them(tmp_path, config, read):
     target = target_model()
     folder = write_checkpoint(tmp_path, layer_keys() | config, eagle3_tensors({}))
     assert loaded(folder, target, "EAGLE-3").feature_layers == read
+
+
+@pytest.mark.parametrize(("program", "expected"), [({"speculators_model_type": "eagle3"}, True), ({}, False)])
+def test_a_residual_that_the_config_does_not_name_is_the_one_of_the_program(tmp_path, program, expected):
+    """As vLLM reads files of speculators, and as SafeAILab and SpecForge train."""
+    folder = write_checkpoint(tmp_path, layer_keys() | program, eagle3_tensors({}))
+    assert loaded(folder, target_model(), "EAGLE-3").conventions.norm_before_residual is expected
 
 
 @pytest.mark.parametrize("layers", [(1, 3, 5), (2, 4, LAYERS + 1), (0, LAYERS, -1)])
@@ -221,6 +236,8 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     [
         (lambda tensors, config: tensors.pop("layers.0.mlp.up_proj.weight"), "up_proj"),
         (lambda tensors, config: tensors.update({"d2t": tensors["d2t"] + 1000}), "vocabulary"),
+        # As if d2t held differences of neighbours, or something else: two draft ids mean one token.
+        (lambda tensors, config: tensors["d2t"][1:].sub_(1 + tensors["d2t"][1] - tensors["d2t"][0]), "twice"),
         (lambda tensors, config: tensors["norm.weight"].fill_(float("nan")), "finite"),
         (lambda tensors, config: tensors.update({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}), "numbers per token"),
         (lambda tensors, config: config.update({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
