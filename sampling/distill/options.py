@@ -175,6 +175,8 @@ def _checked(options: Options) -> Options:
         raise UserError(f"{options.out} contains no drafter: give a folder that this command has written as --out.")
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
+    if file := next((path for path in (options.out, *options.out.parents) if path.is_file()), None):
+        raise UserError(f"{file} is a file and not a folder: choose a different folder for --out.")
     if (options.work / PLAN_FILE).is_file() and not options.measure:
         raise UserError(f"{options.out} has unfinished work: add --resume to continue, or choose a different folder.")
     written = [*options.out.glob("*.safetensors"), *options.out.glob("*.json"), *options.out.glob("README.md")]

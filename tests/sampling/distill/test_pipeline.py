@@ -190,6 +190,14 @@ def test_other_files_are_not_overwritten(target, tmp_path, capsys, names):
     assert all((tmp_path / name).read_bytes() == (target / "config.json").read_bytes() for name in names)
 
 
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_file_in_place_of_the_folder_is_named_before_the_target_is_loaded(tmp_path, capsys, below):
+    file = tmp_path / "drafter"
+    file.write_text("notes")
+    assert run(tmp_path / "missing", file / below) == 1
+    assert str(file) in message_of(capsys) and file.read_text() == "notes"
+
+
 @pytest.mark.parametrize(("build", "kind"), [(tiny_t5, "encoder-decoder"), (tiny_mamba, "recurrent")])
 def test_unsupported_targets_are_refused(tmp_path, capsys, build, kind):
     save_folder(tmp_path / "target", build(vocab_size=300), tiny_tokenizer())
