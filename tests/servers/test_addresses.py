@@ -1,5 +1,9 @@
 """Addresses and keys: what is refused, what is derived from a URL, and that a key is never repeated."""
 
+import json
+from base64 import b64encode
+from urllib.parse import quote
+
 import pytest
 
 from utils.errors import UserError
@@ -91,3 +95,19 @@ def test_a_placeholder_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "EMPTY")
     assert Secret("SERVER_KEY").scrub("EMPTY or not") == "EMPTY or not"
     assert Secret(None).scrub(KEY) == KEY and Secret(None).headers == {}
+
+
+@pytest.mark.parametrize("key", ["sk-4f9a1c77e20b", 's3cr/et+K"ey\\=9F7q'])
+def test_encoded_keys_are_removed_too(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", key)
+    secret = Secret("SERVER_KEY")
+    encoded = [b64encode(text.encode()).decode() for text in (key, f"Bearer {key}")]
+    encoded += [text.replace("+", "-").replace("/", "_") for text in encoded]
+    for form in (key, json.dumps(key)[1:-1], quote(key), quote(key, safe=""), *encoded):
+        core = form.rstrip("=")
+        assert core not in secret.scrub(f"a {form} b"), form
+        for size in (1, 3, 7):
+            stream, text = SecretStream(secret), f"a {form} b"
+            shown = "".join(stream.add(text[start : start + size]) for start in range(0, len(text), size))
+            shown += stream.end()
+            assert core not in shown and shown.startswith("a ") and shown.endswith(" b"), form

@@ -18,6 +18,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.answer_stream import AnswerStream
 from utils.servers.client import ServerClient
 from utils.servers.completion import CountedBy, ServerCompletion
+from utils.servers.engines.draft_counters import ACCEPTED, DRAFTED
 from utils.servers.engines.kind import EngineKind
 from utils.servers.engines.llama_cpp import LARGEST_SEED, LlamaCppKind
 from utils.servers.engines.logprobs import Position, logprob_positions
@@ -125,6 +126,11 @@ def test_counters_of_a_busy_server_are_invalid(engine: str) -> None:
     restarted = {name: value / 2 for name, value in entry["before"].items()} | {"generation_tokens": -1.0}
     assert acceptance(entry, after=restarted) is None
     assert acceptance(entry, before={}, after={}) is None
+    assert acceptance(entry, before={}) is None, "counters since the start are not those of one answer"
+    for drafts in ({}, {DRAFTED: entry["before"][DRAFTED] - 1}):
+        page = {name: value for name, value in after.items() if name != DRAFTED} | drafts
+        assert acceptance(entry, after=page) is None, "a counter is missing or went back"
+    assert acceptance(entry, after=after | {ACCEPTED: entry["before"][ACCEPTED] - 1}) is None
 
 
 def test_counters_agree_with_the_figures_of_the_answer() -> None:

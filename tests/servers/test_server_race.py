@@ -10,6 +10,7 @@ from fakes import Screen, records_of, tiny_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
+from utils.commands.experiments.verdict import passes
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.engines.kind import EngineAcceptance
@@ -94,6 +95,33 @@ def test_the_local_target_as_baseline(
     assert len(row["speedups"]) == 2 and row["baseline"] == "target" and row["compared_texts"] == 1
 
 
+@pytest.mark.parametrize("command", ["/race 4", "/verdict {}"])
+def test_the_local_target_takes_turns_at_going_first(
+    command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from utils.commands.servers import race_runs
+    from utils.servers.connection import Connection
+
+    order: list[str] = []
+
+    def logged(name: str, function: Any) -> Any:
+        return lambda *arguments: (order.append(name), function(*arguments))[1]
+
+    monkeypatch.setattr(passes, "TOTAL_SECONDS", 0.0)
+    own = ServerAddress("own", two[0].url, baseline="target")
+    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch)
+    for line in ("/speculative off", "/ngram off", "Hello"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    (tmp_path / "p.txt").write_text("".join(f"Say {number}\n" for number in range(8)))
+    monkeypatch.setattr(Connection, "ask", logged("own", Connection.ask))
+    monkeypatch.setattr(race_runs, "_target", logged("target", race_runs._target))
+    assert session.handle(command.format(tmp_path / "p.txt")) is Verdict.DONE, view.take()
+    turns = [order[index : index + 2] for index in range(0, len(order), 2)]
+    assert all(sorted(turn) == ["own", "target"] for turn in turns)
+    first = [turn[0] for turn in turns][-4:]
+    assert first in (["target", "own"] * 2, ["own", "target"] * 2)
+
+
 def test_ctrl_c_keeps_what_was_finished(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +152,8 @@ def test_drafts_are_pooled_and_a_gain_needs_them(
     session.handle("Hello")
     cases = {
         (EngineAcceptance(8, 3), None): (8, 3, 12 / 9),
+        # As vLLM counts: three of the accepted drafts are past the end of the answer.
+        (EngineAcceptance(8, 7, forwards=2), EngineAcceptance(4, 4, forwards=2)): (12, 11, 12 / 4),
         (EngineAcceptance(8, 0), EngineAcceptance(4, 0)): (12, 0, 1.0),
         (EngineAcceptance(8, 3), EngineAcceptance(9, 9, valid=False)): (None, None, None),
         (None, None): (None, None, None),

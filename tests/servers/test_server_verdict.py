@@ -108,7 +108,7 @@ def test_a_few_prompts_are_repeated_and_differing_texts_are_named(
     two[1].texts = ("other",)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path, TEXTS[:2])
-    assert (row["prompts"], row["passes"], row["pairs"], row["interval_over"]) == (2, 2, 4, "repeats")
+    assert (row["prompts"], row["passes"], row["pairs"], row["interval_over"]) == (2, 3, 6, "repeats")
     assert row["other_texts_at_prompts"] == [1, 2] and "/server text spec" in shown and "these 2 prompts" in shown
     (tmp_path / "r.jsonl").unlink()
     row, _ = verdict(session, view, tmp_path, TEXTS[:1])
@@ -182,3 +182,27 @@ def test_ctrl_c_keeps_what_was_finished(
     (record,) = records_of(tmp_path / "r.jsonl")
     assert [row["prompts"] for row in record["findings"]] == [2, 2]
     assert "Too few runs" in " ".join(view.take()[0].split()) or record["findings"][-1]["interval"]
+
+
+def test_a_server_that_stays_away_ends_the_verdict(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies in the second pass: the first one is kept, and not every prompt is tried."""
+    monkeypatch.setattr(passes, "TOTAL_SECONDS", timing.TOTAL_SECONDS)
+    monkeypatch.setattr(passes, "NARROW", 0.0)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    ask, asked = Connection.ask, []
+
+    def dies(own: Connection, *arguments: Any) -> Any:
+        asked.append(own)
+        if len(asked) == 4 + 2 * 6 + 3:  # in the second prompt of the second pass
+            two[1].die()
+        return ask(own, *arguments)
+
+    monkeypatch.setattr(Connection, "ask", dies)
+    row, shown = verdict(session, view, tmp_path)
+    assert row["prompts"] == 6 and sorted(map(len, row["speedups_by_prompt"])) == [1] * 5 + [2]
+    assert len(row["skipped"]) == 3 and "2 prompts in a row have no answer" in shown
+    assert len(asked) == 4 + 2 * 6 + 2 + 4
+    two[0].die()
+    assert session.handle(f"/verdict {tmp_path / 'prompts.txt'}") is Verdict.FAILED

@@ -148,6 +148,10 @@ def test_too_few_runs_claim_nothing_that_no_draft_explains() -> None:
     row |= {"must_be_the_targets": True, "same_texts": 1, "prompts": 1, "without_gain": True}
     assert "1.4" not in answer(row, "") and "saved no forward" in answer(row, "")
     assert "about 1.4x" in answer(row | {"without_gain": False}, "")
+    few = row | {"interval": [0.2, 0.9], "interval_over": "prompts", "without_gain": False, "verdict": "too few"}
+    assert "Too few runs" in answer(few, ""), "four prompts have an interval, but no verdict"
+    other = answer(few | {"verdict": "not distinguishable"}, "")
+    assert "no measurable difference" in other and "on the other side of 1" in other
 
 
 def rounds(*accepted: int, drafts: int = 4) -> Generation:

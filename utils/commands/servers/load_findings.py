@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from utils.commands.servers.race_figures import OTHER_REASON
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import (
@@ -20,6 +21,8 @@ SAMPLE = "Turns of one measurement share the state of the machine, so an interva
 COUNTED = "The server counts no tokens, so it has no throughput."
 MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
 SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
+STOPS = "Speculation stops paying between {} and {} requests at once."
+NO_GAIN = "At loads above {} at once no gain was measured, and no loss either."
 SENTENCES = {
     FASTER: "{server} has a higher throughput than {baseline} with this many requests at once: {loads}.",
     SLOWER: "{server} has a lower throughput than {baseline} with this many requests at once: {loads}.",
@@ -37,6 +40,8 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         return [*lines, NO_BASELINE] if all(row["baseline"] is None for row in rows) else lines
     lines += [_sentence(verdict, compared) for verdict in SENTENCES if verdict in _verdicts(compared)]
     lines += _crossing(compared)
+    if any(row["verdict"] == FASTER and not row["drafted"] for row in compared):
+        lines.append(OTHER_REASON.format(compared[0]["server"]))
     if all(row["drafted"] and not row["accepted"] for row in compared):
         lines.append(SAVED_NOTHING)
     notes = dict.fromkeys(note for row in compared for note in row["acceptance_notes"])
@@ -59,12 +64,18 @@ def _sentence(verdict: str, rows: Sequence[Row]) -> str:
 
 
 def _crossing(rows: Sequence[Row]) -> list[str]:
-    """The load from which on speculation does not pay any more, if it pays below and both are known."""
+    """Between which loads speculation stops paying: the highest with a gain, and the next one with a loss.
+
+    A load at which neither is measured shows no loss, so it gets a sentence of its own.
+    """
     last = max((index for index, row in enumerate(rows) if row["verdict"] == FASTER), default=None)
-    if last is None or last == len(rows) - 1 or rows[last + 1]["verdict"] == TOO_FEW:
+    if last is None:
         return []
-    before, after = rows[last]["concurrency"], rows[last + 1]["concurrency"]
-    return [f"Speculation stops paying between {before} and {after} requests at once."]
+    later = [row for row in rows[last + 1 :] if row["verdict"] != TOO_FEW]
+    slower = next((row for row in later if row["verdict"] == SLOWER), None)
+    if slower is not None:
+        return [STOPS.format(rows[last]["concurrency"], slower["concurrency"])]
+    return [NO_GAIN.format(rows[last]["concurrency"])] if later else []
 
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, charts, conclusion, findings_of
-from utils.commands.servers.race_runs import NO_ANSWER, Numbered, prompt_results, warm_up_servers
+from utils.commands.servers.race_runs import NO_ANSWER, Numbered, prompt_results, warm_up_arms, with_target
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Note, Progress, Report, ReportEvent
@@ -55,10 +55,11 @@ def _events(
     results: list[ServerResult] = []
     notes: set[str] = set()
     servers = list(harness.state.servers)
+    arms = with_target(harness, servers)
     several = len({prompt.task for _, prompt in prompts}) > 1
 
     def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:
-        found, new = prompt_results(harness, settings, numbered, rotated(servers, index))
+        found, new = prompt_results(harness, settings, numbered, rotated(arms, index))
         for note in sorted(new - notes):
             yield Note(note)
         notes.update(new)
@@ -69,7 +70,7 @@ def _events(
     yield Progress(
         f"warming up, then {count_of(len(prompts), 'prompt')} by {', '.join(rows)}, {count_of(repeats, 'run')} each ..."
     )
-    warm_up_servers(harness, settings, prompts[0], servers)
+    warm_up_arms(harness, settings, prompts[0], arms)
     # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
     yield from then_findings(
         one_by_one(list(prompts) * repeats, lambda numbered: numbered[1].task, run),

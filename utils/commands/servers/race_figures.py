@@ -68,7 +68,8 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
     runs = [result.run for result in group]
     drafted, accepted = _drafts(runs)
     tokens, seconds = _sum([run.new_tokens for run in runs]), sum(run.seconds for run in runs)
-    forwards = None if tokens is None or accepted is None or tokens <= accepted else tokens / (tokens - accepted)
+    passes = None if accepted is None else _sum([_forwards(run) for run in runs])
+    forwards = tokens / passes if tokens and passes else None
     speedups = speedups_by_prompt(group, "speedup")
     claim = SpeedClaim.of(speedups, tokens_per_forward=forwards if drafted else None)
     return {
@@ -122,6 +123,14 @@ def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
     if not found or not all(one.valid for one in found):
         return None, None
     return sum(one.drafted for one in found), sum(one.accepted for one in found)
+
+
+def _forwards(run: ServerRun) -> int | None:
+    """Forward passes of the target for one answer: as the engine gives them, which knows drafts past the end."""
+    found, tokens = run.answer.acceptance, run.new_tokens
+    if found is None or found.forwards is not None or tokens is None:
+        return tokens if found is None else found.forwards
+    return max(0, tokens - found.accepted) or None
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

@@ -19,29 +19,41 @@ from utils.text import decode
 
 NO_ANSWER = "no server has answered any of the prompts."
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
+Arm = Connection | None  # what takes its turn: a server, or None for the local target
 
 
-def warm_up_servers(harness: Harness, settings: Settings, numbered: Numbered, servers: Sequence[Connection]) -> None:
-    """A short answer of each server, because the first one may be slow."""
-    prompt_results(harness, shortened(settings), (numbered[0], replace(numbered[1], later=())), servers)
+def with_target(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
+    """The servers, after the local target if one of them is compared with it."""
+    is_baseline = harness.has_pair and any(server.address.baseline == TARGET for server in servers)
+    return [None, *servers] if is_baseline else [*servers]
+
+
+def warm_up_arms(harness: Harness, settings: Settings, numbered: Numbered, arms: Sequence[Arm]) -> None:
+    """A short answer of each arm, because the first one may be slow."""
+    prompt_results(harness, shortened(settings), (numbered[0], replace(numbered[1], later=())), arms)
 
 
 def prompt_results(
-    harness: Harness, settings: Settings, numbered: Numbered, order: Sequence[Connection]
+    harness: Harness, settings: Settings, numbered: Numbered, order: Sequence[Arm]
 ) -> tuple[list[ServerResult], set[str]]:
     """The answers to all turns of one prompt, and a sentence for each server that gave none.
 
-    Every server continues its own answers. Texts are compared only where the conversations before them are equal.
+    Every server continues its own answers. The local target answers the first turn only, in its place in the order.
+    Texts are compared only where the conversations before them are equal.
     """
     number, prompt = numbered
     results: list[ServerResult] = []
     notes: set[str] = set()
-    histories: dict[str, Turns] = {row_name(server.address.name): () for server in order}  # of those that answer
+    histories: dict[str, Turns] = {row_name(arm.address.name): () for arm in order if arm}  # of those that answer
     for turn, text in enumerate((prompt.text, *prompt.later) if settings.uses_chat else (prompt.text,)):
-        target = None if turn else _target(harness, settings, text, order)
+        target: LocalRun | None = None
         runs: list[ServerRun] = []
-        for server in (server for server in order if row_name(server.address.name) in histories):
-            name = row_name(server.address.name)
+        for server in order:
+            if server is None:
+                target = None if turn else _target(harness, settings, text)
+                continue
+            if (name := row_name(server.address.name)) not in histories:
+                continue
             try:
                 runs.append(_ask(server, request_maker(harness, text, settings, histories[name])))
             except UserError as error:
@@ -67,9 +79,7 @@ def _ask(server: Connection, request_for: RequestFor) -> ServerRun:
     return run
 
 
-def _target(harness: Harness, settings: Settings, text: str, servers: Sequence[Connection]) -> LocalRun | None:
-    """The local target's run, if a server is compared with it."""
-    if not harness.has_pair or all(server.address.baseline != TARGET for server in servers):
-        return None
+def _target(harness: Harness, settings: Settings, text: str) -> LocalRun:
+    """The local target's run."""
     run = harness.run_alone(harness.prompt_ids(text, settings), harness.baseline, settings)
     return LocalRun(run, decode(harness.pair.tokenizer, run.tokens))

@@ -22,7 +22,8 @@ from utils.commands.experiments.verdict.timing import (
     run_seconds,
 )
 from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, findings_of, speedups_by_prompt
-from utils.commands.servers.race_runs import Numbered, prompt_results, warm_up_servers
+from utils.commands.servers.race_runs import Arm, Numbered, prompt_results, warm_up_arms, with_target
+from utils.commands.servers.verdict_candidates import comparable_servers as comparable_servers
 from utils.commands.servers.verdict_wording import charts, sentences
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
@@ -41,6 +42,9 @@ NO_CANDIDATE = (
     "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host is without "
     "speculation."
 )
+MOST_FAILURES = 2  # prompts in a row without an answer: after them the server is taken to be gone
+GONE = f"{MOST_FAILURES} prompts in a row have no answer, so the measurement ended here."
+NONE_LEFT = "No prompt is left, so the measurement ended here."
 NO_SPEEDUP = "no speed-up could be measured: {} or its baseline gives neither token ids nor usage figures."
 Events = Generator[ReportEvent, None, None]
 
@@ -63,19 +67,6 @@ def server_verdict(harness: Harness, settings: Settings, plan: PromptPlan) -> Re
         optional=OPTIONAL,
         title=f"/verdict on {only}, on servers",
     )
-
-
-def comparable_servers(harness: Harness) -> list[Connection]:
-    """The servers with a baseline that shares their host."""
-    connections = harness.state.servers.connections.values()
-    return [connection for connection in connections if _is_comparable(connection, harness)]
-
-
-def _is_comparable(connection: Connection, harness: Harness) -> bool:
-    address, connections = connection.address, harness.state.servers.connections
-    if address.baseline == TARGET:
-        return address.is_local and harness.has_pair
-    return address.baseline in connections and connections[address.baseline].address.host == address.host
 
 
 @dataclass(slots=True)
@@ -111,8 +102,8 @@ class ServerVerdict:
     def _warm_up(self) -> None:
         """Ask every server, and choose the length of the answers by the slowest of them."""
         first = (1, replace(self.plan.tuning[0], later=()))
-        arms = list({arm.address.name: arm for one in self.candidates for arm in self._arms(one)}.values())
-        warm_up_servers(self.harness, self.settings, first, arms)
+        arms = list({id(arm): arm for one in self.candidates for arm in self._arms(one)}.values())
+        warm_up_arms(self.harness, self.settings, first, arms)
         probe = replace(self.settings, length=min(PROBE_TOKENS, self.settings.length))
         found, notes = prompt_results(self.harness, probe, first, arms)
         if not found:
@@ -121,10 +112,11 @@ class ServerVerdict:
         length = run_length(max(_step(result.run) for result in found), self.settings.length, seconds=seconds)
         self.used = replace(self.settings, length=length)
 
-    def _arms(self, candidate: Connection) -> list[Connection]:
-        """The candidate and its baseline, if that is a server."""
+    def _arms(self, candidate: Connection) -> list[Arm]:
+        """The candidate after its baseline."""
         connections, baseline = self.harness.state.servers.connections, candidate.address.baseline
-        return [*([] if baseline in (None, TARGET) else [connections[baseline]]), candidate]
+        servers = [] if baseline in (None, TARGET) else [connections[baseline]]
+        return with_target(self.harness, [*servers, candidate])
 
     def _choose(self) -> Events:
         """Run every candidate beside its baseline on the tuning prompts, while there is time."""
@@ -151,19 +143,20 @@ class ServerVerdict:
         for number in range(MOST_PASSES):
             # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
             settings = replace(self.used, seed=(self.used.seed + 1 + number) % (MAX_SEED + 1))
+            failures, count = 0, len(prompts)
             for place, (prompt_number, prompt) in enumerate(list(prompts.items())):
                 if not number and ends_first_pass(len(self._groups(name)), self.clock.seconds):
                     return
-                yield Progress(self._progress(name, place, len(prompts), number=number, began=began))
+                yield Progress(self._progress(name, place, count, number=number, began=began))
                 order = rotated(arms, place + number)
                 problems = self._add(settings, (prompt_number, prompt), order, repeat=number)
-                for problem in problems:
-                    self.notes.append(problem)
-                    yield Note(problem)
+                yield from map(Note, problems)
+                failures = failures + 1 if problems else 0
                 if problems:
                     del prompts[prompt_number]
-            if not prompts:
-                raise UserError(f"none of the prompts could be measured. {' '.join(self.notes[:1])}")
+                if failures == MOST_FAILURES or not prompts:
+                    yield from self._give_up(GONE if prompts else NONE_LEFT)
+                    return
             groups = self._groups(name)
             if not groups:
                 raise UserError(NO_SPEEDUP.format(name))
@@ -172,14 +165,23 @@ class ServerVerdict:
             if passes.are_enough(interval, self.clock.seconds, began):
                 return
 
-    def _add(self, settings: Settings, numbered: Numbered, order: Sequence[Connection], *, repeat: int) -> list[str]:
-        """Add the answers to a prompt if both servers gave them; otherwise drop the prompt. Returns the problems."""
+    def _add(self, settings: Settings, numbered: Numbered, order: Sequence[Arm], *, repeat: int) -> list[str]:
+        """Add the answers to a prompt if both servers gave them. Returns the problems.
+
+        What earlier passes have measured is kept.
+        """
         found, problems = prompt_results(self.harness, settings, numbered, order)
-        if problems:
-            self.results = [result for result in self.results if result.number != numbered[0]]
-        else:
+        if not problems:
             self.results.extend(replace(result, repeat=repeat) for result in found)
+        self.notes.extend(sorted(problems))
         return sorted(problems)
+
+    def _give_up(self, why: str) -> Iterator[ReportEvent]:
+        """Say why no further prompt is sent. Raises UserError if nothing has been measured before."""
+        if not self.results:
+            raise UserError(f"none of the prompts could be measured. {self.notes[0]}")
+        self.notes.append(why)
+        yield Note(why)
 
     def _groups(self, name: str) -> list[list[float]]:
         return speedups_by_prompt([result for result in self.results if result.run.name == name], "speedup")

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from utils.commands.experiments.verdict.timing import TOTAL_SECONDS
+from utils.comparison.speed_claims import MIN_VALUES
 from utils.metrics.intervals import Interval, speedup_interval
 
 ENOUGH_PROMPTS = 6  # after which a first pass may end early
 LONGEST_SECONDS = 2 * TOTAL_SECONDS  # of a first pass with as many prompts
 NARROW = 1.06  # ratio of the ends of an interval that needs no further pass
-MIN_REPEATS = 5  # of a single prompt
 MIN_PASSES = 2  # over several prompts that are not compared with others
 MOST_PASSES = 20
 
@@ -43,5 +44,6 @@ class Passes:
         """seconds: now. began: when the first pass began."""
         if interval is None or seconds + (seconds - began) / self.count > TOTAL_SECONDS:
             return True
-        least = MIN_REPEATS if self.prompts == 1 else 1 if self.divided else MIN_PASSES
+        # An answer needs MIN_VALUES speed-ups, however narrow the interval of fewer is.
+        least = max(1 if self.divided else MIN_PASSES, ceil(MIN_VALUES / self.prompts))
         return self.count >= least and interval.high / max(interval.low, 1e-9) < NARROW

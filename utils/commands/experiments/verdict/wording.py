@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utils.comparison.speed_claims import baseline_name
+from utils.comparison.speed_claims import TOO_FEW, baseline_name
 from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
@@ -33,9 +33,10 @@ def answer(row: Row, texts: str) -> str:
     name, baseline = row["candidate"], baseline_name(row)
     ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
-    if row["interval"] is None and row["without_gain"]:
+    too_few = row["interval"] is None or row["verdict"] == TOO_FEW
+    if too_few and row["without_gain"]:
         return f"Too few runs for an answer: the drafts of {name} have saved no forward pass so far, {texts}."
-    if row["interval"] is None:
+    if too_few:
         return f"Too few runs for an answer: {name} was {about(row['speedup'])} {baseline} so far, {texts}."
     if row["without_gain"]:
         return (
@@ -49,9 +50,12 @@ def answer(row: Row, texts: str) -> str:
     if row["verdict"] == FASTER:
         start = "Use" if row["divided"] else f"On {these(row)}, use"
         return f"{start} {name}: {ratio}, {texts}."
+    low, high = row["interval"]
+    # An interval that excludes 1 would otherwise seem to contradict the answer.
+    why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
     return (
         f"Speculative decoding makes no measurable difference {here}: "
-        f"{name} is {ratio}, not distinguishable from no difference; {texts}."
+        f"{name} is {ratio}, not distinguishable from no difference{why}; {texts}."
     )
 
 
