@@ -1,7 +1,7 @@
-"""New EAGLE-3 drafters, and folders of them in the layout of the package speculators and, with the same keys at the top
-of the config, in that of SGLang.
+"""New EAGLE-3 drafters, and folders of them in the layout of the package speculators, which vLLM reads, too.
 
-The layouts number hidden states as inputs of layers, and the last one, n, is the state before the final norm.
+If SGLang can compute the drafter, the keys that it reads are at the top of the config. The layout of speculators
+numbers hidden states as inputs of layers, and the last one, n, is the state before the final norm.
 """
 
 from __future__ import annotations
@@ -154,10 +154,7 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
     """The content of config.json."""
     conventions, count, layer = drafter.conventions, drafter.target_layers, _layer_config(drafter)
     ids = [count if number in (-1, count + 1) else number for number in conventions.feature_layers]
-    # SGLang reads the keys of the layer from the top, and the package speculators those of the nested config.
-    return layer | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},
+    return _sglang_keys(drafter, layer, ids) | {
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": layer,
@@ -185,6 +182,21 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
         },
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,
+    }
+
+
+def _sglang_keys(drafter: Eagle3, layer: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """The keys that SGLang 0.5.23 reads at the top of a config, unless it would misread the drafter.
+
+    It has no `norm_before_residual`. It numbers hidden states as outputs of layers; for some targets only if the first
+    number is 1, which the usual layers have.
+    """
+    if drafter.conventions.norm_before_residual or ids[0] != 2:
+        return {"architectures": ["Eagle3DraftModel"]}
+    outputs = [number - 1 for number in ids]
+    return layer | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: outputs},
     }
 
 

@@ -128,22 +128,28 @@ def test_config_and_tensors_are_those_of_the_package(folders):
     assert torch.equal(ours["t2d"].nonzero()[:, 0], ids) and config["draft_vocab_size"] == 150
 
 
-def test_programs_without_the_package_read_the_same_drafter(target, folders, tmp_path):
+def test_sglang_reads_the_same_drafter(target, folders, tmp_path):
     """SGLang 0.5.23 knows `LlamaForCausalLMEagle3`, and only keys at the top of a config that transformers can read."""
-    for name, folder in folders.items():
-        config = AutoConfig.from_pretrained(folder)
-        assert isinstance(config, LlamaConfig) and config.architectures == ["LlamaForCausalLMEagle3"]
-        assert (config.num_hidden_layers, config.target_hidden_size, config.draft_vocab_size) == (1, 32, 150)
-        alone = changed(folder, tmp_path / name)
-        keys = json.loads((folder / "config.json").read_text())
-        keys = {key: value for key, value in keys.items() if "speculators" not in key and key != LAYER_IDS}
-        keys.pop("transformer_layer_config")
-        (alone / "config.json").write_text(json.dumps(keys))
-        nested, flat = (load(target, one).drafter for one in (folder, alone))
-        assert nested.conventions == flat.conventions and config.eagle_config[LAYER_IDS] == config.to_dict()[LAYER_IDS]
-        assert {key: value for key, value in nested.config.to_dict().items() if key in LAYER_KEYS} == {
-            key: value for key, value in flat.config.to_dict().items() if key in LAYER_KEYS
-        }
+    config = AutoConfig.from_pretrained(folders["usual"])
+    assert isinstance(config, LlamaConfig) and config.architectures == ["LlamaForCausalLMEagle3"]
+    assert (config.num_hidden_layers, config.target_hidden_size, config.draft_vocab_size) == (1, 32, 150)
+    assert config.eagle_config[LAYER_IDS] == [1, 3, 4]  # outputs of layers
+    alone = changed(folders["usual"], tmp_path / "alone")
+    keys = json.loads((alone / "config.json").read_text())
+    keys = {key: value for key, value in keys.items() if "speculators" not in key and key != LAYER_IDS}
+    keys.pop("transformer_layer_config")
+    (alone / "config.json").write_text(json.dumps(keys))
+    nested, flat = (load(target, one).drafter for one in (folders["usual"], alone))
+    assert nested.conventions == flat.conventions
+    nested_keys, flat_keys = (drafter.config.to_dict() for drafter in (nested, flat))
+    assert [nested_keys.get(key) for key in LAYER_KEYS] == [flat_keys.get(key) for key in LAYER_KEYS]
+
+
+def test_drafters_that_sglang_would_misread_have_no_keys_for_it(target, folders, tmp_path):
+    """It would number other layers differently, and has no `norm_before_residual`."""
+    start = changed(folders["usual"], tmp_path / "start", norm_before_residual=True)
+    for folder in (folders["last"], trained(target, tmp_path / "out", "--start", str(start))):
+        assert not {"model_type", "eagle_config"} & json.loads((folder / "config.json").read_text()).keys()
 
 
 def test_a_whole_vocabulary_needs_no_mapping(target, tmp_path):
