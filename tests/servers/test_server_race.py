@@ -11,8 +11,10 @@ from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
 from utils.commands.experiments.verdict import passes
+from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.connection import Connection
 from utils.servers.engines.kind import EngineAcceptance
 from utils.servers.engines.openai import OpenAIKind
 
@@ -71,15 +73,36 @@ def test_a_file_with_tasks_and_turns(two: tuple[Loopback, Loopback], view: Scree
 def test_a_server_that_fails_is_named_and_the_others_are_measured(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
 ) -> None:
-    (tmp_path / "p.txt").write_text("One\nTwo\n")
+    (tmp_path / "p.txt").write_text("One\nTwo\nThree\nFour\n")
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     two[0].die()
     assert session.handle(f"/race 2 {tmp_path / 'p.txt'}") is Verdict.DONE
-    assert list(rows_of(tmp_path / "r.jsonl")) == [("all", "server spec")]
-    assert view.take()[1].count("cannot be reached") == 2  # once for each prompt, not in every repeat
+    rows = rows_of(tmp_path / "r.jsonl")
+    assert list(rows) == [("all", "server spec")] and rows["all", "server spec"]["prompts"] == 4
+    shown, notes = view.take()
+    assert notes.count("cannot be reached") == 2  # it is not asked a third time
+    assert "there is no baseline" not in shown and "no speed-up over server plain" in shown
     two[1].die()
     assert session.handle(f"/race 2 {tmp_path / 'p.txt'}") is Verdict.FAILED
     assert "no server has answered" in view.take()[1]
+
+
+def test_a_server_that_comes_back_is_asked_again(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.txt").write_text("One\nBad\nThree\nBad\nFive\n")
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    ask = Connection.ask
+
+    def failing(self: Connection, request_for: Any, *rest: Any) -> Any:
+        if self.address.name == "spec" and "Bad" in str(request_for(self.kind, self.client).prompt):
+            raise UserError("busy.")
+        return ask(self, request_for, *rest)
+
+    monkeypatch.setattr(Connection, "ask", failing)
+    assert session.handle(f"/race {tmp_path / 'p.txt'}") is Verdict.DONE, view.take()
+    rows = rows_of(tmp_path / "r.jsonl")
+    assert [rows["all", f"server {name}"]["prompts"] for name in ("plain", "spec")] == [5, 3]
 
 
 def test_the_local_target_as_baseline(

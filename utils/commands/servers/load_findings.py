@@ -22,7 +22,7 @@ COUNTED = "The server counts no tokens, so it has no throughput."
 MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
 SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
 STOPS = "Speculation stops paying between {} and {} requests at once."
-NO_GAIN = "At loads above {} at once no gain was measured, and no loss either."
+NO_GAIN = "With more than {} at once, neither a gain nor a loss was measured."
 SENTENCES = {
     FASTER: "{server} has a higher throughput than {baseline} with this many requests at once: {loads}.",
     SLOWER: "{server} has a lower throughput than {baseline} with this many requests at once: {loads}.",

@@ -19,6 +19,8 @@ from utils.errors import UserError
 from utils.text import count_of
 
 RECORD = "server_race"
+MOST_FAILURES = 2  # prompts in a row without an answer: after them a server is taken to be gone
+GONE = "{} has not answered {} prompts in a row, so it gets none of the others."
 
 
 def server_race(
@@ -58,11 +60,21 @@ def _events(
     arms = with_target(harness, servers)
     several = len({prompt.task for _, prompt in prompts}) > 1
 
+    failures = dict.fromkeys((row_name(server.address.name) for server in servers), 0)
+
     def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:
-        found, new = prompt_results(harness, settings, numbered, rotated(arms, index))
+        present = [arm for arm in arms if arm is None or failures[row_name(arm.address.name)] < MOST_FAILURES]
+        if not any(present):
+            return None
+        found, new = prompt_results(harness, settings, numbered, rotated(present, index))
         for note in sorted(new - notes):
             yield Note(note)
         notes.update(new)
+        answered = {result.run.name for result in found}
+        for name in [row_name(arm.address.name) for arm in present if arm]:
+            failures[name] = 0 if name in answered else failures[name] + 1
+            if failures[name] == MOST_FAILURES:
+                yield Note(GONE.format(name, MOST_FAILURES))
         results.extend(replace(result, repeat=index // len(prompts)) for result in found)
         return sum(result.run.seconds for result in found) if found else None
 

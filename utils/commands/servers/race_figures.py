@@ -33,6 +33,7 @@ SHOWN_TASK = 16  # characters of a task in the table
 SAME = "{}: {} of {} texts equal those of {}"
 OTHERS = ", not at prompt {}"
 SHOWN_PROMPTS = 8
+UNPAIRED = "{}: no speed-up over {}. It needs answers of both to the same prompts, token counts, and one host."
 OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
 
 
@@ -178,6 +179,8 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     lines += [_texts(row) for row in overall if row["compared_texts"]]
     if len(overall) > 1 and all(row["baseline"] is None for row in overall):
         lines.append(NO_BASELINE)
+    if unpaired := [row for row in overall if row["baseline"] and not row["speedups"]]:
+        lines += [UNPAIRED.format(row["strategy"], row["baseline"]) for row in unpaired]
     return lines or [f"{count_of(len(overall), 'server')} measured; there is no baseline to compare with."]
 
 

@@ -52,7 +52,7 @@ def answer(row: Row, texts: str) -> str:
         return f"{start} {name}: {ratio}, {texts}."
     low, high = row["interval"]
     # An interval that excludes 1 would otherwise seem to contradict the answer.
-    why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
+    why = "" if low <= 1 <= high else ", because too many of its repeats lie on the other side of 1"
     return (
         f"Speculative decoding makes no measurable difference {here}: "
         f"{name} is {ratio}, not distinguishable from no difference{why}; {texts}."
