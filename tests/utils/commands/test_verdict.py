@@ -17,7 +17,7 @@ import infer
 from utils.commands.experiments.verdict import measurement, record
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
-from utils.commands.experiments.verdict.wording import answer
+from utils.commands.experiments.verdict.wording import answer, tasks
 from utils.comparison.measurements import RECOMMENDED, read_measurements
 from utils.config.arguments import parse_arguments
 from utils.decode.steps import FinishReason, Step
@@ -152,6 +152,9 @@ def test_too_few_runs_claim_nothing_that_no_draft_explains() -> None:
     assert "Too few runs" in answer(few, ""), "four prompts have an interval, but no verdict"
     other = answer(few | {"verdict": "not distinguishable"}, "")
     assert "no measurable difference" in other and "on the other side of 1" in other
+    by_task = {name: {"speedup": 0.5, "accepted": 3, "prompts": 1} for name in ("chat", "code")}
+    shown = [tasks({**few, "tasks": by_task, "verdict": found})[0] for found in ("too few", "slower")]
+    assert ["does not help" in line for line in shown] == [False, True]
 
 
 def rounds(*accepted: int, drafts: int = 4) -> Generation:

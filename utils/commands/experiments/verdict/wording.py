@@ -33,7 +33,7 @@ def answer(row: Row, texts: str) -> str:
     name, baseline = row["candidate"], baseline_name(row)
     ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
-    too_few = row["interval"] is None or row["verdict"] == TOO_FEW
+    too_few = _too_few(row)
     if too_few and row["without_gain"]:
         return f"Too few runs for an answer: the drafts of {name} have saved no forward pass so far, {texts}."
     if too_few:
@@ -115,6 +115,10 @@ def conditions(row: Row) -> str:
     )
 
 
+def _too_few(row: Row) -> bool:
+    return row["interval"] is None or row["verdict"] == TOO_FEW
+
+
 def tasks(row: Row) -> list[str]:
     """Where it helps and where it does not, if the prompts name several tasks."""
     known = row["tasks"]
@@ -124,7 +128,7 @@ def tasks(row: Row) -> list[str]:
     without = [task for task, one in known.items() if one["speedup"] < LITTLE_GAIN or one["accepted"] == 0]
     few = min(one["prompts"] for one in known.values())
     line = f"By task: {shown}."
-    if without:
+    if without and not _too_few(row):
         line += f" It does not help with {', '.join(without)}."
     if few < 3:
         line += f" (Rough: some tasks have only {few} prompt{'s' * (few > 1)}.)"
