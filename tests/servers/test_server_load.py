@@ -156,7 +156,7 @@ def test_conclusions_name_every_load_once() -> None:
     assert "lower throughput than plain with this many requests at once: 8 (0.75x)" in lines
     assert "stops paying between 1 and 8 requests" in lines, "2 shows neither a gain nor a loss"
     assert "stops paying" not in (undecided := " ".join(conclusion([row(1, ahead), row(2, mixed)])))
-    assert "more than 1 at once" in undecided
+    assert "more than 1 request " in undecided
     for rows in ([row(1, behind), row(2, behind)], [row(1, ahead), row(2, [0.8])]):
         assert "stops paying" not in (few := " ".join(conclusion(rows))) and "no gain" not in few
     assert "another reason than speculation" in " ".join(conclusion([row(1, ahead, drafted=None, accepted=None)]))

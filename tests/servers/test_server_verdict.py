@@ -47,7 +47,8 @@ def verdict(session: Any, view: Screen, folder: Path, texts: list[str] = TEXTS) 
 
 
 def accepted(drafted: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: EngineAcceptance(drafted, count))
+    found = EngineAcceptance(drafted, count, forwards=6 - count)  # of answers of 6 tokens
+    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found)
 
 
 def test_a_server_that_helps(

@@ -188,10 +188,11 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
 def _sglang_keys(drafter: Eagle3, layer: dict[str, Any], ids: list[int]) -> dict[str, Any]:
     """The keys that SGLang 0.5.23 reads at the top of a config, unless it would misread the drafter.
 
-    It has no `norm_before_residual`. It numbers hidden states as outputs of layers; for some targets only if the first
-    number is 1, which the usual layers have.
+    It computes one layer of Llama without biases, and has no `norm_before_residual`. It numbers hidden states as
+    outputs of layers; for some targets only if the first number is 1, which the usual layers have.
     """
-    if drafter.conventions.norm_before_residual or ids[0] != 2:
+    known = layer["model_type"] == "llama" and layer["num_hidden_layers"] == 1 and not layer["attention_bias"]
+    if not known or drafter.conventions.norm_before_residual or ids[0] != 2:
         return {"architectures": ["Eagle3DraftModel"]}
     outputs = [number - 1 for number in ids]
     return layer | {

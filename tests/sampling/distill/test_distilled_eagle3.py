@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafter_checkpoints import HEADS, HIDDEN, VOCABULARY, eagle3_tensors, layer_keys, write_checkpoint
+from drafter_runs import loaded
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
@@ -24,7 +26,7 @@ from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3_conventions import LAYER_IDS
-from utils.drafter_formats.eagle3_file import chosen_layers, usual_layers
+from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.errors import UserError
 
@@ -150,6 +152,18 @@ def test_drafters_that_sglang_would_misread_have_no_keys_for_it(target, folders,
     start = changed(folders["usual"], tmp_path / "start", norm_before_residual=True)
     for folder in (folders["last"], trained(target, tmp_path / "out", "--start", str(start))):
         assert not {"model_type", "eagle_config"} & json.loads((folder / "config.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(("layers", "head_norms", "known"), [(1, False, True), (2, False, False), (1, True, False)])
+def test_sglang_gets_only_layers_that_it_computes(tmp_path, layers, head_norms, known):
+    """A published drafter that is continued may have several layers, or those of Qwen3."""
+    model = tiny_llama(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS)
+    config = layer_keys(norm_before_residual=False) | {LAYER_IDS: [2, 4, 5]}
+    published = write_checkpoint(tmp_path / "p", config, eagle3_tensors({}, layers=layers, head_norms=head_norms))
+    counts = torch.ones(VOCABULARY, dtype=torch.int64)
+    around = Surroundings(torch.randn(VOCABULARY, HIDDEN), torch.randn(5, HIDDEN), torch.arange(5), counts)
+    save_eagle3(tmp_path / "out", loaded(published, model, "EAGLE-3"), model, around)
+    assert ("eagle_config" in json.loads((tmp_path / "out" / "config.json").read_text())) == known
 
 
 def test_a_whole_vocabulary_needs_no_mapping(target, tmp_path):

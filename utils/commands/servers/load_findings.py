@@ -14,6 +14,7 @@ from utils.comparison.speed_claims import (
     TOO_FEW,
     speedup_text,
 )
+from utils.text import count_of
 
 Row = dict[str, Any]
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
@@ -75,7 +76,7 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
     slower = next((row for row in later if row["verdict"] == SLOWER), None)
     if slower is not None:
         return [STOPS.format(rows[last]["concurrency"], slower["concurrency"])]
-    return [NO_GAIN.format(rows[last]["concurrency"])] if later else []
+    return [NO_GAIN.format(count_of(rows[last]["concurrency"], "request"))] if later else []
 
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:

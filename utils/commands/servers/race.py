@@ -9,7 +9,14 @@ from dataclasses import replace
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, charts, conclusion, findings_of
-from utils.commands.servers.race_runs import NO_ANSWER, Numbered, prompt_results, warm_up_arms, with_target
+from utils.commands.servers.race_runs import (
+    MOST_FAILURES,
+    NO_ANSWER,
+    Numbered,
+    prompt_results,
+    warm_up_arms,
+    with_target,
+)
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Note, Progress, Report, ReportEvent
@@ -19,8 +26,7 @@ from utils.errors import UserError
 from utils.text import count_of
 
 RECORD = "server_race"
-MOST_FAILURES = 2  # prompts in a row without an answer: after them a server is taken to be gone
-GONE = "{} has not answered {} prompts in a row, so it gets none of the others."
+GONE = "{} has not answered {} prompts in a row, so it is not asked again."
 
 
 def server_race(
@@ -59,7 +65,6 @@ def _events(
     servers = list(harness.state.servers)
     arms = with_target(harness, servers)
     several = len({prompt.task for _, prompt in prompts}) > 1
-
     failures = dict.fromkeys((row_name(server.address.name) for server in servers), 0)
 
     def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:

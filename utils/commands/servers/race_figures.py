@@ -127,11 +127,9 @@ def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
 
 
 def _forwards(run: ServerRun) -> int | None:
-    """Forward passes of the target for one answer: as the engine gives them, which knows drafts past the end."""
-    found, tokens = run.answer.acceptance, run.new_tokens
-    if found is None or found.forwards is not None or tokens is None:
-        return tokens if found is None else found.forwards
-    return max(0, tokens - found.accepted) or None
+    """Forward passes of the target for one answer, as the engine counts them: drafts past its end may be accepted."""
+    found = run.answer.acceptance
+    return run.new_tokens if found is None else found.forwards
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

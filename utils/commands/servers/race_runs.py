@@ -17,6 +17,7 @@ from utils.servers.address_list import TARGET
 from utils.servers.connection import Connection, RequestFor
 from utils.text import decode
 
+MOST_FAILURES = 2  # prompts in a row without an answer: after them a server is taken to be gone
 NO_ANSWER = "no server has answered any of the prompts."
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
 Arm = Connection | None  # what takes its turn: a server, or None for the local target

@@ -22,10 +22,10 @@ from utils.commands.experiments.verdict.timing import (
     run_seconds,
 )
 from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, findings_of, speedups_by_prompt
-from utils.commands.servers.race_runs import Arm, Numbered, prompt_results, warm_up_arms, with_target
-from utils.commands.servers.verdict_candidates import comparable_servers as comparable_servers
+from utils.commands.servers.race_runs import MOST_FAILURES, Arm, Numbered, prompt_results, warm_up_arms, with_target
 from utils.commands.servers.verdict_wording import charts, sentences
 from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.comparison.comparable_servers import comparable_servers
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, ReportTable, shortened
 from utils.comparison.server_runs import ServerRun, row_name
@@ -42,7 +42,6 @@ NO_CANDIDATE = (
     "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host is without "
     "speculation."
 )
-MOST_FAILURES = 2  # prompts in a row without an answer: after them the server is taken to be gone
 GONE = f"{MOST_FAILURES} prompts in a row have no answer, so the measurement ended here."
 NONE_LEFT = "No prompt is left, so the measurement ended here."
 NO_SPEEDUP = "no speed-up could be measured: {} or its baseline gives neither token ids nor usage figures."

@@ -1,4 +1,4 @@
-"""The servers that /verdict can judge."""
+"""The servers whose speed can be compared with that of a baseline."""
 
 from utils.comparison.harness import Harness
 from utils.servers.address_list import TARGET
