@@ -50,20 +50,6 @@ def check_early(folder: Path, made_from: str) -> None:
     thread.start()
 
 
-def check_newest_early(root: Path) -> None:
-    """As `check_early`, for the folder below `root` that was made or marked as used last, if there is one."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # `is_intact` will find what is wrong
-        manifest = max(root.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, default=None)
-        if manifest is not None:
-            check_early(manifest.parent, str(json.loads(manifest.read_text())["made_from"]))
-
-
-def mark_as_used(folder: Path) -> None:
-    """Let `check_newest_early` prefer this folder."""
-    with suppress(OSError):  # not ours to change
-        os.utime(folder / MANIFEST)
-
-
 def is_intact(folder: Path, made_from: str) -> bool:
     """Whether a folder has this origin and unchanged files. Hashing takes about a second per gigabyte."""
     if begun := _early.pop((folder, made_from), None):  # once: later calls must see later changes

@@ -4,6 +4,7 @@ Also the user's folders for cache, config and state. Nothing heavy is imported.
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -17,6 +18,7 @@ from utils.errors import UserError
 DEFAULT_FOLDERS = {"cache": ".cache", "config": ".config", "state": ".local/state"}
 PRIVATE_FILE = 0o600
 NEW_FILE = 0o666  # the umask applies, as for any new file
+HEADER = 1 << 16  # bytes of a large file that identify it
 MAX_TEXT_BYTES = 256_000_000  # a device such as /dev/zero never ends
 
 
@@ -135,3 +137,15 @@ def user_folder(kind: Literal["cache", "config", "state"]) -> Path:
     base = Path(os.environ.get(f"XDG_{kind.upper()}_HOME", ""))
     # The XDG Base Directory specification says that relative paths must be ignored.
     return (base if base.is_absolute() else Path.home() / DEFAULT_FOLDERS[kind]) / "speculative-decoding"
+
+
+def file_state(path: Path) -> str:
+    """Return a line that identifies the contents of a large file without reading all of it: its path, size, times and
+    inode, and a digest of its first bytes, which hold the header of a safetensors or GGUF file.
+    """
+    path = path.resolve()
+    status = path.stat()
+    with path.open("rb") as file:
+        header = hashlib.sha256(file.read(HEADER)).hexdigest()[:16]
+    times = f"{status.st_mtime_ns}, {status.st_ctime_ns}"
+    return f"{path}, {status.st_size} bytes, {times}, inode {status.st_ino}, {header}"

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from utils.engine import Engine
-from utils.engine.engine_choice import expected_speed
-from utils.engine.engine_figures import COMPARED_WIDTHS, EngineFigures
+from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
 from utils.text import byte_size
 
 HEADINGS = ("engine", "step", *(f"v({width})" for width in COMPARED_WIDTHS), "prefill", "memory", "threads", "bits")
@@ -24,8 +23,8 @@ ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
 def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
     """The cells of each engine under HEADINGS."""
-    table = engine.selection.table
-    rows = {name: table.get(name, EngineFigures()) for name in engine.selection.names}
+    table = engine.table
+    rows = {name: table.get(name, EngineFigures()) for name in engine.names}
     used = engine.state.kind
     if not rows[used].step_seconds:
         rows[used] = _present_figures(engine)
@@ -34,18 +33,18 @@ def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
 
 def engine_notes(engine: Engine) -> Iterator[str]:
     """Sentences below the table: what was expected, why engines were not chosen, and when that was measured."""
-    table = engine.selection.table
+    table = engine.table
     yield LEGEND
     measured = {name: row for name, row in table.items() if row.is_candidate and row.step_seconds}
     if measured:
-        speeds = {name: expected_speed(row, engine.selection.workload) for name, row in measured.items()}
+        speeds = {name: expected_speed(row, engine.workload) for name, row in measured.items()}
         shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
         day = max(row.measured_on for row in measured.values())
         yield f"Measured on {day}. Expected tokens/s of the enabled strategies: {shown}."
         fastest, used = max(speeds, key=lambda name: speeds[name]), engine.state.kind
         if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
-    elif len(engine.selection.candidates()) > 1:
+    elif len(engine.candidates()) > 1:
         yield NOT_COMPARED
     yield from (f"{name}: {row.problem}." for name, row in _with_problems(engine).items())
     yield from busy_notes(engine)
@@ -55,7 +54,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
 
 def busy_notes(engine: Engine) -> tuple[str, ...]:
     """A sentence if the engines were compared while this machine was much slower than now."""
-    row, now = engine.selection.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
+    row, now = engine.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
     if not now or row.step_seconds < MUCH_FASTER * now:
         return ()
     return (BUSY.format(1000 * row.step_seconds, 1000 * now),)
@@ -63,8 +62,7 @@ def busy_notes(engine: Engine) -> tuple[str, ...]:
 
 def _with_problems(engine: Engine) -> dict[str, EngineFigures]:
     """The engines that cannot be used, or were given up."""
-    selection = engine.selection
-    rows = {name: selection.table.get(name) or EngineFigures(selection.problem(name)) for name in selection.names}
+    rows = {name: engine.table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     return {name: row for name, row in rows.items() if row.problem}
 
 

@@ -6,6 +6,7 @@ model never reach the other.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,19 +41,50 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
             f"layers:{depth} cannot be cut from {_name(model)}: it has {count_of(count, 'layer')}, so K must be in "
             f"1..{count - 1}."
         )
+    return chosen_layers(model, range(depth))
+
+
+def chosen_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
+    """A model made of some blocks of `model`, in this order, sharing every weight with it.
+
+    Only the first blocks can be chosen of a model that an engine computes. Raises UserError as `first_layers` does.
+    """
+    path = _stack_path(model)
     # deepcopy's memo maps every config to its copy, nested ones too; the mirror replaces them wherever they occur.
     memo: dict[int, Any] = {}
     config = copy.deepcopy(model.config, memo)
-    _shorten(config.get_text_config(decoder=True), count=count, depth=depth)
+    _choose(config.get_text_config(decoder=True), len(_blocks(model, path)), indices)
     cut = _mirror(model, memo)
     # Not a PreTrainedConfig, so the mirror still shares it with the target.
     cut.generation_config = copy.deepcopy(model.generation_config)
-    cut.set_submodule(path, _blocks(cut, path)[:depth])
+    blocks = [_blocks(cut, path)[index] for index in indices]
+    for index, block in enumerate(blocks):
+        for part in block.modules():  # attention finds its part of a cache by this number
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = index
+    cut.set_submodule(path, nn.ModuleList(blocks))
     # The forward pass of an engine belongs to the whole model, so the cut gets one of its own.
     if forward := engine_forward(model):
         cut.forward = forward.for_cut(cut)
     _check_runs(cut)
     return cut
+
+
+def shell(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of new modules that share every weight with those of `model`."""
+    twin: PreTrainedModel = _mirror(model, {})
+    return twin
+
+
+def layer_kinds(model: PreTrainedModel) -> list[object]:
+    """What tells the blocks of a model apart: their type in the config, and the shapes of their weights.
+
+    Raises UserError as `first_layers` does.
+    """
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    blocks = _blocks(model, _stack_path(model))
+    shapes = [tuple((name, tuple(part.shape)) for name, part in block.named_parameters()) for block in blocks]
+    return [(types[index] if types else None, shape) for index, shape in enumerate(shapes)]
 
 
 def _mirror(module: nn.Module, memo: dict[int, Any]) -> Any:
@@ -72,12 +104,12 @@ def _mirror(module: nn.Module, memo: dict[int, Any]) -> Any:
     return memo[id(module)]
 
 
-def _shorten(config: Any, *, count: int, depth: int) -> None:
-    """Set the number of layers, and shorten the lists that have one entry per layer."""
-    config.num_hidden_layers = depth
+def _choose(config: Any, count: int, indices: Sequence[int]) -> None:
+    """Set the number of layers, and choose from the lists that have one entry per layer."""
+    config.num_hidden_layers = len(indices)
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == count:
-            setattr(config, name, value[:depth])  # caches are built from these lists
+            setattr(config, name, type(value)(value[index] for index in indices))  # caches are built from these lists
 
 
 def _stack_path(model: PreTrainedModel) -> str:

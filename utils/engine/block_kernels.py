@@ -150,16 +150,15 @@ def format_builder(
 
     def build(group: Sequence[nn.Linear]) -> Kernel | None:
         bias, is_head = joined_bias(group), any(id(layer.weight) in layers.heads for layer in group)
+        forms = [weights.form(layers.names.get(id(layer), ""), layer.weight, is_head=is_head) for layer in group]
         if weights.format == "bfloat16":
-            whole = torch.cat([layer.weight for layer in group])
-            return pack(whole.bfloat16().float(), bias) if is_head else bfloat16_kernel(whole, bias, counts, known)
-        blocks = [weights.block(layers.names.get(id(layer), ""), layer.weight, is_head=is_head) for layer in group]
-        given = [block for block in blocks if block is not None]
-        whole_block = joined(given) if len(given) == len(blocks) and not is_head else None
+            whole = torch.cat([form for form in forms if isinstance(form, Tensor)])
+            return pack(whole.float(), bias) if is_head else bfloat16_kernel(whole, bias, counts, known)
+        blocks = [form for form in forms if isinstance(form, BlockWeight)]
+        whole_block = joined(blocks) if len(blocks) == len(forms) and not is_head else None
         if whole_block is not None and (kernel := block_kernel(whole_block, bias)):
             return kernel
-        pairs = zip(blocks, group, strict=True)
-        return pack(torch.cat([layer.weight if block is None else block.dense() for block, layer in pairs]), bias)
+        return pack(torch.cat([form.dense() if isinstance(form, BlockWeight) else form for form in forms]), bias)
 
     return build
 

@@ -1,22 +1,67 @@
-"""The choice among measured engines: the fastest one, unless equal bits cost little. Pure functions over figures."""
+"""What was measured of each engine, and the choice among them: the fastest one, unless equal bits cost little.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+Everything here is a pure function of figures.
+"""
 
-from utils.engine.engine_figures import EngineFigures
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from utils.engine.layer_engine import NO_PROMISE
+
+COMPARED_WIDTHS = (2, 5, 9)  # verify widths at which engines are compared
+PREFILL_TOKENS = 512
 ACCEPTANCE = 0.6  # of each draft: typical of small drafters and of n-grams in text that repeats itself
 PROMPT_TOKENS, NEW_TOKENS = 256, 128  # a typical request
 MAX_LOSS = 1.1  # equal bits are given up for more speed than this
-NO_PROMISE = "rounding depends on the verify width"
 NOTICEABLE = 1.05  # a smaller ratio of two decode steps is not reported
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """One row of measurements.
+
+    problem: why the engine was not measured, or only in part. failed: whether it could not be installed or failed its
+    self-test; that may have a passing reason, such as memory. promise: see LayerEngine. verified: whether the self-test
+    has passed with this number of threads. threads: the fastest number. steps: (number of threads, seconds of a decode
+    step). step_seconds: with `threads`. costs: (verify width, time of a verify pass in decode steps). prefill: tokens
+    per second of a prompt of PREFILL_TOKENS. nbytes: of the weights of all models in memory. estimated: whether the
+    times were computed from those of a few layers. measured_on: a day. Figures that were not measured are 0 or empty.
+    """
+
+    problem: str = ""
+    failed: bool = False
+    promise: str = ""
+    verified: bool = False
+    threads: int = 0
+    steps: tuple[tuple[int, float], ...] = ()
+    step_seconds: float = 0.0
+    costs: tuple[tuple[int, float], ...] = ()
+    prefill: float = 0.0
+    nbytes: int = 0
+    estimated: bool = False
+    measured_on: str = ""
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it can be chosen."""
+        return not self.problem
+
+    def cost(self, width: int) -> float | None:
+        """The time of a verify pass of this width in decode steps. None if it was not measured."""
+        return dict(self.costs).get(width)
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields for a record."""
+        return asdict(self)
+
 
 Table = Mapping[str, EngineFigures]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """name: of the chosen engine, empty if there is none. reason: why it is not one with equal bits, if it is not."""
+    """name: of the chosen engine, empty if there is none. reason: why its bits are not known to be equal."""
 
     name: str
     reason: str = ""
@@ -39,6 +84,11 @@ class Workload:
 
 
 TYPICAL = Workload()  # what is enabled by default
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile: other load on the machine makes passes longer, and one lucky pass says little."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def expected_speed(figures: EngineFigures, workload: Workload = TYPICAL) -> float:

@@ -4,13 +4,12 @@ A verify pass then gives exactly the logits of single decode steps, so greedy te
 bit. On a CPU in float32 it is faster than the plain layers as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from utils.decode.engine_forward import engine_forward
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
@@ -21,11 +20,12 @@ from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
+from utils.engine.stored_weights import fill, release
 from utils.engine.torch_segments import TorchSegments, products_of
 from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import tensor_bytes, weight_format
+from utils.engine.weight_memory import decoder_bytes, freed_bytes, tensor_bytes, weight_format
 
-DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
+LEAN = "lean"  # among the layouts: 0 if the lean forward pass has other logits than transformers' own
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
@@ -42,7 +42,6 @@ class InvariantEngine:
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._format = list(models), list(helpers), weights
         self._plain_attention = [model.config._attn_implementation for model in self._models]
-        self._specs: list[DecoderSpec | str] = []  # while installed; a clause says why a model cannot be read
         self._installed = False
         self.layouts: dict[str, int] = {}
         self.weights = weight_format(self._models[0]) if weights.as_loaded else weights.format
@@ -60,37 +59,40 @@ class InvariantEngine:
         lacks = self._format.format == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return "this processor has no bfloat16 instructions for PyTorch" if lacks else ""
 
+    def need(self) -> int:
+        """Return the bytes of packed weights, less those that packing frees."""
+        kept = 2 if self._format.format in ("int4", "gguf") else 1  # their kernels also keep what a prefill unpacks
+        freed = freed_bytes(self._models)
+        return max(0, kept * decoder_bytes(self._models, self._format) - freed)
+
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
-        """Replace linear layers and attention. Returns why the logits are not those of the plain layers."""
-        # Rounded weights give different logits, so there is no reference to compare with.
-        known = self._models if self._format.as_loaded else []
-        reference = [selftest.prefill_logits(model) for model in known]
-        self.layouts = {}
+        """Replace linear layers and attention."""
+        release(self._models)
+        # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
+        self._installed = True
+        specs = [_spec_of(model) if self.layouts.get(LEAN, 1) else "" for model in self._models]
+        swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts), report)
+        fill(self._models)  # layers that have no kernel
+        for model, spec in zip(self._models, specs, strict=True):
+            # For models that cannot be read, and for arguments that a lean forward does not take.
+            model.set_attn_implementation(attention.NAME)
+            if isinstance(spec, DecoderSpec):
+                sizes = PREFILL_SIZES if self._format.as_loaded else UNPACKED_PREFILL_SIZES
+                segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
+                model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
+            elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
+                return UNKNOWN_WINDOW
+        return ""
 
-        def attempt() -> str:
-            self._replace(thread_counts, report)
-            return self._compare(reference)
-
-        return _reason(attempt)
-
-    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
-        """Replace linear layers and attention in layouts that were found before, and test one verify width."""
-        self.layouts = dict(layouts)
-
-        def attempt() -> str:
-            self._replace([torch.get_num_threads()], unreported)
-            return self._test_one_width(width)
-
-        return _reason(attempt)
-
-    def self_test(self, thread_count: int, report: Report = unreported) -> str:
+    def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
         tests = (
             # The layers of a drafter that was cut out of the target are tested with the target.
             selftest.width_dependence(
                 model,
-                [thread_count],
+                thread_count,
                 every_width=index == 0 or not self._shares_weights_with_target(model),
+                complete=complete,
                 report=report,
             )
             for index, model in enumerate(self._models)
@@ -113,49 +115,8 @@ class InvariantEngine:
             restore_linears([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
+            release(self._models)
             self._installed = False
-
-    def _replace(self, thread_counts: Sequence[int], report: Report) -> None:
-        # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
-        self._installed = True
-        self._specs = [_spec_of(model) for model in self._models]
-        swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts), report)
-        for model, spec in zip(self._models, self._specs, strict=True):
-            # For models that cannot be read, and for arguments that a lean forward does not take.
-            model.set_attn_implementation(attention.NAME)
-            if isinstance(spec, DecoderSpec):
-                sizes = PREFILL_SIZES if self._format.as_loaded else UNPACKED_PREFILL_SIZES
-                segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
-                model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
-
-    def _test_one_width(self, width: int) -> str:
-        others = [model for model in self._models[1:] if not self._shares_weights_with_target(model)]
-        tests = (selftest.one_width_differs(model, width) for model in (self._models[0], *others))
-        return next(filter(None, tests), "")
-
-    def _compare(self, reference: list[Tensor]) -> str:
-        """Compare with the logits of the plain layers, if there are any."""
-        for index, model in enumerate(self._models):
-            attention.seen_sliding_windows.clear()
-            if reference and self._logits_differ(model, reference[index]):
-                return DIFFERENT_LOGITS
-            # A model whose layers do not pass `sliding_window` on would attend to the whole context instead. The sample
-            # text may be too short for that to change its logits.
-            if (
-                not engine_forward(model)
-                and any(empty_cache(model).is_sliding)
-                and not attention.seen_sliding_windows - {None}
-            ):
-                return UNKNOWN_WINDOW
-        return ""
-
-    def _logits_differ(self, model: PreTrainedModel, reference: Tensor) -> bool:
-        """Whether the logits differ from those of the plain layers. A lean forward that differs is given up."""
-        if not selftest.differ_beyond_rounding(selftest.prefill_logits(model), reference):
-            return False
-        if vars(model).pop("forward", None) is None:
-            return True
-        return selftest.differ_beyond_rounding(selftest.prefill_logits(model), reference)
 
     def _shares_weights_with_target(self, model: PreTrainedModel) -> bool:
         # A layer cut shares its modules with the target; a drafter that was loaded does not.
@@ -179,13 +140,13 @@ def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
     return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
 
 
-def _reason(attempt: Callable[[], str]) -> str:
-    """The reason that an attempt returns, or the error that it raised."""
-    try:
-        return attempt()
-    # A model's own code may not accept the replaced layers. That is a reason to stay plain, not a crash.
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        return str(error).partition("\n")[0] or type(error).__name__
+def _reports_windows(model: PreTrainedModel) -> bool:
+    """Whether the layers of a model pass `sliding_window` on. Otherwise row-invariant attention would attend to the
+    whole context, and a sample text may be too short for that to change its logits.
+    """
+    attention.seen_sliding_windows.clear()
+    selftest.sample_logits(model)
+    return bool(attention.seen_sliding_windows - {None})
 
 
 def _unsupported(model: PreTrainedModel) -> str:

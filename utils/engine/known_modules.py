@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, activations
 
+from utils.engine.stored_weights import source_of
+
 # The classes of a family, after its own name: LlamaAttention, Gemma3TextModel.
 OWN_CLASSES = (
     *("ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"),
@@ -63,8 +65,7 @@ def check_parameters(model: PreTrainedModel) -> None:
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             raise Unreadable(f"its parameter {name} is not an ordinary floating-point tensor")
         formats.add(parameter.dtype)
-        # Engines that compute the blocks of a file need no data for the linear weights of layers.
-        if not (parameter.is_meta and ".layers." in name):
+        if source_of(parameter) is None:  # engines read weights that are in files
             devices.add(parameter.device)
     if len(formats) != 1:
         raise Unreadable("its parameters have several number formats")

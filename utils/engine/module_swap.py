@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from utils.engine.kernels import Kernel, KernelBuilder
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.stored_weights import data
 
 GroupBuilder = Callable[[Sequence[nn.Linear]], Kernel | None]  # of layers with the same input
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -96,7 +97,6 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Repor
         for positions in group.positions:
             for index, (layer, (parent, name)) in enumerate(zip(group.layers, positions, strict=True)):
                 setattr(parent, name, EngineLinear(fused, index, layer, tied=id(layer.weight) in embedded))
-    release_mapped_files(models)
     return unchanged
 
 
@@ -118,24 +118,12 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
                 setattr(parent, name, layer)
 
 
-def release_mapped_files(models: Iterable[nn.Module]) -> None:
-    """Copy the remaining CPU weights into memory of their own, because a single one keeps its whole checkpoint file
-    mapped and resident.
-
-    Quantized tensors, which are of other classes, are left alone.
-    """
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    # Shared tensors once: `data` is replaced in place, so they stay shared.
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
-
-
 def by_weight(build: KernelBuilder) -> GroupBuilder:
     """Return a builder for layers with the same input, which joins their weights."""
 
     def build_group(layers: Sequence[nn.Linear]) -> Kernel | None:
-        weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
+        weights = [data(layer.weight) for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return build(weight, joined_bias(layers))
 
     return build_group

@@ -1,26 +1,20 @@
 """OpenVINO graphs of the parts of a decoder outside attention, from a DecoderSpec: see `utils.engine.segments`.
 
 Each graph takes any number of rows. Rotary positions are inputs, so that nothing in a graph depends on the length of
-the context.
+the context. The weights of a graph are read when it is built.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
-from utils.engine.openvino_runtime import ops, ov
-from utils.engine.openvino_weights import (
-    FLOAT,
-    Storage,
-    Weight,
-    constant,
-    dynamic_group,
-    mark_dynamic_group,
-    product,
-    sizes,
-)
+from utils.engine.openvino_runtime import DYNAMIC_GROUP, FLOAT, ops, ov, sizes
+from utils.engine.openvino_weights import Constants
+from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_format import EngineWeights
 
 ACTIVATIONS = {
     "silu": ops.swish,
@@ -31,11 +25,17 @@ ACTIVATIONS = {
 
 
 class GraphBuilder:
-    """Builds the graphs of one decoder, one at a time, so that the caller can release each before the next."""
+    """Builds one graph of a decoder. constants: what it reads of the weights."""
 
-    def __init__(self, spec: DecoderSpec, stored: Storage) -> None:
-        self.spec, self._stored = spec, stored
-        self._used: list[Weight] = []
+    def __init__(self, spec: DecoderSpec, weights: EngineWeights) -> None:
+        self.spec, self.constants, self._weights = spec, Constants(), weights
+        self.group = DYNAMIC_GROUP  # how many inputs may share a scale in all products of the graph
+
+    def build(self, index: int) -> Any:
+        """Graph 0 begins, graph i + 1 is that of layer i, the last one is the output head."""
+        if not index:
+            return self.begin()
+        return self.head() if index > len(self.spec.layers) else self.advance(index - 1)
 
     def begin(self) -> Any:
         """x, cos, sin -> qkv of layer 0."""
@@ -57,21 +57,22 @@ class GraphBuilder:
         return self._graph([self._product(x, [self.spec.head])], [x])
 
     def _graph(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        graph = ov.Model(list(outputs), list(inputs), "segment")
-        mark_dynamic_group(graph, dynamic_group(self._used))
-        self._used.clear()
-        return graph
+        return ov.Model(list(outputs), list(inputs), "segment")
 
     def _tables(self, layer: int) -> list[Any]:
         """Inputs for the cosines and sines of a layer, if it has any."""
         return [] if self.spec.layers[layer].rope is None else [_input(self.spec.rotary_dim) for _ in range(2)]
 
     def _product(self, x: Any, linears: Sequence[Linear]) -> Any:
-        def stored(linear: Linear) -> Weight:
-            self._used.append(self._stored(linear))
-            return self._used[-1]
+        """The node x @ W^T + b for all layers that read x, their outputs one after the other."""
+        forms = [self._form(linear) for linear in linears]
+        self.group = min([self.group, *(form.group for form in forms if isinstance(form, BlockWeight))])
+        return self.constants.product(x, forms, [linear.bias for linear in linears])
 
-        return product(x, linears, stored)
+    def _form(self, linear: Linear) -> Tensor | BlockWeight:
+        """A weight as OpenVINO computes it. What its integer products do not fit stays float32."""
+        form = self._weights.form(linear.name, linear.weight, is_head=linear is self.spec.head)
+        return form if not isinstance(form, BlockWeight) or _fits(form) else form.dense()
 
     def _qkv(self, x: Any, index: int, tables: Sequence[Any]) -> Any:
         """Queries, keys and values of a layer for x (rows, hidden): (rows, heads + 2 * kv_heads, head_dim)."""
@@ -106,6 +107,11 @@ class GraphBuilder:
         return _add(x, self._product(activated, [layer.down]), layer.mlp_output_norm, layer.residual_scale)
 
 
+def _fits(block: BlockWeight) -> bool:
+    """Whether OpenVINO has integer products for groups of this size."""
+    return block.shape[1] % DYNAMIC_GROUP == 0 and (block.group % DYNAMIC_GROUP == 0 or block.group == 16)
+
+
 def _input(size: int) -> Any:
     return ops.parameter(ov.PartialShape([-1, size]), FLOAT)
 
@@ -122,7 +128,7 @@ def _heads(x: Any, spec: DecoderSpec) -> Any:
 def _rms(x: Any, norm: Norm) -> Any:
     mean = ops.reduce_mean(ops.multiply(x, x), sizes(-1), True)
     scaled = ops.divide(x, ops.sqrt(ops.add(mean, ops.constant(np.float32(norm.eps)))))
-    return ops.multiply(scaled, constant(norm.weight.float()))
+    return ops.multiply(scaled, ops.constant(norm.weight.detach().float().numpy()))
 
 
 def _add(x: Any, y: Any, norm: Norm | None, scale: float) -> Any:

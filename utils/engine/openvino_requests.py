@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -150,6 +151,12 @@ class ChunkRequests:
             return [(sizes.vocabulary,)]
         shapes: list[tuple[int, ...]] = [(sizes.hidden,)] if index else []
         return [*shapes, (sizes.heads, sizes.head_dim)] if sizes.has_qkv(index) else shapes
+
+
+def run_once(graph: Any) -> None:
+    """Compute one row of zeros."""
+    request = graph.create_infer_request()
+    request.infer([np.zeros((1, part.get_partial_shape()[1].get_length()), np.float32) for part in graph.inputs])
 
 
 def run_chunks(

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from utils.engine.mapped_weights import drop_pages, mapped_ranges
+import numpy as np
 
 
 @contextmanager
@@ -34,10 +33,10 @@ with _without_telemetry():
     import openvino as ov
     from openvino import opset13 as ops
 
-__all__ = ["compile_graph", "ops", "ov"]
+__all__ = ["DYNAMIC_GROUP", "FLOAT", "compile_graph", "ops", "ov", "sizes"]
 
-GROUP_SETTING = "dynamic_group"  # of a graph: the inputs that share one scale when they are rounded to int8
-DYNAMIC_GROUP = 32
+FLOAT = ov.Type.f32
+DYNAMIC_GROUP = 32  # inputs that share one scale when they are rounded to int8
 
 
 @cache
@@ -46,25 +45,18 @@ def core() -> Any:
     return ov.Core()
 
 
-def compile_graph(graph: Any, threads: int, *, bfloat16: bool = False) -> Any:
-    """Compile a graph for the CPU."""
-    key = ["speculative_decoding", GROUP_SETTING]
-    group = graph.get_rt_info(key).value if graph.has_rt_info(key) else DYNAMIC_GROUP
+def compile_graph(graph: Any, threads: int, *, group: int = DYNAMIC_GROUP, bfloat16: bool = False) -> Any:
+    """Compile a graph for the CPU. group: how many inputs may share a scale when they are rounded."""
     settings = {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,  # threads that may move lose less time beside other programs
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": int(group),
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
     return core().compile_model(graph, "CPU", settings)
 
 
-def drop_mapped_pages(folder: Path) -> None:
-    """Return the memory of files that OpenVINO has mapped. Pages that are needed again are read again.
-
-    Compiled graphs keep the mapping of their file, although they have copied the weights into a layout of their own.
-    """
-    for part in mapped_ranges():
-        if part.path.startswith(f"{folder}/") and not part.changed:
-            drop_pages(part.start, part.end - part.start)
+def sizes(*values: int) -> Any:
+    """Return a node with integers, such as a shape."""
+    return ops.constant(np.array(values, dtype=np.int64))

@@ -1,21 +1,18 @@
-"""`Segments` computed by OpenVINO: a small compiled graph between each two attentions, over converted weights.
+"""`Segments` computed by OpenVINO: a small compiled graph between each two attentions.
 
 Steps and verify passes use requests that are bound to buffers once for each number of rows. Long prompts are computed
 in chunks.
 """
 
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.openvino_cache import converted, graph_names
+from utils.engine.layer_engine import Report, unreported
+from utils.engine.openvino_graph import GraphBuilder
 from utils.engine.openvino_requests import (
     BOUND_ROWS,
     CHUNK_ROWS,
@@ -23,58 +20,60 @@ from utils.engine.openvino_requests import (
     BoundRequests,
     ChunkRequests,
     DecoderSizes,
+    run_once,
 )
-from utils.engine.openvino_runtime import compile_graph, core, drop_mapped_pages
+from utils.engine.openvino_runtime import compile_graph
+from utils.engine.openvino_weights import Constants
 from utils.engine.weight_format import EngineWeights
 
 LOADED = EngineWeights()
+BUILT_AT_ONCE = 2  # graphs, each of which holds the weights of a layer a second time while it is built
 
 
 class OpenVinoSegments:
-    """`Segments` of a decoder on the CPU. The weights of the spec are read by the constructor only."""
+    """`Segments` of a decoder on the CPU. The weights of the spec are read only when graphs are built."""
 
     prefill_rows = PREFILL_ROWS
     row_threads: int | None = 1  # two pools of threads that take turns would wait for each other
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        *,
-        weights: EngineWeights = LOADED,
-        threads: int,
-        folder: Path | None = None,
+        self, spec: DecoderSpec, *, weights: EngineWeights = LOADED, threads: int, report: Report = unreported
     ) -> None:
-        """folder: for converted graphs, which later starts read. With None, or if files cannot be written there, they
-        are in a temporary folder, which is removed with this object.
+        self._sizes, self._spec, self._weights = DecoderSizes.of(spec), spec, weights
+        self._threads = threads
+        self._build(report)
 
-        Raises OSError if files cannot be written to a temporary folder either.
-        """
-        self._sizes = DecoderSizes.of(spec)
-        self._bfloat16, self._threads = weights.format == "bfloat16", threads
-        self._folder = self._converted(spec, weights, folder)
-        self._compile()
+    def set_threads(self, count: int, report: Report = unreported) -> None:
+        """Compile the graphs for another number of threads, from weights that are read again."""
+        if count != self._threads:
+            self._threads = count
+            self._build(report)
 
-    def _converted(self, spec: DecoderSpec, weights: EngineWeights, folder: Path | None) -> Path:
-        if folder is not None:
-            with suppress(OSError):
-                return converted(spec, weights, folder)
-        self._temporary = tempfile.TemporaryDirectory(prefix="openvino-")
-        return converted(spec, weights, Path(self._temporary.name))
-
-    def _compile(self) -> None:
+    def _build(self, report: Report) -> None:
         self._bound: dict[int, BoundRequests] = {}  # by the number of rows
-        self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
         self._graphs: list[Any] = []  # releases the former ones before others are compiled
-        with ThreadPoolExecutor(self._threads) as pool:
-            self._graphs += pool.map(self._compiled, self._files(".xml"))
-        # Some weights are copied into OpenVINO's layout at the first use, which would be the user's first token.
-        self.run_products()
-        drop_mapped_pages(self._folder)
+        self._constants: list[Constants] = []  # whose addresses compiled graphs still refer to
+        self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
+        count = len(self._spec.layers) + 2
+        with ThreadPoolExecutor(BUILT_AT_ONCE) as pool:
+            try:
+                for graph, constants in pool.map(self._made, range(count)):
+                    self._graphs.append(graph)
+                    self._constants.append(constants)
+                    report(f"packing the weights: part {len(self._graphs)} of {count}")
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         self._blocks = ChunkRequests(self._graphs, self._sizes, BOUND_ROWS)
         self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
 
-    def _compiled(self, path: Path) -> Any:
-        return compile_graph(core().read_model(path), self._threads, bfloat16=self._bfloat16)
+    def _made(self, index: int) -> tuple[Any, Constants]:
+        """A compiled graph that holds its weights in OpenVINO's layout alone."""
+        builder, bfloat16 = GraphBuilder(self._spec, self._weights), self._weights.format == "bfloat16"
+        graph = compile_graph(builder.build(index), self._threads, group=builder.group, bfloat16=bfloat16)
+        run_once(graph)  # some weights are packed only then
+        builder.constants.drop()
+        return graph, builder.constants
 
     def run_products(self) -> None:
         """With the norms and rotary positions of the same graphs."""
@@ -85,9 +84,6 @@ class OpenVinoSegments:
         for layer in range(len(sizes.ropes)):
             self.advance(layer, x, attended, cos=table, sin=table, prefill=False)
         self.logits(x)
-
-    def _files(self, suffix: str) -> list[Path]:
-        return [self._folder / f"{name}{suffix}" for name in graph_names(len(self._sizes.ropes))]
 
     def _requests(self, rows: int, *, prefill: bool) -> BoundRequests | ChunkRequests:
         largest = BOUND_ROWS[-1]
@@ -109,17 +105,6 @@ class OpenVinoSegments:
     def logits(self, x: Tensor) -> Tensor:
         return self._requests(len(x), prefill=False).logits(x)
 
-    def set_threads(self, count: int) -> None:
-        if count != self._threads:
-            self._threads = count
-            self._compile()
-
-    def with_threads(self, count: int) -> "OpenVinoSegments":
-        """Return the same graphs, compiled for another number of threads. Both can be used."""
-        other = copy(self)
-        other._threads = count
-        other._compile()
-        return other
-
     def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self._files(".bin"))
+        """Bytes of the weights."""
+        return sum(part.nbytes for part in self._constants)

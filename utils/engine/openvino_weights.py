@@ -6,121 +6,117 @@ other rows. So values are stored around zero, and what a group's minimum adds is
 of the inputs of each group.
 """
 
-from collections.abc import Callable, Sequence
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from utils.engine.decoder_spec import Linear
-from utils.engine.openvino_runtime import DYNAMIC_GROUP, GROUP_SETTING, ops, ov
+from utils.engine.openvino_runtime import FLOAT, ops, ov, sizes
 from utils.engine.weight_blocks import BlockWeight, joined
-from utils.engine.weight_format import EngineWeights
 
-Weight = Tensor | BlockWeight
-Storage = Callable[[Linear], Weight]  # in which form a layer's weight is computed
-FLOAT = ov.Type.f32
+Form = Tensor | BlockWeight  # in which a layer's weight is computed
+SHARED = 1 << 16  # bytes from which a constant is not copied by OpenVINO
 
 
-def storage(weights: EngineWeights, head: Linear) -> Storage:
-    """Return the form of each linear weight in a number format. What integer products do not fit stays float32."""
+class Constants:
+    """The weights of one graph, in memory that can be returned once OpenVINO has them in its own layout.
 
-    def stored(linear: Linear) -> Weight:
-        weight = linear.weight.detach()
-        block = weights.block(linear.name, weight, is_head=linear is head)
-        if block is None:
-            return weight.to(torch.bfloat16 if weights.format == "bfloat16" else torch.float32)
-        # Every engine computes the same values.
-        return block if _fits(block) else block.dense()
+    A compiled graph keeps the constants that it was made from, but reads them only until it has packed them. So their
+    pages are returned, and their addresses stay reserved, after the graph was compiled and has run.
+    """
 
-    return stored
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._tensors: list[Any] = []  # of OpenVINO, which nodes do not keep
+        self.nbytes = 0  # what the graph holds of them in its own layout
 
+    def drop(self) -> None:
+        """Return the memory. The graph must have run, and must not be compiled again."""
+        for part in self._maps:
+            part.madvise(mmap.MADV_DONTNEED)
 
-def _fits(block: BlockWeight) -> bool:
-    """Whether OpenVINO has integer products for groups of this size."""
-    return block.shape[1] % DYNAMIC_GROUP == 0 and (block.group % DYNAMIC_GROUP == 0 or block.group == 16)
+    def product(self, x: Any, forms: Sequence[Form], biases: Sequence[Tensor | None]) -> Any:
+        """The node x @ W^T + b for the weights of layers that read x, their outputs one after the other."""
+        blocks = [form for form in forms if isinstance(form, BlockWeight)]
+        whole = joined(blocks) if len(blocks) == len(forms) else None
+        if whole is not None:
+            y = self.multiplied(x, whole)
+        elif blocks:
+            y = ops.concat([self.multiplied(x, form) for form in forms], 1)
+        else:
+            y = ops.matmul(x, self._floats([form for form in forms if isinstance(form, Tensor)]), False, True)
+        if all(bias is None for bias in biases):
+            return y
+        pairs = zip(forms, biases, strict=True)
+        rows = [torch.zeros(form.shape[0]) if bias is None else bias.detach().float() for form, bias in pairs]
+        return ops.add(y, ops.constant(torch.cat(rows)[None].numpy()))
 
+    def multiplied(self, x: Any, weight: Form) -> Any:
+        """The node x @ W^T."""
+        if isinstance(weight, Tensor):
+            return ops.matmul(x, self._floats([weight]), False, True)
+        y = ops.matmul(x, self._centred(weight), False, True)
+        offsets = _offsets(weight)
+        if offsets is None:
+            return y
+        groups = ops.reshape(x, sizes(-1, weight.shape[1] // weight.group, weight.group), False)
+        sums = ops.reduce_sum(groups, sizes(2), False)
+        return ops.add(y, ops.matmul(sums, self._floats([offsets]), False, True))
 
-def dynamic_group(weights: Sequence[Weight]) -> int:
-    """Return how many inputs may share a scale in products with all of these weights."""
-    return min([DYNAMIC_GROUP, *(weight.group for weight in weights if isinstance(weight, BlockWeight))])
+    def _floats(self, weights: Sequence[Tensor]) -> Any:
+        """A node with weights (N, K) row below row, in float32, whatever their own format is."""
+        total = sum(len(weight) for weight in weights)
+        whole, start = self._memory((total, weights[0].shape[1]), torch.float32), 0
+        for weight in weights:
+            whole[start : start + len(weight)] = weight.detach()
+            start += len(weight)
+        return ops.constant(whole.numpy(), shared_memory=True)
 
+    def _centred(self, weight: BlockWeight) -> Any:
+        """The node (values - centre) * scales, shape (N, K)."""
+        rows, inputs = weight.shape
+        signed = (weight.values.to(torch.int16) - _centre(weight)).to(torch.int8)
+        shape = (rows, inputs) if weight.group == inputs else (rows, inputs // weight.group, weight.group)
+        integers = self._integers(signed.reshape(shape), four_bits=weight.bits <= 4)
+        scales = self._memory((*shape[:-1], 1), torch.float32)
+        scales[:] = weight.scales.reshape(scales.shape)
+        scaled = ops.multiply(ops.convert(integers, FLOAT), ops.constant(scales.numpy(), shared_memory=True))
+        return scaled if len(shape) == 2 else ops.reshape(scaled, sizes(rows, inputs), False)
 
-def constant(values: Any) -> Any:
-    """Return a node that holds a tensor or array. Tensors are shared, so nothing is copied."""
-    array = values.detach().contiguous().numpy() if isinstance(values, Tensor) else np.ascontiguousarray(values)
-    return ops.constant(array, shared_memory=array.ndim > 1)
+    def _integers(self, values: Tensor, *, four_bits: bool) -> Any:
+        if not four_bits:
+            whole = self._memory(values.shape, torch.int8)
+            whole[:] = values
+            return ops.constant(whole.numpy(), shared_memory=True)
+        nibbles = values.reshape(-1, 2).view(torch.uint8) & 15
+        bits = self._memory((len(nibbles),), torch.uint8)
+        torch.bitwise_or(nibbles[:, 0], nibbles[:, 1] << 4, out=bits)
+        # A type that numpy lacks.
+        tensor = ov.Tensor(bits.numpy(), ov.Shape(list(values.shape)), ov.Type.i4)
+        self._tensors.append(tensor)
+        return ops.constant(tensor, shared_memory=True)
 
-
-def sizes(*values: int) -> Any:
-    """Return a node with integers, such as a shape."""
-    return ops.constant(np.array(values, dtype=np.int64))
-
-
-def product(x: Any, linears: Sequence[Linear], stored: Storage) -> Any:
-    """Return the node x @ W^T + b for all layers that read x, their outputs one after the other."""
-    weights = [stored(linear) for linear in linears]
-    whole = _joined(weights)
-    y = ops.concat([multiplied(x, weight) for weight in weights], 1) if whole is None else multiplied(x, whole)
-    if all(linear.bias is None for linear in linears):
-        return y
-    biases = [torch.zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
-    return ops.add(y, constant(torch.cat(biases).detach().float()[None]))
-
-
-def _joined(weights: Sequence[Weight]) -> Weight | None:
-    if len(weights) == 1:
-        return weights[0]
-    blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
-    if len(blocks) == len(weights):
-        return joined(blocks)
-    return None if blocks else torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
-
-
-def multiplied(x: Any, weight: Weight) -> Any:
-    """Return the node x @ W^T."""
-    if isinstance(weight, Tensor):
-        return ops.matmul(x, _floats(weight), False, True)
-    y = ops.matmul(x, _centred(weight), False, True)
-    offsets = _offsets(weight)
-    if offsets is None:
-        return y
-    groups = ops.reshape(x, sizes(-1, weight.shape[1] // weight.group, weight.group), False)
-    return ops.add(y, ops.matmul(ops.reduce_sum(groups, sizes(2), False), constant(offsets), False, True))
-
-
-def _floats(weight: Tensor) -> Any:
-    if weight.dtype is not torch.bfloat16:
-        return constant(weight)
-    bits = weight.detach().contiguous().view(torch.uint16).numpy()
-    return ops.convert(_packed(bits, bits.shape, ov.Type.bf16), FLOAT)
+    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a mapping of its own, in huge pages where the system has them: they are filled much faster."""
+        count = int(np.prod(shape))
+        self.nbytes += count * dtype.itemsize
+        if not hasattr(mmap, "MADV_DONTNEED") or count * dtype.itemsize < SHARED:
+            made = torch.empty(*shape, dtype=dtype)
+            self._tensors.append(made)
+            return made
+        part = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # not every system has them
+            part.madvise(mmap.MADV_HUGEPAGE)
+        self._maps.append(part)
+        return torch.frombuffer(part, dtype=dtype).view(*shape)
 
 
 def _centre(weight: BlockWeight) -> int:
     return 0 if weight.values.dtype is torch.int8 else 1 << (weight.bits - 1)
-
-
-def _centred(weight: BlockWeight) -> Any:
-    """The node (values - centre) * scales, shape (N, K)."""
-    rows, inputs = weight.shape
-    signed = (weight.values.to(torch.int16) - _centre(weight)).to(torch.int8)
-    shape = (rows, inputs) if weight.group == inputs else (rows, inputs // weight.group, weight.group)
-    integers = _integers(signed.reshape(shape).numpy(), four_bits=weight.bits <= 4)
-    scaled = ops.multiply(ops.convert(integers, FLOAT), constant(weight.scales.float().reshape(*shape[:-1], 1)))
-    return scaled if len(shape) == 2 else ops.reshape(scaled, sizes(rows, inputs), False)
-
-
-def _integers(values: np.ndarray, *, four_bits: bool) -> Any:
-    if not four_bits:
-        return constant(values)
-    nibbles = values.reshape(-1, 2).view(np.uint8) & 15
-    return _packed(nibbles[:, 0] | nibbles[:, 1] << 4, values.shape, ov.Type.i4)
-
-
-def _packed(bits: np.ndarray, shape: tuple[int, ...], kind: Any) -> Any:
-    """A node of a type that numpy lacks. Unlike arrays, tensors are not kept by nodes, so their values are copied."""
-    return ops.constant(ov.Tensor(bits, ov.Shape(shape), kind), shared_memory=False)
 
 
 def _offsets(weight: BlockWeight) -> Tensor | None:
@@ -129,8 +125,3 @@ def _offsets(weight: BlockWeight) -> Tensor | None:
     if weight.minimums is not None:
         offsets = offsets + weight.minimums.float()
     return offsets if bool(offsets.any()) else None
-
-
-def mark_dynamic_group(graph: Any, group: int) -> None:
-    """Store in a graph how many inputs may share a scale. `compile_graph` reads it."""
-    graph.set_rt_info(str(group), ["speculative_decoding", GROUP_SETTING])

@@ -1,14 +1,15 @@
 """The plain engine: PyTorch and transformers as they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.stored_weights import fill, release
 from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import tensor_bytes, weight_format
+from utils.engine.weight_memory import placeholder_bytes, tensor_bytes, weight_format
 
 
 class PlainEngine:
@@ -17,7 +18,7 @@ class PlainEngine:
     promise = ""
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._parts: list[nn.Module] = [*models, *helpers]
+        self._models, self._helpers = list(models), list(helpers)
         self._requested = weights
         self.layouts: dict[str, int] = {}
         self.weights = weight_format(models[0])
@@ -26,15 +27,18 @@ class PlainEngine:
         """Return why the models cannot be computed this way."""
         return "" if self._requested.as_loaded else f"it has no {self._requested.format} weights"
 
+    def need(self) -> int:
+        """Return the bytes of the weights that are in files now."""
+        return placeholder_bytes(self._models)
+
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
-        """Do nothing: these layers are in place when no others are."""
+        """Read the weights that are in files."""
+        if self.need():
+            report("reading the weights")
+        fill(self._models)
         return ""
 
-    def install_tested(self, layouts: Mapping[str, int], width: int) -> str:
-        """Do nothing, as `install`."""
-        return ""
-
-    def self_test(self, thread_count: int, report: Report = unreported) -> str:
+    def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test nothing."""
         return ""
 
@@ -44,7 +48,8 @@ class PlainEngine:
 
     def nbytes(self) -> int:
         """Return the bytes of the weights."""
-        return tensor_bytes(self._parts)
+        return tensor_bytes([*self._models, *self._helpers])
 
     def remove(self) -> None:
-        """Do nothing."""
+        """Leave weights to their files again."""
+        release(self._models)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from utils.engine.decoder_families import FAMILIES, HeadNorms, Windows
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm, RopeTable
 from utils.engine.known_modules import ACTIVATION_NAMES, Unreadable, check_modules, check_parameters
+from utils.engine.stored_weights import rows_of
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
@@ -143,7 +144,7 @@ class _Reader:
         for size in sizes:
             rows = slice(first, first := first + size)
             bias = None if whole.bias is None else whole.bias.detach()[rows]
-            parts.append(Linear(f"{name}[{rows.start}:{rows.stop}]", whole.weight.detach()[rows], bias))
+            parts.append(Linear(f"{name}[{rows.start}:{rows.stop}]", rows_of(whole.weight, rows), bias))
         return parts
 
     def norm(self, name: str, size: int) -> Norm:

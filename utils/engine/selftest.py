@@ -1,51 +1,62 @@
-"""The self-test of an engine: are a model's logits bit for bit the same at every verify width?
+"""The self-test of an engine: are its logits those of the loaded weights, and the same at every verify width?
 
-It runs on this machine with the loaded weights. It tests the first layer and the output head at every width up to the
-largest one, then the whole model at a few widths and in one prefill, each with every number of threads that it is
-given.
+It runs on this machine with the loaded weights. The first layers are compared with transformers' own forward pass. The
+first layer and the output head are tested at every verify width, whole models at a few widths and in one prefill.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import MAX_WIDTH
-from utils.decode.layer_cut import first_layers
+from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
 from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.forward_timing import sample_ids
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
 PREFIX = 13  # cached tokens before the tested positions
-POSITIONS = 12  # tested positions of the whole model
-WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of the whole model
+LONG_PREFIX = 140  # more than a verify pass has rows, so that it is a prefill
+POSITIONS = 12  # tested positions
+WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of a whole model
+START_POSITIONS, START_WIDTHS = 5, (2, 5)  # of a whole model at a start
+COMPARED_LAYERS = 2
+MAX_DEVIATION = 0.1  # of rounded weights: the norm of the difference of logits over that of the logits
+DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
 
 
 def width_dependence(
-    model: PreTrainedModel, thread_counts: Sequence[int], *, every_width: bool, report: Report = unreported
+    model: PreTrainedModel,
+    thread_count: int,
+    *,
+    every_width: bool,
+    complete: bool = False,
+    report: Report = unreported,
 ) -> str:
     """Describe the first logits that differ from those of single decode steps. Empty if there are none.
 
-    every_width: also test the first layer and the output head at every width.
+    every_width: also test the first layer and the output head at every width. complete: test whole models at more
+    positions and widths.
     """
     before = torch.get_num_threads()
+    torch.set_num_threads(thread_count)
     try:
-        for part, positions in _tested_parts(model, every_width):
+        for part, positions in _tested_parts(model, every_width, complete):
             context = sample_context(model, PREFIX + positions)
             prefix = min(PREFIX, len(context) // 2)
-            for count in thread_counts:
-                torch.set_num_threads(count)
-                # (positions, V), by decode steps
-                alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
-                threads = f"{count} thread{'s' if count > 1 else ''}"
-                for name, logits in _wide_passes(part, context, prefix, every_width=positions == MAX_WIDTH):
-                    report(f"testing the engine: {name}, {threads}")
-                    if not torch.equal(logits, alone[: len(logits)]):
-                        return f"{name} differs from single decode steps ({threads})"
+            # (positions, V), by decode steps
+            alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
+            threads = f"{thread_count} thread{'s' if thread_count > 1 else ''}"
+            for name, logits in _wide_passes(part, context, prefix, positions):
+                report(f"testing the engine: {name}, {threads}")
+                if not torch.equal(logits, alone[: len(logits)]):
+                    return f"{name} differs from single decode steps ({threads})"
     finally:
         torch.set_num_threads(before)
     return ""
@@ -60,10 +71,55 @@ def one_width_differs(model: PreTrainedModel, width: int) -> str:
     return "" if torch.equal(wide, alone) else f"a verify pass of {width} tokens differs from single decode steps"
 
 
-def prefill_logits(model: PreTrainedModel) -> Tensor:
-    """Return logits (POSITIONS, V) of a sample text, to compare two engines."""
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Logits of a model's first layers with the loaded weights, computed by transformers before an engine is used.
+
+    depth: the number of layers; None for a model that cannot be cut, of which all are compared. logits: (POSITIONS, V).
+    exact: whether an engine must have these logits up to rounding; weights that it rounds are rounded here as well, but
+    not its inputs.
+    """
+
+    depth: int | None
+    logits: Tensor
+    exact: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, weights: EngineWeights) -> "Reference":
+        """The model must be computed by its plain layers."""
+        try:
+            depth = min(COMPARED_LAYERS, len(layer_kinds(model)))
+            part = chosen_layers(model, range(depth))
+        except UserError:
+            depth, part = None, shell(model)
+        read_weights(part, weights)
+        return cls(depth, sample_logits(part), weights.as_loaded)
+
+    def difference(self, model: PreTrainedModel) -> str:
+        """Describe how logits of the same model differ now. Empty if they do not."""
+        part = model if self.depth is None else chosen_layers(model, range(self.depth))
+        return deviation(part, self.logits, exact=self.exact)
+
+
+def deviation(part: PreTrainedModel, reference: Tensor, *, exact: bool) -> str:
+    """Describe how logits differ from those of a reference (POSITIONS, V). Empty if they do not."""
+    logits = sample_logits(part)
+    if exact:
+        return DIFFERENT_LOGITS if differ_beyond_rounding(logits, reference) else ""
+    share = float((logits.float() - reference).norm() / reference.norm())
+    return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
+
+
+def sample_logits(model: PreTrainedModel) -> Tensor:
+    """Return logits (POSITIONS, V) after a prefill of a sample text, to compare two engines."""
+    return prefill_logits(model, LONG_PREFIX)
+
+
+def prefill_logits(model: PreTrainedModel, prefix: int = PREFIX) -> Tensor:
+    """Return logits (POSITIONS, V) of a sample text behind `prefix` tokens."""
     session = ModelSession(model, rewinds=False)
-    return session.feed(sample_context(model, PREFIX + POSITIONS), keep=POSITIONS)
+    context = sample_context(model, prefix + POSITIONS)
+    return session.feed(context, keep=min(POSITIONS, len(context)))
 
 
 def differ_beyond_rounding(logits: Tensor, reference: Tensor) -> bool:
@@ -77,7 +133,17 @@ def sample_context(model: PreTrainedModel, length: int) -> list[int]:
     return sample_ids(min(length, limit or length), vocabulary_size(model))
 
 
-def _tested_parts(model: PreTrainedModel, every_width: bool) -> Iterator[tuple[PreTrainedModel, int]]:
+def read_weights(part: PreTrainedModel, weights: EngineWeights) -> None:
+    """Give a model that shares its weights with another one the values that an engine computes, in memory."""
+    head = part.get_output_embeddings()
+    for name, layer in part.named_modules():
+        if type(layer) is nn.Linear:
+            rounded = weights.rounded(name, layer.weight, is_head=layer is head)
+            layer._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
+    vars(part)["_in_files"] = False
+
+
+def _tested_parts(model: PreTrainedModel, every_width: bool, complete: bool) -> Iterator[tuple[PreTrainedModel, int]]:
     """Yield each model to test with the number of its tested positions."""
     if every_width:
         try:
@@ -86,22 +152,22 @@ def _tested_parts(model: PreTrainedModel, every_width: bool) -> Iterator[tuple[P
         except UserError:  # it cannot be cut, so all of it is tested at every width
             yield model, MAX_WIDTH
             return
-    yield model, POSITIONS
+    yield model, POSITIONS if complete else START_POSITIONS
 
 
 def _wide_passes(
-    part: PreTrainedModel, context: list[int], prefix: int, *, every_width: bool
+    part: PreTrainedModel, context: list[int], prefix: int, positions: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a name and the logits of the positions after the prefix:
 
     verify passes of each tested width, and one prefill.
     """
     session, count = _session_after(part, context[:prefix]), len(context) - prefix
-    if every_width:
+    if positions == MAX_WIDTH:
         for width in range(2, count + 1):
             yield f"a verify pass of {width} tokens", session.fork().feed(context[: prefix + width], keep=width)
     else:
-        for width in WIDTHS:
+        for width in WIDTHS if positions == POSITIONS else START_WIDTHS:
             yield f"a verify pass of {width} tokens", logits_by_width(session, context, count, width)
     yield "a prefill", ModelSession(part).feed(context, keep=count)
 

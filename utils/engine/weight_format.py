@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from utils.engine.stored_weights import data, source_of
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 
 
@@ -25,29 +26,36 @@ class EngineWeights:
         """Whether weights are computed in the format in which they were loaded. Any other rounds them for good."""
         return self.format == "float32"
 
-    def block(self, name: str, weight: Tensor, *, is_head: bool) -> BlockWeight | None:
-        """Return a weight (N, K) in this format, or None if it is not computed as integers in it.
+    def form(self, name: str, weight: Tensor, *, is_head: bool) -> Tensor | BlockWeight:
+        """Return a weight (N, K) as it is computed in this format. It is read if it is in a file.
 
-        name: of the layer; a part of a fused parameter has its row range appended, as in
-        "qkv_proj[0:64]".
+        name: of the layer; a part of a fused parameter has its row range appended, as in "qkv_proj[0:64]".
         """
         if self.format == "gguf":
-            return self._shipped(name, weight)
-        # The output head decides the tokens, so it keeps 8 bits.
-        if self.format == "int4" and not is_head and weight.shape[1] % INT4_GROUP == 0:
-            block = round_int4(weight)
-            return round_int8(weight) if _needs_8_bits(name, weight, block) else block
-        if self.format in ("int4", "int8"):
-            return round_int8(weight)
-        return None
+            shipped = self._shipped(name, weight)
+            return data(weight) if shipped is None else shipped
+        loaded = data(weight)
+        if self.format == "int8" or (self.format == "int4" and (is_head or loaded.shape[1] % INT4_GROUP)):
+            return round_int8(loaded)  # the output head decides the tokens, so it keeps 8 bits
+        if self.format == "int4":
+            block = round_int4(loaded)
+            return round_int8(loaded) if _needs_8_bits(name, loaded, block) else block
+        return loaded.bfloat16() if self.format == "bfloat16" else loaded
+
+    def rounded(self, name: str, weight: Tensor, *, is_head: bool) -> Tensor:
+        """Return the values of `form` as a tensor in the format in which the weight was loaded."""
+        form = self.form(name, weight, is_head=is_head)
+        return form.dense() if isinstance(form, BlockWeight) else form.to(weight.dtype)
 
     def _shipped(self, name: str, weight: Tensor) -> BlockWeight | None:
+        """The blocks of the file, or None for a weight that is not stored in blocks."""
         layer, _, part = name.partition("[")
-        block = (self.blocks or {}).get(layer)
+        source = source_of(weight)
+        block = (self.blocks or {}).get(layer if source is None else source.name)  # cut models have other names
         if block is not None and part:
             start, end = map(int, part.rstrip("]").split(":"))
             block = block.rows(start, end)
-        if weight.is_meta:  # it has no other data
+        if source is not None:
             return block
         # A drafter may have the target's parameter names but not its weights, and columns may have been reordered.
         return block if block is not None and torch.equal(block.dense(), weight) else None

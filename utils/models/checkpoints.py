@@ -28,8 +28,9 @@ from transformers import (
 from utils.decode.generation_rules import GenerationRules
 from utils.errors import UserError
 from utils.models.devices import Placement
+from utils.models.file_model import load_from_files
 from utils.models.hub import verified_download
-from utils.models.load_checks import check_causal, check_complete, check_finite, check_runs
+from utils.models.load_checks import check_causal, check_complete, check_finite, check_limits, check_runs
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.progress import counted_seconds
@@ -50,6 +51,11 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
         _check_generation_config(source)
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
         check_not_quantized(config, kind, source.name)
+        if kind == "none" and (stored := load_from_files(source, config, where)) is not None:
+            check_limits(stored.model, source.name)
+            GenerationRules.of(stored.model)
+            _report_unused(source, stored.unused, where, drafts_with)
+            return stored.model
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         # Downloads and conversions have progress bars of their own.
         has_bar = source.hub_arguments is not None or source.gguf
@@ -72,12 +78,15 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
         GenerationRules.of(model)  # raises UserError for rules that are not valid
         check_runs(model, source.name)
         check_causal(model, source.name)
-    # Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have.
-    unexpected = sorted(loading_info["unexpected_keys"])
-    if unused := [name for name in unexpected if not drafts_with or not name.startswith(drafts_with)]:
-        where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
+    _report_unused(source, sorted(loading_info["unexpected_keys"]), where, drafts_with)
     # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
     return model.eval().requires_grad_(False)
+
+
+def _report_unused(source: Source, names: list[str], where: Placement, drafts_with: str) -> None:
+    """Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have."""
+    if unused := [name for name in names if not drafts_with or not name.startswith(drafts_with)]:
+        where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:

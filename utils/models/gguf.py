@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
 from utils.errors import UserError
-from utils.files import user_folder
+from utils.files import file_state, user_folder
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.gguf_blocks import file_state
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.sources import Source
 from utils.text import byte_size

@@ -23,7 +23,10 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from utils.engine.weight_blocks import BlockWeight
+from utils.errors import UserError
+from utils.files import file_state
 
+CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
@@ -67,10 +70,18 @@ class GgufBlocks(Mapping[str, BlockWeight]):
         self._path, self._processor = path, tensor_processor(self.index.architecture, model)
 
     def __getitem__(self, name: str) -> BlockWeight:
+        """Raises UserError if the file has changed."""
         stored = self.index.tensors[name]
+        if file_state(self._path) != self.origin:
+            raise UserError(CHANGED.format(self._path))
         data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
         block = unpacked(stored.kind, data.reshape(stored.rows, -1))
         return _in_model_order(block, stored.name, self._processor)
+
+    def form_of(self, name: str) -> tuple[int, int]:
+        """Return the bits of a weight and the number of weights that share a scale. Raises KeyError."""
+        kind = self.index.tensors[name].kind
+        return (6, 16) if kind == "Q6_K" else (int(kind[1]), 32)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.tensors)
@@ -106,13 +117,6 @@ def block_index(reader: GGUFReader, model: PreTrainedModel) -> BlockIndex:
 def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcessor:
     """Return what transformers does to the tensors of an architecture after it has unpacked them."""
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
-
-
-def file_state(path: Path) -> str:
-    """Return a line that identifies a file and changes with its contents: path, size and time."""
-    path = path.resolve()
-    status = path.stat()
-    return f"{path}, {status.st_size} bytes, {status.st_mtime_ns}"
 
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,29 +18,38 @@ from gguf import GGUFReader, dequantize
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
 from utils.artifact_cache import build_folder, is_intact
 from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
+from utils.engine.stored_weights import placeholder
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models.checkpoints import load_tokenizer
 from utils.models.devices import Placement
+from utils.models.file_model import DAMAGED, empty_model, finish, layer_linears
 from utils.models.gguf import cache_entry
-from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, file_state, tensor_processor
+from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, tensor_processor
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import free_bytes
-from utils.models.missing_weights import MissingWeights, placeholder
 from utils.models.progress import counted_seconds
 from utils.models.sources import Source
 from utils.text import byte_size
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
-DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 Adapt = Callable[[PreTrainedTokenizerBase], None]  # changes a tokenizer that was read from a GGUF file
+
+
+class BlockSource(NamedTuple):
+    """A `WeightSource` in a GGUF file."""
+
+    blocks: GgufBlocks
+    name: str
+
+    def read(self) -> Tensor:
+        return self.blocks[self.name].dense()
 
 
 class InBlocks(NamedTuple):
@@ -61,7 +70,7 @@ def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda token
     with explained_errors(source.name), quiet():
         folder, made_from = cache_entry(path, "blocks")
         if not is_intact(folder, made_from):
-            model = _empty(AutoConfig.from_pretrained(source.location, **source.arguments))
+            model = empty_model(AutoConfig.from_pretrained(source.location, **source.arguments), torch.float32)
             if isinstance(reason := read_decoder(model), str):
                 return reason
             where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
@@ -88,23 +97,16 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     """Load from a prepared folder."""
     stored = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     index = BlockIndex(stored["architecture"], {layer: Stored(*row) for layer, row in stored["tensors"].items()})
-    model = _empty(AutoConfig.from_pretrained(folder))
+    model = empty_model(AutoConfig.from_pretrained(folder), torch.float32)
+    blocks = GgufBlocks(path, model, index)
     with safe_open(folder / DENSE, framework="pt") as file:  # pages of the file are read when they are needed
         names = list(file.keys())  # the file is not iterable
-        _set_weights(model, {name: file.get_tensor(name) for name in names}, index, file_state(path))
+        _set_weights(model, {name: file.get_tensor(name) for name in names}, blocks)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = name
     GenerationRules.of(model)  # raises UserError for rules that are not valid
-    blocks = GgufBlocks(path, model, index)
-    model.register_forward_pre_hook(MissingWeights(blocks))
+    finish(model)
     return InBlocks(model, _tokenizer(Source(str(folder), name)), blocks)
-
-
-def _empty(config: Any) -> PreTrainedModel:
-    """A model with weights that were not initialized. Memory that was never written takes none of the machine's."""
-    with no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
 
 
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -123,11 +125,12 @@ def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
     for name, tensor in dense.items():
         if not torch.isfinite(tensor).all():
             raise UserError(DAMAGED.format(source.name, name))
-    for name, block in GgufBlocks(path, model, index).items():
+    blocks = GgufBlocks(path, model, index)
+    for name, block in blocks.items():
         parts = (block.scales, block.minimums)
         if not all(torch.isfinite(part).all() for part in parts if part is not None):
             raise UserError(DAMAGED.format(source.name, name))
-    if missing := _set_weights(model, dense, index, ""):
+    if missing := _set_weights(model, dense, blocks):
         raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
     save_file(dense, folder / DENSE, metadata={"format": "pt"})
     (folder / INDEX).write_text(json.dumps(index._asdict()), encoding="utf-8")
@@ -154,15 +157,14 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
 
 
 def _layers_in_blocks(model: PreTrainedModel, index: BlockIndex) -> dict[str, nn.Linear]:
-    """The linear layers that hold no data. Draft heads read rows of the output head, so it is not among them."""
-    head, parts = model.get_output_embeddings(), dict(model.named_modules())
-    return {name: parts[name] for name in index.tensors if type(parts[name]) is nn.Linear and parts[name] is not head}
+    """The linear layers that hold no data."""
+    return {name: part for name, part in layer_linears(model).items() if name in index.tensors}
 
 
-def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], index: BlockIndex, origin: str) -> list[str]:
+def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: GgufBlocks) -> list[str]:
     """Give a model its tensors, and placeholders for those in blocks. Returns the names of parameters without both."""
-    for layer in _layers_in_blocks(model, index).values():
-        layer.weight = placeholder(layer.weight, origin)
+    for name, layer in _layers_in_blocks(model, blocks.index).items():
+        layer.weight = placeholder(layer.weight, BlockSource(blocks, name))
     for name, tensor in dense.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))

@@ -57,11 +57,8 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def check_runs(model: PreTrainedModel, name: str) -> None:
-    """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors show only here.
-
-    A cache that cannot be used is not an error here, because the strategies can do without.
-    """
+def check_limits(model: PreTrainedModel, name: str) -> None:
+    """Reject a config with a sliding window or a context with which nothing can be generated."""
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if window is not None and not (isinstance(window, int) and window > 0):
@@ -69,6 +66,14 @@ def check_runs(model: PreTrainedModel, name: str) -> None:
     limit = context_length(model)
     if limit is not None and limit < 2:
         raise UserError(f"'{name}' has a context of {count_of(limit, 'token')}, which leaves no room for an answer.")
+
+
+def check_runs(model: PreTrainedModel, name: str) -> None:
+    """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors show only here.
+
+    A cache that cannot be used is not an error here, because the strategies can do without.
+    """
+    check_limits(model, name)
     try:
         session = ModelSession(model)
         context = session.begin([1 % vocabulary_size(model)])

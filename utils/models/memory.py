@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.distributed import world_size
+from utils.engine.machine import available_memory
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models.devices import Placement
@@ -30,15 +30,6 @@ FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
 QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
-# The files of a container's memory limit, usage and statistics, for version 2 and 1 of control groups.
-CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
 
 
 def weight_counts(source: Source) -> dict[str, int]:
@@ -53,7 +44,7 @@ def weight_counts(source: Source) -> dict[str, int]:
         folder = cached_folder(source.location, source.hub_arguments.get("revision"))
     counts: Counter[str] = Counter()
     try:
-        for path in filter(Path.is_file, _weight_files(folder) if folder else ()):
+        for path in filter(Path.is_file, weight_files(folder) if folder else ()):
             with safe_open(path, framework="pt") as file:
                 # A slice that is not read costs only the header of the file.
                 for part in map(file.get_slice, file.keys()):
@@ -81,7 +72,7 @@ def free_bytes(device: str) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min([int(psutil.virtual_memory().available), *_container_limits()])
+    return available_memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +119,7 @@ def _remedy(counts: Mapping[str, int], free: int, kind: str, device: str) -> str
     return "use a smaller model, or a different --device"
 
 
-def _weight_files(folder: Path) -> Iterator[Path]:
+def weight_files(folder: Path) -> Iterator[Path]:
     """Yield the files that transformers would read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -139,15 +130,3 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         yield from (folder / name for name in names)
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
-
-
-def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of a container leave. Cached files count as free."""
-    for limit, usage, statistics in CONTROL_GROUPS:
-        try:
-            maximum, used = (int(Path(path).read_text()) for path in (limit, usage))
-            values = dict(line.split() for line in Path(statistics).read_text().splitlines())
-        except (OSError, ValueError):  # the group does not exist, or has no limit
-            continue
-        files = sum(int(values.get(name, values.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
-        yield max(0, maximum - used + files)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from utils.bounds import QUANTIZATIONS
-from utils.engine.module_swap import release_mapped_files
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models.load_errors import first_line, is_out_of_memory
@@ -95,9 +94,19 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
     if kind == "nf4":
         _choose_kernels(model)
     # The weights that are left would otherwise keep the unquantized checkpoint file in memory.
-    release_mapped_files([model])
+    _release_mapped_file(model)
     release_memory()
     check_forward(model, kind, name)
+
+
+def _release_mapped_file(model: PreTrainedModel) -> None:
+    """Copy the remaining CPU weights into memory of their own. Quantized tensors, which are of other classes, are left
+    alone.
+    """
+    # Shared tensors once: `data` is replaced in place, so they stay shared.
+    for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def has_nf4_kernel() -> bool:

@@ -18,16 +18,17 @@ from utils.distributed import is_tensor_parallel, world_size
 from utils.engine import Engine
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
+from utils.files import file_state
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import MODEL_NAME, embedded_gguf, split_digits
 from utils.models.feature_drafter import FeatureDrafter
+from utils.models.file_model import model_files
 from utils.models.gguf import convert_if_gguf
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.memory import free_bytes
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate
 from utils.pairs.compatibility import describe_without_model
@@ -62,7 +63,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
-        pair = _pair(request, resolved, target, drafter)
+        pair = _pair(request, resolved, target, drafter, _identity(resolved, source, plan))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
@@ -119,7 +120,9 @@ def _shipped(blocks: GgufBlocks, source: Source) -> EngineWeights:
     return EngineWeights("gguf", blocks)
 
 
-def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter) -> Pair:
+def _pair(
+    request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter, identity: str
+) -> Pair:
     model, tokenizer, name = target.model, target.tokenizer, target.name
     own_notes = remote_code_notes(model, name) + ignored_settings(model, name) + window_notes(model, name)
     own_notes += unknown_ids(model, tokenizer, name)
@@ -137,7 +140,7 @@ def _pair(request: PairRequest, resolved: PairRequest, target: LoadedTarget, dra
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        engine=_engine(model, drafter.model, target.weights),
+        engine=_engine(model, drafter.model, target.weights, identity),
         notes=own_notes + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,
@@ -158,11 +161,19 @@ def _device_of(model: PreTrainedModel | FeatureDrafter, device: str) -> str:
 
 
 def _engine(
-    target: PreTrainedModel, drafter: PreTrainedModel | FeatureDrafter | None, weights: EngineWeights
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | FeatureDrafter | None,
+    weights: EngineWeights,
+    identity: str,
 ) -> Engine:
     if isinstance(drafter, FeatureDrafter):
-        engine = Engine([target], helpers=[drafter], weights=weights)
-    else:
-        engine = Engine([target, *([drafter] if drafter else [])], weights=weights)
-    engine.selection.memory = lambda: free_bytes("cpu")  # which knows the limits of containers
-    return engine
+        return Engine([target], helpers=[drafter], weights=weights, identity=identity)
+    return Engine([target, *([drafter] if drafter else [])], weights=weights, identity=identity)
+
+
+def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:
+    """What stored results of an engine belong to: the files of the models, and how they are loaded."""
+    files = [*model_files(source), *([] if plan.source is None else model_files(plan.source))]
+    files += sorted(plan.head.iterdir()) if plan.head else []
+    options = (request.drafter, request.dtype, request.quantize, request.drafter_quantize, request.device)
+    return "\n".join([*map(file_state, files), *map(str, options)]) if files else ""

@@ -67,7 +67,7 @@ class LoadedPair:
         pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
-        pair.engine.selection.workload = _workload(harness, settings)
+        pair.engine.workload = _workload(harness, settings)
         fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
 
         def warmed(stopped: Callable[[], bool]) -> None:

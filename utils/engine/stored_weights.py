@@ -1,0 +1,112 @@
+"""Weights that stay in the user's files until something computes with them.
+
+A layer whose weight is in a file holds a placeholder: a parameter on the meta device with a source. Engines read one
+layer at a time into a layout of their own, so that a weight is in memory only in the form in which it is computed.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightSource(Protocol):
+    """Where the weight of a linear layer lies. name: of the layer in the model that was loaded."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self) -> Tensor:
+        """Return the weight (N, K) in the model's number format. Raises UserError if its file has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """Some rows of a weight, such as the part of a fused parameter."""
+
+    source: WeightSource
+    rows: slice
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def read(self) -> Tensor:
+        return self.source.read()[self.rows].clone()
+
+
+def placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
+    """Return a parameter of the same shape and number format that holds no data."""
+    empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    empty.source = source  # type: ignore[attr-defined]
+    return empty
+
+
+def source_of(weight: Tensor) -> WeightSource | None:
+    """Return where a weight lies, if it is a placeholder."""
+    return getattr(weight, "source", None) if weight.is_meta else None
+
+
+def rows_of(weight: Tensor, rows: slice) -> Tensor:
+    """Return some rows of a weight as a view, or a placeholder for them."""
+    part, source = weight.detach()[rows], source_of(weight)
+    return part if source is None else placeholder(part, RowsOf(source, rows))
+
+
+def data(weight: Tensor) -> Tensor:
+    """Return a weight, which is read if it is a placeholder."""
+    source = source_of(weight)
+    return weight.detach() if source is None else source.read()
+
+
+def with_placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
+    """Return a parameter that `release` replaces by a placeholder."""
+    return _filled(placeholder(weight, source), weight)
+
+
+def fill(models: Iterable[nn.Module]) -> None:
+    """Read the weights of all placeholders into memory. Models that share a placeholder share its weight."""
+    for model in models:
+        for part, weight in _weights(model):
+            if (source := source_of(weight)) is not None:
+                held = weight.filled() if hasattr(weight, "filled") else None
+                part._parameters["weight"] = _filled(weight, source.read()) if held is None else held
+        vars(model)["_in_files"] = False
+
+
+def release(models: Iterable[nn.Module]) -> None:
+    """Put the placeholders back. Weights that never had one stay as they are."""
+    for model in models:
+        for part, weight in _weights(model):
+            if (empty := getattr(weight, "empty", None)) is not None:
+                part._parameters["weight"] = empty
+        vars(model)["_in_files"] = any(source_of(weight) is not None for _, weight in _weights(model))
+
+
+def in_files(model: nn.Module) -> bool:
+    """Return whether weights of a model are placeholders."""
+    return any(source_of(weight) is not None for _, weight in _weights(model))
+
+
+def fill_before_forward(model: nn.Module, arguments: Any) -> None:
+    """A hook for models with placeholders: their weights are read when transformers' own forward needs them."""
+    if vars(model).get("_in_files") and "forward" not in vars(model):  # no engine computes the model
+        fill([model])
+
+
+fill_before_forward.keeps_outputs = True  # type: ignore[attr-defined]  # it changes nothing of what is computed
+
+
+def _filled(empty: Any, weight: Tensor) -> nn.Parameter:
+    held: Any = nn.Parameter(weight, requires_grad=False)
+    held.empty, empty.filled = empty, ref(held)
+    return held  # type: ignore[no-any-return]
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Each module with a weight of its own. A list, because weights are replaced while it is read."""
+    parts = [(part, part._parameters.get("weight")) for part in model.modules()]
+    return ((part, weight) for part, weight in parts if weight is not None)

@@ -1,0 +1,287 @@
+"""Trials: measure the candidate engines on a few layers of the target.
+
+A decoder is a stack of equal layers, so that the time of a forward pass is that of a few layers, with embedding and
+output head, plus the time of a layer for each of the others. A trial therefore takes the time and the memory of a few
+layers, however large the model is. Layers of another kind (sliding attention, experts) are measured as well.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import partial
+from itertools import count as count_from
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
+from utils.engine import selftest, threads
+from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
+from utils.engine.forward_timing import ForwardProbe
+from utils.engine.layer_engine import LayerEngine, Report, unreported
+from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
+
+EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
+EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so many, and at most
+EVICTED = 1 << 28  # bytes that are read before each pass
+WARM_UPS, STEPS = 1, 5  # passes of one number of threads
+MIN_TURNS, MAX_TURNS, ENOUGH = 3, 9, 4.0  # turns of all engines; further ones do not begin after these seconds
+MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
+MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
+MAX_REASON = 200  # characters of an error message
+FAILED = "the self-test failed, {}"
+SLOW = "a decode step of {} takes {:.1f} times that of {}"
+Result = TypeVar("Result")
+Build = Callable[[Sequence[PreTrainedModel], Sequence[nn.Module], EngineWeights], LayerEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlan:
+    """Which layers are measured. order: their indices; empty for a model that cannot be cut. factors: the time of a
+    pass of the whole model is the sum of the times of the first layers of the order, by their number, times these.
+    """
+
+    order: tuple[int, ...]
+    factors: Mapping[int, float]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "SlicePlan":
+        try:
+            kinds = layer_kinds(model)
+        except UserError:
+            return cls((), {0: 1.0})
+        sizes = _block_bytes(model)
+        return cls.for_kinds(kinds, max(EXTRA, min(MOST_EXTRA, EXTRA_BYTES // max(1, sizes))))
+
+    @classmethod
+    def for_kinds(cls, kinds: Sequence[object], extra: int) -> "SlicePlan":
+        """kinds: of each layer. extra: how many layers of each kind to measure beyond the first."""
+        layers = {kind: [index for index, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+        order = [indices[0] for indices in layers.values()]
+        factors = {len(order): 1.0}
+        for indices in layers.values():
+            further = indices[1 : 1 + extra]
+            if further:  # (time with them - time without them) / their number is the time of a layer
+                share, before = (len(indices) - 1) / len(further), len(order)
+                order += further
+                factors[before] -= share
+                factors[len(order)] = share
+        return cls(tuple(order), factors)
+
+    def slice_of(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A model of these layers, which shares all weights with the whole one."""
+        return chosen_layers(model, self.order) if self.order else shell(model)
+
+    def parts(self, part: PreTrainedModel) -> dict[int, PreTrainedModel]:
+        """The models whose times are summed, cut from a slice that an engine computes."""
+        whole = len(self.order)
+        return {depth: part if depth == whole else first_layers(part, depth) for depth in self.factors}
+
+    def total(self, seconds: Mapping[int, float]) -> float:
+        """The time of the whole model. Noise must not make a layer faster than nothing."""
+        estimate = sum(self.factors[depth] * seconds[depth] for depth in self.factors)
+        return max(estimate, *seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """How time is measured. Tests replace both. probe: of a model that an engine with this name computes."""
+
+    clock: Callable[[], float] = time.perf_counter
+    probe: Callable[[PreTrainedModel, str], ForwardProbe] = field(default=lambda model, name: ForwardProbe(model))
+
+
+@dataclass
+class _Candidate:
+    """An engine that computes a slice. samples: seconds of passes by width and depth."""
+
+    name: str
+    engine: LayerEngine
+    probes: Mapping[int, ForwardProbe]
+    samples: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+
+
+@dataclass
+class Trials:
+    """The measurements of engines with one model, the target, whose plain layers must be in place.
+
+    builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
+    threads to measure. layouts: what the engines found out, for their installation on whole models. evicts: whether
+    caches are emptied before each pass, as the other layers of a whole model do.
+    """
+
+    model: PreTrainedModel
+    builders: Mapping[str, Build]
+    weights: EngineWeights
+    thread_counts: Sequence[int]
+    report: Report = unreported
+    meter: Meter = field(default_factory=Meter)
+    evicts: bool = True
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    _table: dict[str, EngineFigures] = field(default_factory=dict)
+
+    def run(self) -> dict[str, EngineFigures]:
+        """Measure the engines and return their figures. The model is unchanged, also after an error."""
+        self._plan = SlicePlan.of(self.model)
+        self._buffer = torch.ones(self._evicted() // 4)
+        reference = self._reference()
+        made = (self._guarded(name, partial(self._made, name, reference)) for name in self.builders)
+        candidates = [candidate for candidate in made if candidate is not None]
+        candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
+        self._measure_widths(candidates)
+        for candidate in candidates:
+            self._guarded(candidate.name, partial(self._finish, candidate))
+        return self._table
+
+    def _evicted(self) -> int:
+        left_out = self.model.config.get_text_config(decoder=True).num_hidden_layers - len(self._plan.order)
+        return min(EVICTED, left_out * _block_bytes(self.model)) if self.evicts and self._plan.order else 0
+
+    def _reference(self) -> torch.Tensor:
+        """Logits of the slice as transformers computes it with the weights that the engines have."""
+        self.report("engines: reading a few layers")
+        part = self._plan.slice_of(self.model)
+        selftest.read_weights(part, self.weights)
+        return selftest.sample_logits(part)
+
+    def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
+        """The result of a step, or None if the engine raised an error, which is noted."""
+        try:
+            return attempt()
+        except Exception as error:
+            problem = FAILED.format(reason_of(error))
+            self._table[name] = replace(self._table.get(name, EngineFigures()), problem=problem, failed=True)
+            return None
+
+    def _made(self, name: str, reference: torch.Tensor) -> _Candidate | None:
+        """An engine on a slice of its own, with the number of threads that is the fastest for it."""
+        self.report(f"engine {name}: preparing a few layers")
+        torch.set_num_threads(self.thread_counts[0])
+        part = self._plan.slice_of(self.model)
+        engine = self.builders[name]([part], [], self.weights)
+        row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
+        failure = self._installed(engine, part, reference)
+        self.layouts[name] = engine.layouts
+        self._table[name] = replace(row, problem=FAILED.format(failure) if failure else "", failed=bool(failure))
+        if failure:
+            return None
+        probes = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(part).items()}
+        candidate = _Candidate(name, engine, probes)
+        steps = dict(self._steps(candidate))
+        best = threads.fewest(steps)
+        engine.set_threads(best)
+        self._table[name] = replace(
+            row, promise=engine.promise, threads=best, steps=tuple(steps.items()), step_seconds=steps[best]
+        )
+        return candidate
+
+    def _installed(self, engine: LayerEngine, part: PreTrainedModel, reference: torch.Tensor) -> str:
+        """Install an engine on a slice. Returns why its logits are not those of the reference."""
+        counts = sorted({*self.thread_counts, *threads.usual_counts()})
+        failure = engine.install(counts, self.report)
+        if failure or not (failure := selftest.deviation(part, reference, exact=self.weights.as_loaded)):
+            return failure
+        if "lean" not in engine.layouts and vars(part).get("forward") is not None:
+            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
+            engine.layouts["lean"] = 0
+            failure = engine.install(counts, self.report)
+            return failure or selftest.deviation(part, reference, exact=self.weights.as_loaded)
+        return failure
+
+    def _steps(self, candidate: _Candidate) -> Iterator[tuple[int, float]]:
+        """Seconds of a decode step of the whole model by number of threads, in ascending order."""
+        best = float("inf")
+        for count in self.thread_counts:
+            self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
+            candidate.engine.set_threads(count)
+            seconds = {depth: [*self._passes(probe, 1, STEPS)] for depth, probe in candidate.probes.items()}
+            total = self._plan.total({depth: lower_quartile(times) for depth, times in seconds.items()})
+            yield count, total
+            best = min(best, total)
+            if total > MORE_THREADS * best:
+                return
+
+    def _passes(self, probe: ForwardProbe, width: int, repeats: int) -> Iterator[float]:
+        """Seconds of forward passes."""
+        for repeat in range(repeats + WARM_UPS):
+            probe.make_room(width)
+            if self._buffer.numel():
+                self._buffer.sum()
+            start = self.meter.clock()
+            probe.forward(width)
+            if repeat >= WARM_UPS:
+                yield self.meter.clock() - start
+
+    def _is_slow(self, candidate: _Candidate) -> bool:
+        """Whether a candidate is not worth further measurements, judged by its decode step alone."""
+        rows = {name: row for name, row in self._table.items() if row.is_candidate}
+        best = min(rows, key=lambda name: rows[name].step_seconds)
+        row = self._table[candidate.name]
+        ratio = row.step_seconds / max(rows[best].step_seconds, 1e-9)
+        if ratio <= MAX_SLOWNESS:
+            return False
+        self._table[candidate.name] = replace(row, problem=SLOW.format(candidate.name, ratio, best))
+        return True
+
+    def _measure_widths(self, candidates: Sequence[_Candidate]) -> None:
+        """Measure decode steps and verify passes of all engines in turns, under the same conditions."""
+        start = self.meter.clock()
+        for turn in count_from(1):
+            self.report(f"engines: measuring verify passes, turn {turn}")
+            for candidate in candidates if turn % 2 else reversed(candidates):
+                self._guarded(candidate.name, partial(self._turn, candidate))
+            if turn >= MAX_TURNS or (turn >= MIN_TURNS and self.meter.clock() - start > ENOUGH):
+                return
+
+    def _turn(self, candidate: _Candidate) -> None:
+        candidate.engine.set_threads(self._table[candidate.name].threads)
+        for width in (1, *COMPARED_WIDTHS):
+            for depth, probe in candidate.probes.items():
+                if width <= probe.max_width:
+                    seconds = [*self._passes(probe, width, 1)]
+                    candidate.samples.setdefault(width, {}).setdefault(depth, []).extend(seconds)
+
+    def _finish(self, candidate: _Candidate) -> None:
+        """From the samples to figures, and the speed of a prefill."""
+        row = self._table[candidate.name]
+        if not row.is_candidate:
+            return
+        self.report(f"engine {candidate.name}: reading a long prompt")
+        candidate.engine.set_threads(row.threads)
+        totals = {
+            width: self._plan.total({depth: lower_quartile(times) for depth, times in by_depth.items()})
+            for width, by_depth in candidate.samples.items()
+        }
+        step = totals[1]
+        # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
+        costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
+        reading = {depth: self._prefill_seconds(probe) for depth, probe in candidate.probes.items()}
+        rate = PREFILL_TOKENS / max(self._plan.total(reading), 1e-9)
+        self._table[candidate.name] = replace(row, step_seconds=step, costs=costs, prefill=rate)
+
+    def _prefill_seconds(self, probe: ForwardProbe) -> float:
+        """Seconds of a prefill of PREFILL_TOKENS, the better of two."""
+        times = []
+        for _ in range(2):
+            start = self.meter.clock()
+            tokens = probe.prefill(PREFILL_TOKENS)
+            times.append((self.meter.clock() - start) * PREFILL_TOKENS / tokens)
+        return min(times)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error as a reason: its first line that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # OpenVINO begins with the lines of its source code.
+    messages = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
+    return next(iter([*messages, *lines]), type(error).__name__)[:MAX_REASON]
+
+
+def _block_bytes(model: PreTrainedModel) -> int:
+    """The bytes of a block, on average, as loaded."""
+    total = sum(part.nbytes for name, part in model.named_parameters() if ".layers." in name or ".h." in name)
+    return int(total // max(1, model.config.get_text_config(decoder=True).num_hidden_layers))

@@ -1,0 +1,179 @@
+"""Load a decoder whose linear weights stay in its safetensors files until an engine reads them, layer by layer.
+
+Everything else (embedding, norms, biases) is read into memory. All weights are read once and checked. Models that no
+engine has a forward pass of its own for are left to transformers' loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from utils.engine.read_decoder import read_decoder
+from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
+from utils.errors import UserError
+from utils.files import file_state
+from utils.models.devices import Placement
+from utils.models.gguf_blocks import CHANGED
+from utils.models.hub import cached_folder
+from utils.models.memory import weight_files
+from utils.models.progress import Count
+from utils.models.sources import Source
+from utils.text import byte_size
+
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a safetensors file. name: of its layer. key: in the file. dtype: the model's number format."""
+
+    path: Path
+    state: str
+    name: str
+    key: str
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        if file_state(self.path) != self.state:
+            raise UserError(CHANGED.format(self.path))
+        # Closing the file ends its mapping, so that its pages do not count as memory of this process.
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.key)
+            return tensor.to(self.dtype, copy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFromFiles:
+    """unused: the names of tensors in the files that the model does not have."""
+
+    model: PreTrainedModel
+    unused: list[str]
+
+
+def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) -> LoadedFromFiles | None:
+    """Load a model without its linear weights. Returns None if only transformers' loader knows how to load it.
+
+    Raises UserError for weights that are not finite.
+    """
+    folder = _folder(source, where)
+    if folder is None or config.is_encoder_decoder or getattr(config, "quantization_config", None):
+        return None
+    dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.float32
+    model = empty_model(config, dtype)
+    tensors = {} if isinstance(read_decoder(model), str) else _tensors(folder, model, dtype)
+    if not tensors:
+        return None
+    for name in _checked(source, tensors, where):
+        _place(model, name, tensors[name])
+    model.tie_weights()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.name_or_path = source.name
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    finish(model)
+    return LoadedFromFiles(model, sorted({*tensors} - names))
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with weights that were not initialized. Memory that was never written takes none of the machine's."""
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def finish(model: PreTrainedModel) -> None:
+    """Let transformers' own forward read the weights that are in files, if it is called."""
+    vars(model)["_in_files"] = True
+    model.register_forward_pre_hook(fill_before_forward)
+
+
+def layer_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a decoder by name, without the output head, from which drafters read rows."""
+    head = model.get_output_embeddings()
+    return {name: part for name, part in model.named_modules() if type(part) is nn.Linear and part is not head}
+
+
+def model_files(source: Source) -> list[Path]:
+    """The files of a checkpoint that decide what it computes. Empty if they are not known."""
+    if source.gguf:
+        return [Path(source.location, source.gguf)]
+    folder: Path | None = Path(source.location)
+    if source.hub_arguments is not None:
+        folder = cached_folder(source.location, source.hub_arguments.get("revision"))
+    return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
+
+
+def _folder(source: Source, where: Placement) -> Path | None:
+    """Where the files of a checkpoint are, if its weights may stay there."""
+    if where.device != "cpu" or source.gguf or where.tensor_parallel:
+        return None
+    if source.hub_arguments is None:
+        return Path(source.location)
+    return cached_folder(source.location, source.hub_arguments.get("revision"))
+
+
+def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, FileTensor]:
+    """The tensors of a model's files by name. Empty if one is missing or of another shape or kind of format."""
+    shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
+    found: dict[str, FileTensor] = {}
+    try:
+        for path in filter(Path.is_file, weight_files(folder)):
+            state = file_state(path)
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  # the file is not iterable
+                    part = file.get_slice(key)
+                    if key in shapes and (part.get_dtype() not in FORMATS or tuple(part.get_shape()) != shapes[key]):
+                        return {}
+                    found[key] = FileTensor(path, state, key.removesuffix(".weight"), key, dtype)
+    except Exception:  # damaged files, which transformers' loader explains
+        return {}
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    # Where a tied head is stored as well, transformers compares the two.
+    return found if shapes.keys() <= found.keys() and not (tied and "lm_head.weight" in found) else {}
+
+
+def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement) -> Iterator[str]:
+    """Read all tensors once, one at a time. Raises UserError for one that is not finite."""
+    total = sum({entry.path: entry.path.stat().st_size for entry in tensors.values()}.values())
+    done = 0
+    for name, entry in tensors.items():
+        # Opened for each tensor: pages that were read count as memory of this process until the file is closed.
+        with safe_open(entry.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
+            extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() and tensor.numel() else torch.ones(1)
+            done += tensor.nbytes
+            del tensor
+        if not torch.isfinite(extremes).all():
+            raise UserError(DAMAGED.format(source.name, name))
+        where.report(Count(f"reading {source.name}: {byte_size(done)} of {byte_size(total)}"))
+        yield name
+
+
+def _place(model: PreTrainedModel, name: str, entry: FileTensor) -> None:
+    """Give a model one of its tensors, or a placeholder for it."""
+    parent, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:  # a tensor that the model does not have
+        return
+    current = module._parameters.get(leaf)
+    if current is None:
+        return
+    if type(module) is nn.Linear and leaf == "weight":
+        is_head = module is model.get_output_embeddings()
+        made = with_placeholder(entry.read(), entry) if is_head else placeholder(current, entry)
+    else:
+        made = nn.Parameter(entry.read(), requires_grad=False)
+    setattr(module, leaf, made)
