@@ -33,14 +33,14 @@ from utils.engine.forward_timing import REPEATS, ForwardProbe, times_have_change
 from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreported
 from utils.engine.machine import available_memory
 from utils.engine.stored_results import ResultFile, StoredResult
-from utils.engine.trials import FAILED, Meter, Trials, reason_of
+from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
 from utils.engine.weight_format import EngineWeights
 from utils.engine.weight_memory import memory_problem, smaller_form, weight_format
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 
 AS_LOADED = EngineWeights()
-AUTO, PLAIN = "auto", "plain"
+AUTO = "auto"
 INTERRUPTED = "its preparation was interrupted"
 
 
@@ -336,6 +336,7 @@ class Engine:
         builders = {name: LAYER_ENGINES[name].build for name in tried}
         trials = Trials(self._target, builders, self._weights, counts, self.report, self.meter)
         figures = trials.run()
+        release_memory()  # the few layers of all engines
         self._layouts |= trials.layouts
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 

@@ -26,6 +26,7 @@ _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1,
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
+TESTED_OUTPUTS = 4096  # of a weight with more: how a sum is split depends on its length, and the self-test follows
 
 
 class Kernel(Protocol):
@@ -112,7 +113,8 @@ def packed_kernel_builder(thread_counts: Iterable[int], known: dict[str, int]) -
         inputs, shape = weight.shape[1], "x".join(map(str, weight.shape))
         if shape not in known:
             fitting = (parts for parts in SPLITS if inputs % parts == 0)
-            tried = (parts for parts in fitting if is_row_invariant(PackedKernel(weight, None, parts), inputs, counts))
+            part = weight[:TESTED_OUTPUTS]
+            tried = (parts for parts in fitting if is_row_invariant(PackedKernel(part, None, parts), inputs, counts))
             known[shape] = next(tried, 0)
         parts = known[shape]
         return PackedKernel(weight, bias, parts) if parts and inputs % parts == 0 else None

@@ -25,6 +25,7 @@ from utils.engine.openvino_requests import (
 from utils.engine.openvino_runtime import compile_graph
 from utils.engine.openvino_weights import Constants
 from utils.engine.weight_format import EngineWeights
+from utils.freed_memory import trim_allocator
 
 LOADED = EngineWeights()
 BUILT_AT_ONCE = 2  # graphs, each of which holds the weights of a layer a second time while it is built
@@ -60,6 +61,7 @@ class OpenVinoSegments:
                 for graph, constants in pool.map(self._made, range(count)):
                     self._graphs.append(graph)
                     self._constants.append(constants)
+                    trim_allocator()  # what was read and rounded on the way
                     report(f"packing the weights: part {len(self._graphs)} of {count}")
             except BaseException:
                 pool.shutdown(cancel_futures=True)

@@ -32,6 +32,7 @@ WARM_UPS, STEPS = 1, 5  # passes of one number of threads
 MIN_TURNS, MAX_TURNS, ENOUGH = 3, 9, 4.0  # turns of all engines; further ones do not begin after these seconds
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
+PLAIN = "plain"
 MAX_REASON = 200  # characters of an error message
 FAILED = "the self-test failed, {}"
 SLOW = "a decode step of {} takes {:.1f} times that of {}"
@@ -146,6 +147,7 @@ class Trials:
         self.report("engines: reading a few layers")
         part = self._plan.slice_of(self.model)
         selftest.read_weights(part, self.weights)
+        self._read = part  # the plain engine computes it
         return selftest.sample_logits(part)
 
     def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
@@ -161,7 +163,7 @@ class Trials:
         """An engine on a slice of its own, with the number of threads that is the fastest for it."""
         self.report(f"engine {name}: preparing a few layers")
         torch.set_num_threads(self.thread_counts[0])
-        part = self._plan.slice_of(self.model)
+        part = self._read if name == PLAIN else self._plan.slice_of(self.model)
         engine = self.builders[name]([part], [], self.weights)
         row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
         failure = self._installed(engine, part, reference)
