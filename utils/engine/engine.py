@@ -35,12 +35,13 @@ from utils.engine.machine import available_memory
 from utils.engine.stored_results import ResultFile, StoredResult
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
 from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import memory_problem, smaller_form, weight_format
+from utils.engine.weight_memory import memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 
 AS_LOADED = EngineWeights()
 AUTO = "auto"
+NOT_TESTED = "not tested"
 INTERRUPTED = "its preparation was interrupted"
 
 
@@ -115,7 +116,7 @@ class Engine:
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.draft_seconds: dict[str, float] = {}  # of one draft, by whatever the caller distinguishes
         self.has_stored_costs = False  # whether the costs were measured at an earlier start
-        self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), "not tested")
+        self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
             reason = self._problems()
@@ -183,6 +184,11 @@ class Engine:
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
         return self._engine.nbytes()
+
+    def unread_bytes(self, model: nn.Module, *, besides: nn.Module | None = None) -> int:
+        """Return the bytes of the weights of a model that no tensor of it holds, in the format in use."""
+        started = self.state.kind != PLAIN or self.state.reason == NOT_TESTED
+        return unread_bytes(model, self._weights if started else AS_LOADED, besides=besides)
 
     def faster_baseline(self) -> FasterEngine | None:
         """Return another engine in which the target alone would be noticeably faster, if one was measured."""

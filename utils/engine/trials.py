@@ -30,6 +30,7 @@ EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so m
 EVICTED = 1 << 28  # bytes that are read before each pass
 WARM_UPS, STEPS = 1, 5  # passes of one number of threads
 MIN_TURNS, MAX_TURNS, ENOUGH = 3, 9, 4.0  # turns of all engines; further ones do not begin after these seconds
+SLOW_PREFILL = 0.3  # seconds
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
 PLAIN = "plain"
@@ -200,7 +201,8 @@ class Trials:
         for count in self.thread_counts:
             self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
             candidate.engine.set_threads(count)
-            seconds = {depth: [*self._passes(probe, 1, STEPS)] for depth, probe in candidate.probes.items()}
+            seconds = {depth: [*self._passes(probe, 1, WARM_UPS + STEPS)] for depth, probe in candidate.probes.items()}
+            seconds = {depth: times[WARM_UPS:] for depth, times in seconds.items()}
             total = self._plan.total({depth: lower_quartile(times) for depth, times in seconds.items()})
             yield count, total
             best = min(best, total)
@@ -209,14 +211,13 @@ class Trials:
 
     def _passes(self, probe: ForwardProbe, width: int, repeats: int) -> Iterator[float]:
         """Seconds of forward passes."""
-        for repeat in range(repeats + WARM_UPS):
+        for _ in range(repeats):
             probe.make_room(width)
             if self._buffer.numel():
                 self._buffer.sum()
             start = self.meter.clock()
             probe.forward(width)
-            if repeat >= WARM_UPS:
-                yield self.meter.clock() - start
+            yield self.meter.clock() - start
 
     def _is_slow(self, candidate: _Candidate) -> bool:
         """Whether a candidate is not worth further measurements, judged by its decode step alone."""
@@ -241,6 +242,8 @@ class Trials:
 
     def _turn(self, candidate: _Candidate) -> None:
         candidate.engine.set_threads(self._table[candidate.name].threads)
+        for probe in candidate.probes.values():
+            probe.forward(1)  # wakes the threads after those of another engine
         for width in (1, *COMPARED_WIDTHS):
             for depth, probe in candidate.probes.items():
                 if width <= probe.max_width:
@@ -266,9 +269,9 @@ class Trials:
         self._table[candidate.name] = replace(row, step_seconds=step, costs=costs, prefill=rate)
 
     def _prefill_seconds(self, probe: ForwardProbe) -> float:
-        """Seconds of a prefill of PREFILL_TOKENS, the better of two."""
-        times = []
-        for _ in range(2):
+        """Seconds of a prefill of PREFILL_TOKENS, the better of two unless the first one is slow."""
+        times: list[float] = []
+        while not times or (len(times) < 2 and times[0] < SLOW_PREFILL):
             start = self.meter.clock()
             tokens = probe.prefill(PREFILL_TOKENS)
             times.append((self.meter.clock() - start) * PREFILL_TOKENS / tokens)

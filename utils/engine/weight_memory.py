@@ -59,6 +59,17 @@ def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
     return sum(matrix.nbytes for matrix in _matrices(models) if matrix.is_held and not matrix.is_tied)
 
 
+def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module | None = None) -> int:
+    """Return the bytes, in an engine's format, of the weights that a model leaves to files and to the engine."""
+    other = set() if besides is None else {id(weight) for weight in besides.parameters()}
+    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return sum(
+        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, is_held=False, is_tied=False), weights)
+        for name, part in linears
+        if part.weight.is_meta and id(part.weight) not in other
+    )
+
+
 def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int) -> str:
     """Say that an engine does not fit into memory, if it does not. need: bytes of its weights."""
     total = need + _working_bytes(models)

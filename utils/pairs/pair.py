@@ -46,12 +46,15 @@ class Pair:
     @property
     def memory(self) -> int:
         """Bytes of the target's weights as they are now."""
-        return stored_bytes(self.target)
+        return stored_bytes(self.target) + self.engine.unread_bytes(self.target)
 
     @property
     def drafter_memory(self) -> int | None:
         """Bytes of the drafter's weights as they are now, without those that it shares with the target."""
-        return None if self.drafter is None else stored_bytes(self.drafter, besides=self.target)
+        if self.drafter is None:
+            return None
+        unread = self.engine.unread_bytes(self.drafter, besides=self.target)
+        return stored_bytes(self.drafter, besides=self.target) + unread
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

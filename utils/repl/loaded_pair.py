@@ -37,7 +37,7 @@ def announcer(renderer: Renderer) -> Callable[[str], None]:
 
     def announce(text: str) -> None:
         if isinstance(text, Count):
-            renderer.count(text)
+            renderer.step(text)
         elif text.endswith("..."):
             renderer.progress(text)
         else:
@@ -64,7 +64,7 @@ class LoadedPair:
         """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used."""
         if pair is None:
             return cls._without_models(tools, settings)
-        pair.engine.results, pair.engine.report = tools.results, tools.renderer.count
+        pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
         pair.engine.workload = _workload(harness, settings)

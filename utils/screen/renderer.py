@@ -6,9 +6,11 @@ colours. Text of models and users is shown literally: without markup and control
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import psutil
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.rule import Rule
@@ -28,8 +30,9 @@ from utils.screen.marked_text import Mark, MarkedPiece
 from utils.screen.report_tables import report_table
 from utils.screen.tables import comparison_table, list_table, side_by_side
 from utils.screen.writer import ProgressLine, Writer, has_width, open_console
-from utils.text import count_of, visible
+from utils.text import byte_size, count_of, visible
 
+STEP_SECONDS = 10.0
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
@@ -52,6 +55,7 @@ class Renderer:
         self._out, self._messages = Writer(out, self._progress, wraps=wraps), Writer(messages, self._progress)
         self.colour = colour
         self._has_explained = False
+        self._last_step = time.monotonic()
 
     @property
     def width(self) -> int:
@@ -167,6 +171,15 @@ class Renderer:
         """How far the work has got, many times a second. It is shown on a terminal only."""
         if self._progress.is_possible:
             self._progress.count(self._drawable(visible(text)))
+
+    def step(self, text: str) -> None:
+        """How far a preparation has got, and the memory of this process. Where lines stay, one every STEP_SECONDS."""
+        shown = f"{text} ({byte_size(psutil.Process().memory_info().rss)} of memory)"
+        if self._progress.is_possible:
+            self.count(shown)
+        elif time.monotonic() - self._last_step >= STEP_SECONDS:
+            self._last_step = time.monotonic()
+            self.note(f"... {shown}")
 
     def end_progress(self) -> None:
         """Clear the line of `progress` and `count`."""
