@@ -22,8 +22,7 @@ from utils.engine import selftest
 from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, Slot, SlotPool, recorded_cache
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.selftest import DIFFERENT_LOGITS
-from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, tensor_bytes, weight_format
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded

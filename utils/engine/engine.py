@@ -34,8 +34,7 @@ from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreporte
 from utils.engine.machine import available_memory
 from utils.engine.stored_results import ResultFile, StoredResult
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
-from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import memory_problem, smaller_form, unread_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 

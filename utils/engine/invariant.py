@@ -22,8 +22,7 @@ from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, s
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill, release
 from utils.engine.torch_segments import TorchSegments, products_of
-from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import decoder_bytes, freed_bytes, tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, tensor_bytes, weight_format
 
 LEAN = "lean"  # among the layouts: 0 if the lean forward pass has other logits than transformers' own
 UNKNOWN_WINDOW = "its attention does not report its sliding window"

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from utils.decode.engine_forward import in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.engine.decoder_spec import DecoderSpec, LayerSpec
+from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Segments
 from utils.engine.row_attention import (
     HeadShape,
     RowGroup,
@@ -26,7 +26,6 @@ from utils.engine.row_attention import (
     prefill_groups,
     row_groups,
 )
-from utils.engine.segments import Segments
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 

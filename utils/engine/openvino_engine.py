@@ -23,8 +23,7 @@ from utils.engine.module_swap import by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import in_files, release
 from utils.engine.weight_blocks import round_int8
-from utils.engine.weight_format import EngineWeights
-from utils.engine.weight_memory import decoder_bytes, tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, decoder_bytes, tensor_bytes, weight_format
 
 NOT_HERE = "the openvino engine computes float32 and bfloat16 models on CPUs only"
 # Integer products with a scale for each row of the input. Without these instructions OpenVINO converts the weights to
@@ -154,7 +153,7 @@ class OpenVinoEngine:
         return OpenVinoSegments(spec, weights=weights, threads=self._threads, report=report)
 
     def _swap_helpers(self) -> None:
-        from utils.engine.openvino_kernel import OpenVinoKernel
+        from utils.engine.openvino_segments import OpenVinoKernel
 
         def build(weight: Tensor, bias: Tensor | None) -> Kernel:
             # Drafts are verified, so rounding a helper's weights changes speed, not texts.

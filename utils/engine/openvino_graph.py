@@ -1,20 +1,190 @@
-"""OpenVINO graphs of the parts of a decoder outside attention, from a DecoderSpec: see `utils.engine.segments`.
+"""OpenVINO graphs of the parts of a decoder outside attention, from a DecoderSpec: see `Segments`.
 
 Each graph takes any number of rows. Rotary positions are inputs, so that nothing in a graph depends on the length of
 the context. The weights of a graph are read when it is built.
+
+OpenVINO multiplies integer weights with inputs that it rounds to int8, with one scale for each group of inputs of a
+row. Only weights without an offset, or with one integer offset per group, keep the bits of a row independent of the
+other rows. So values are stored around zero, and what a group's minimum adds is a small second product with the sums
+of the inputs of each group.
+
+OpenVINO is imported without its telemetry. Only modules that are imported when the engine is used import this one.
 """
 
-from collections.abc import Sequence
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
-from utils.engine.openvino_runtime import DYNAMIC_GROUP, FLOAT, ops, ov, sizes
-from utils.engine.openvino_weights import Constants
-from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_blocks import BlockWeight, joined
 from utils.engine.weight_format import EngineWeights
+
+
+@contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """Make imports of the telemetry client fail, so that OpenVINO's stub takes its place. The client would report the
+    import itself.
+    """
+    name = "openvino_telemetry"
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+with _without_telemetry():
+    import openvino as ov
+    from openvino import opset13 as ops
+
+__all__ = ["DYNAMIC_GROUP", "FLOAT", "Constants", "Form", "GraphBuilder", "compile_graph", "ops", "ov", "sizes"]
+
+FLOAT = ov.Type.f32
+DYNAMIC_GROUP = 32  # inputs that share one scale when they are rounded to int8
+
+
+@cache
+def core() -> Any:
+    """Return the one OpenVINO runtime of this process."""
+    return ov.Core()
+
+
+def compile_graph(graph: Any, threads: int, *, group: int = DYNAMIC_GROUP, bfloat16: bool = False) -> Any:
+    """Compile a graph for the CPU. group: how many inputs may share a scale when they are rounded."""
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,  # threads that may move lose less time beside other programs
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
+    }
+    return core().compile_model(graph, "CPU", settings)
+
+
+def sizes(*values: int) -> Any:
+    """Return a node with integers, such as a shape."""
+    return ops.constant(np.array(values, dtype=np.int64))
+
+
+Form = Tensor | BlockWeight  # in which a layer's weight is computed
+SHARED = 1 << 16  # bytes from which a constant is not copied by OpenVINO
+
+
+class Constants:
+    """The weights of one graph, in memory that can be returned once OpenVINO has them in its own layout.
+
+    A compiled graph keeps the constants that it was made from, but reads them only until it has packed them. So their
+    pages are returned, and their addresses stay reserved, after the graph was compiled and has run.
+    """
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._tensors: list[Any] = []  # of OpenVINO, which nodes do not keep
+        self.nbytes = 0  # what the graph holds of them in its own layout
+
+    def drop(self) -> None:
+        """Return the memory. The graph must have run, and must not be compiled again."""
+        for part in self._maps:
+            part.madvise(mmap.MADV_DONTNEED)
+
+    def product(self, x: Any, forms: Sequence[Form], biases: Sequence[Tensor | None]) -> Any:
+        """The node x @ W^T + b for the weights of layers that read x, their outputs one after the other."""
+        blocks = [form for form in forms if isinstance(form, BlockWeight)]
+        whole = joined(blocks) if len(blocks) == len(forms) else None
+        if whole is not None:
+            y = self.multiplied(x, whole)
+        elif blocks:
+            y = ops.concat([self.multiplied(x, form) for form in forms], 1)
+        else:
+            y = ops.matmul(x, self._floats([form for form in forms if isinstance(form, Tensor)]), False, True)
+        if all(bias is None for bias in biases):
+            return y
+        pairs = zip(forms, biases, strict=True)
+        rows = [torch.zeros(form.shape[0]) if bias is None else bias.detach().float() for form, bias in pairs]
+        return ops.add(y, ops.constant(torch.cat(rows)[None].numpy()))
+
+    def multiplied(self, x: Any, weight: Form) -> Any:
+        """The node x @ W^T."""
+        if isinstance(weight, Tensor):
+            return ops.matmul(x, self._floats([weight]), False, True)
+        y = ops.matmul(x, self._centred(weight), False, True)
+        offsets = _offsets(weight)
+        if offsets is None:
+            return y
+        groups = ops.reshape(x, sizes(-1, weight.shape[1] // weight.group, weight.group), False)
+        sums = ops.reduce_sum(groups, sizes(2), False)
+        return ops.add(y, ops.matmul(sums, self._floats([offsets]), False, True))
+
+    def _floats(self, weights: Sequence[Tensor]) -> Any:
+        """A node with weights (N, K) row below row, in float32, whatever their own format is."""
+        total = sum(len(weight) for weight in weights)
+        whole, start = self._memory((total, weights[0].shape[1]), torch.float32), 0
+        for weight in weights:
+            whole[start : start + len(weight)] = weight.detach()
+            start += len(weight)
+        return ops.constant(whole.numpy(), shared_memory=True)
+
+    def _centred(self, weight: BlockWeight) -> Any:
+        """The node (values - centre) * scales, shape (N, K)."""
+        rows, inputs = weight.shape
+        signed = (weight.values.to(torch.int16) - _centre(weight)).to(torch.int8)
+        shape = (rows, inputs) if weight.group == inputs else (rows, inputs // weight.group, weight.group)
+        integers = self._integers(signed.reshape(shape), four_bits=weight.bits <= 4)
+        scales = self._memory((*shape[:-1], 1), torch.float32)
+        scales[:] = weight.scales.reshape(scales.shape)
+        scaled = ops.multiply(ops.convert(integers, FLOAT), ops.constant(scales.numpy(), shared_memory=True))
+        return scaled if len(shape) == 2 else ops.reshape(scaled, sizes(rows, inputs), False)
+
+    def _integers(self, values: Tensor, *, four_bits: bool) -> Any:
+        if not four_bits:
+            whole = self._memory(values.shape, torch.int8)
+            whole[:] = values
+            return ops.constant(whole.numpy(), shared_memory=True)
+        nibbles = values.reshape(-1, 2).view(torch.uint8) & 15
+        bits = self._memory((len(nibbles),), torch.uint8)
+        torch.bitwise_or(nibbles[:, 0], nibbles[:, 1] << 4, out=bits)
+        # A type that numpy lacks.
+        tensor = ov.Tensor(bits.numpy(), ov.Shape(list(values.shape)), ov.Type.i4)
+        self._tensors.append(tensor)
+        return ops.constant(tensor, shared_memory=True)
+
+    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a mapping of its own, in huge pages where the system has them: they are filled much faster."""
+        count = int(np.prod(shape))
+        self.nbytes += count * dtype.itemsize
+        if not hasattr(mmap, "MADV_DONTNEED") or count * dtype.itemsize < SHARED:
+            made = torch.empty(*shape, dtype=dtype)
+            self._tensors.append(made)
+            return made
+        part = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # not every system has them
+            part.madvise(mmap.MADV_HUGEPAGE)
+        self._maps.append(part)
+        return torch.frombuffer(part, dtype=dtype).view(*shape)
+
+
+def _centre(weight: BlockWeight) -> int:
+    return 0 if weight.values.dtype is torch.int8 else 1 << (weight.bits - 1)
+
+
+def _offsets(weight: BlockWeight) -> Tensor | None:
+    """What is added to the centred weights of each group, (N, K / group), or None if it is zero everywhere."""
+    offsets = weight.scales.float() * _centre(weight)
+    if weight.minimums is not None:
+        offsets = offsets + weight.minimums.float()
+    return offsets if bool(offsets.any()) else None
+
 
 ACTIVATIONS = {
     "silu": ops.swish,

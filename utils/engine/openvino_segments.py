@@ -4,28 +4,233 @@ Steps and verify passes use requests that are bound to buffers once for each num
 in chunks.
 """
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import Report, unreported
-from utils.engine.openvino_graph import GraphBuilder
-from utils.engine.openvino_requests import (
-    BOUND_ROWS,
-    CHUNK_ROWS,
-    PREFILL_ROWS,
-    BoundRequests,
-    ChunkRequests,
-    DecoderSizes,
-    run_once,
-)
-from utils.engine.openvino_runtime import compile_graph
-from utils.engine.openvino_weights import Constants
+from utils.engine.openvino_graph import DYNAMIC_GROUP, FLOAT, Constants, Form, GraphBuilder, compile_graph, ops, ov
+from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
 from utils.freed_memory import trim_allocator
+
+# OpenVINO keeps machine code for every number of rows, so there are few. In between, rows are added that nobody reads.
+BOUND_ROWS = (*range(1, 10), 12, 16, 24, 32, 48, 65)
+CHUNK_ROWS = (128, 192, 256, 384, 512)
+PREFILL_ROWS = (32, 65, *CHUNK_ROWS)
+
+Tables = tuple[Tensor, Tensor]  # cos, sin: (rows, rotary_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """What requests need to know of a decoder. heads: of queries, keys and values. ropes: of each layer."""
+
+    hidden: int
+    attended: int
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    vocabulary: int
+    ropes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, spec: DecoderSpec) -> "DecoderSizes":
+        return cls(
+            hidden=spec.hidden_size,
+            attended=spec.heads * spec.head_dim,
+            heads=spec.heads + 2 * spec.kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rotary_dim,
+            vocabulary=spec.vocabulary,
+            ropes=tuple(layer.rope for layer in spec.layers),
+        )
+
+    def has_qkv(self, graph: int) -> bool:
+        """Whether a graph ends with the queries, keys and values of a layer, which has the graph's index."""
+        return graph < len(self.ropes)
+
+
+class BoundRequests:
+    """Requests for one number of rows, bound to buffers that they share: a step looks up and allocates nothing.
+
+    Layers read x from one of two buffers and write it to the other one, in turns.
+    """
+
+    def __init__(self, graphs: Sequence[Any], sizes: DecoderSizes, rows: int, logits: Tensor) -> None:
+        """logits: (rows, V), the buffer of the output head."""
+        self._sizes, self._logits = sizes, logits
+        self._x = [torch.zeros(rows, sizes.hidden) for _ in range(2)]
+        self._attended, self._normed = torch.zeros(rows, sizes.attended), torch.zeros(rows, sizes.hidden)
+        self._qkv = torch.zeros(rows, sizes.heads, sizes.head_dim)
+        self._tables = {rope: torch.zeros(2, rows, sizes.rotary_dim) for rope in sizes.ropes}
+        self._requests = [self._bound(graph, index) for index, graph in enumerate(graphs)]
+        self._held: Tensor | None = None
+        self._copied: dict[int | None, Tensor] = {}
+
+    def _bound(self, graph: Any, index: int) -> Any:
+        """Return the `infer` method of a new request for graph `index`."""
+        if index > len(self._sizes.ropes):
+            return _bind(graph.create_infer_request(), [self._normed], [self._logits]).infer
+        x, following = self._x[index - 1 & 1], self._x[index & 1]
+        inputs, outputs = ([x, self._attended], [following]) if index else ([self._x[0]], [])
+        if self._sizes.has_qkv(index):
+            rope = self._sizes.ropes[index]
+            inputs, outputs = inputs + ([] if rope is None else [*self._tables[rope]]), [*outputs, self._qkv]
+        return _bind(graph.create_infer_request(), inputs, outputs).infer
+
+    def begin(self, x: Tensor, tables: Tables) -> Tensor:
+        """Return qkv of layer 0 (rows, heads, head_dim), a view of a buffer."""
+        self._held, self._copied = x, {}  # objects of the last pass may hold other values by now
+        self._x[0][: len(x)] = x
+        return self._run(0, len(x), tables)
+
+    def advance(self, layer: int, x: Tensor, attended: Tensor, tables: Tables) -> tuple[Tensor, Tensor | None]:
+        """Return x after a layer and qkv of the next one, if there is one: views of buffers."""
+        rows = len(x)
+        if x is not self._held:
+            self._x[layer & 1][:rows] = x
+        self._attended[:rows] = attended
+        qkv = self._run(layer + 1, rows, tables)
+        self._held = self._x[layer + 1 & 1][:rows]
+        return self._held, qkv if self._sizes.has_qkv(layer + 1) else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the products of the output head: a view of its buffer."""
+        self._normed[: len(x)] = x
+        self._requests[-1]()
+        return self._logits[: len(x)]
+
+    def _run(self, index: int, rows: int, tables: Tables) -> Tensor:
+        rope = self._sizes.ropes[index] if self._sizes.has_qkv(index) else None
+        # Layers of the same kind are called with the same tables. A cut model calls its last layer without tables.
+        if rope is not None and self._copied.get(rope) is not tables[0] and tables[0].numel():
+            self._tables[rope][0, :rows], self._tables[rope][1, :rows] = tables
+            self._copied[rope] = tables[0]
+        self._requests[index]()
+        return self._qkv[:rows]
+
+
+class ChunkRequests:
+    """Requests for any number of rows, in chunks of few sizes. Outputs are new tensors."""
+
+    def __init__(self, graphs: Sequence[Any], sizes: DecoderSizes, chunk_rows: Sequence[int]) -> None:
+        self._graphs, self._requests = graphs, [graph.create_infer_request() for graph in graphs]
+        self._sizes, self._chunk_rows = sizes, chunk_rows
+
+    def begin(self, x: Tensor, tables: Tables) -> Tensor:
+        """Return qkv of layer 0: (rows, heads, head_dim)."""
+        return self._run(0, [x, *self._inputs(0, len(x), tables)])[0]
+
+    def advance(self, layer: int, x: Tensor, attended: Tensor, tables: Tables) -> tuple[Tensor, Tensor | None]:
+        """Return x after a layer and qkv of the next one, if there is one."""
+        outputs = self._run(layer + 1, [x, attended, *self._inputs(layer + 1, len(x), tables)])
+        return outputs[0], outputs[1] if len(outputs) > 1 else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the products of the output head."""
+        return self._run(len(self._graphs) - 1, [x])[0]
+
+    def _inputs(self, index: int, rows: int, tables: Tables) -> Tables | tuple[()]:
+        if not self._sizes.has_qkv(index) or self._sizes.ropes[index] is None:
+            return ()
+        # A cut model calls its last layer without tables and ignores qkv.
+        return tables if tables[0].numel() else (torch.zeros(rows, self._sizes.rotary_dim),) * 2
+
+    def _run(self, index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute graph `index` chunk by chunk."""
+        outputs = run_chunks(self._requests[index], inputs, self._output_shapes(index), self._chunk_rows)
+        # Every graph would keep its intermediate results of this many rows.
+        self._graphs[index].release_memory()
+        return outputs
+
+    def _output_shapes(self, index: int) -> list[tuple[int, ...]]:
+        sizes = self._sizes
+        if index > len(sizes.ropes):
+            return [(sizes.vocabulary,)]
+        shapes: list[tuple[int, ...]] = [(sizes.hidden,)] if index else []
+        return [*shapes, (sizes.heads, sizes.head_dim)] if sizes.has_qkv(index) else shapes
+
+
+def run_once(graph: Any) -> None:
+    """Compute one row of zeros."""
+    request = graph.create_infer_request()
+    request.infer([np.zeros((1, part.get_partial_shape()[1].get_length()), np.float32) for part in graph.inputs])
+
+
+def run_chunks(
+    request: Any, inputs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> list[Tensor]:
+    """Compute all rows of the inputs in chunks of these sizes. shapes: of a row of each output."""
+    rows = len(inputs[0])
+    chunks = chunked(rows, sizes)
+    outputs = [torch.empty(sum(chunks), *shape) for shape in shapes]
+    start = 0
+    for size in chunks:
+        parts = [_rows(part, start, size) for part in inputs]
+        _bind(request, parts, [output[start : start + size] for output in outputs]).infer()
+        start += size
+    return [output[:rows] for output in outputs]
+
+
+def chunked(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of the chunks that hold a number of rows: the largest one, and the next one for the rest."""
+    full, rest = divmod(rows, sizes[-1])
+    return [sizes[-1]] * full + ([next(size for size in sizes if size >= rest)] if rest else [])
+
+
+def _rows(x: Tensor, start: int, size: int) -> Tensor:
+    """Rows of x, with rows of zeros after its end."""
+    part = x[start : start + size]
+    return (part if len(part) == size else pad(part, (0, 0, 0, size - len(part)))).contiguous()
+
+
+def _bind(request: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+    """Let a request read and write tensors in place."""
+    for position, tensor in enumerate(inputs):
+        request.set_input_tensor(position, ov.Tensor(tensor.numpy(), shared_memory=True))
+    for position, tensor in enumerate(outputs):
+        request.set_output_tensor(position, ov.Tensor(tensor.numpy(), shared_memory=True))
+    return request
+
+
+class OpenVinoKernel:
+    """float32, or small integers with scales, on a CPU. OpenVINO has a copy of the weight in a layout of its own."""
+
+    def __init__(self, weight: Form, bias: Tensor | None, *, threads: int = 1) -> None:
+        """weight: (N, K). bias: (N,)."""
+        self._weight = weight if isinstance(weight, BlockWeight) else weight.detach().float()
+        self._bias = None if bias is None else bias.detach().float()
+        x = ops.parameter(ov.PartialShape([-1, weight.shape[1]]), FLOAT)
+        self._constants = Constants()
+        graph = ov.Model([self._constants.product(x, [self._weight], [self._bias])], [x], "linear")
+        group = min(DYNAMIC_GROUP, self._weight.group) if isinstance(self._weight, BlockWeight) else DYNAMIC_GROUP
+        compiled = compile_graph(graph, threads, group=group)
+        run_once(compiled)
+        self._constants.drop()
+        self._request = compiled.create_infer_request()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, outputs = x.reshape(-1, x.shape[-1]).float(), self._weight.shape[0]
+        if not len(rows):
+            return x.new_empty(*x.shape[:-1], outputs)
+        return run_chunks(self._request, [rows], [(outputs,)], BOUND_ROWS)[0].view(*x.shape[:-1], outputs)
+
+    def weight(self) -> Tensor:
+        return self._weight.dense() if isinstance(self._weight, BlockWeight) else self._weight
+
+    def tensors(self) -> Iterator[Tensor]:
+        weight, blocks = (None, self._weight) if isinstance(self._weight, BlockWeight) else (self._weight, None)
+        stored = (blocks.values, blocks.scales, blocks.minimums) if blocks else (weight,)
+        yield from (part for part in (*stored, self._bias) if part is not None)
+
 
 LOADED = EngineWeights()
 BUILT_AT_ONCE = 2  # graphs, each of which holds the weights of a layer a second time while it is built

@@ -4,17 +4,155 @@ A variation that is not known must not be computed wrongly. Therefore only the m
 module must be of a class that the type is known to have, and every parameter must have found its place in the spec.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, activations
 
-from utils.engine.decoder_families import FAMILIES, HeadNorms, Windows
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm, RopeTable
-from utils.engine.known_modules import ACTIVATION_NAMES, Unreadable, check_modules, check_parameters
-from utils.engine.stored_weights import rows_of
+from utils.engine.stored_weights import rows_of, source_of
+
+
+class Windows(Enum):
+    """Which layers have a sliding window."""
+
+    NONE = 0
+    ALL = 1  # if the config has a sliding_window
+    BY_TYPE = 2  # those that config.layer_types calls "sliding_attention"
+
+
+class HeadNorms(Enum):
+    """What the norms of the queries and keys, q_norm and k_norm, are computed over."""
+
+    NONE = 0
+    EACH_HEAD = 1
+    ALL_HEADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The names of a layer's norms; None for a norm that the layer does not have."""
+
+    input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
+PRE_NORMS = NormNames()
+POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH_NORMS = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model type differs from Llama.
+
+    norm_offset: norms multiply by weight + norm_offset. fused: q, k, v are one parameter, gate and up another.
+    partial_rotary: rotary positions may rotate a part of each head. multipliers: the embedding, the residual branches
+    and the logits are scaled as in Granite. softcap: the logits are capped by config.final_logit_softcapping.
+    """
+
+    norms: NormNames = PRE_NORMS
+    head_norms: HeadNorms = HeadNorms.NONE
+    windows: Windows = Windows.NONE
+    norm_offset: float = 0.0
+    fused: bool = False
+    partial_rotary: bool = False
+    multipliers: bool = False
+    softcap: bool = False
+
+
+FAMILIES = {
+    "gemma": Family(norm_offset=1.0),
+    "gemma2": Family(SANDWICH_NORMS, windows=Windows.BY_TYPE, norm_offset=1.0, softcap=True),
+    "gemma3_text": Family(SANDWICH_NORMS, HeadNorms.EACH_HEAD, Windows.BY_TYPE, norm_offset=1.0, softcap=True),
+    "granite": Family(multipliers=True),
+    "llama": Family(),
+    "ministral": Family(windows=Windows.BY_TYPE),
+    "mistral": Family(windows=Windows.ALL),
+    "olmo2": Family(POST_NORMS, HeadNorms.ALL_HEADS),
+    "olmo3": Family(POST_NORMS, HeadNorms.ALL_HEADS, Windows.BY_TYPE),
+    "phi3": Family(windows=Windows.ALL, fused=True, partial_rotary=True),
+    "qwen2": Family(windows=Windows.BY_TYPE),
+    "qwen3": Family(head_norms=HeadNorms.EACH_HEAD, windows=Windows.BY_TYPE),
+    "smollm3": Family(windows=Windows.BY_TYPE),
+}
+
+
+# The classes of a family, after its own name: LlamaAttention, Gemma3TextModel.
+OWN_CLASSES = (
+    *("ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"),
+    "TextScaledWordEmbedding",
+)
+# Dropout does nothing outside training.
+SHARED_CLASSES = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Dropout)
+# The modules that compute a function of ACTIVATIONS. NewGELU is the same formula as the tanh approximation of GELU.
+ACTIVATION_NAMES: dict[type[nn.Module], str] = {
+    activations.SiLUActivation: "silu",
+    nn.SiLU: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_pytorch_tanh",
+    activations.NewGELUActivation: "gelu_pytorch_tanh",
+    nn.ReLU: "relu",
+}
+# Transformers reads hidden states with hooks that do not change them.
+HARMLESS_HOOKS = "transformers.utils.output_capturing"
+
+
+class Unreadable(Exception):
+    """Why a model cannot be read, as a clause."""
+
+
+def check_modules(model: PreTrainedModel) -> None:
+    """Raise Unreadable if a module is of an unknown class, or if something may change what it computes."""
+    source, family = type(model).__module__, type(model).__name__.removesuffix("ForCausalLM")
+    if not source.startswith("transformers.models."):
+        raise Unreadable(f"its class {type(model).__name__} is not one of transformers")
+    own = {f"{family}{name}" for name in OWN_CLASSES}
+    for name, module in model.named_modules():
+        kind = type(module)
+        known = kind.__module__ == source and kind.__name__ in own
+        if not known and kind not in SHARED_CLASSES and kind not in ACTIVATION_NAMES:
+            raise Unreadable(f"its module {name or 'itself'} is of the unknown class {kind.__name__}")
+        if module.training and kind is not nn.ModuleList:  # a layer cut has a new list, which computes nothing
+            raise Unreadable("it is in training mode")
+        if "forward" in vars(module) or any(map(_changes, _hooks(module))):
+            raise Unreadable(f"a hook changes its module {name}" if name else "a hook changes its forward pass")
+
+
+def _hooks(module: nn.Module) -> list[Callable[..., object]]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _changes(hook: Callable[..., object]) -> bool:
+    return getattr(hook, "__module__", "") != HARMLESS_HOOKS and not getattr(hook, "keeps_outputs", False)
+
+
+def check_parameters(model: PreTrainedModel) -> None:
+    """Raise Unreadable unless all parameters are ordinary tensors of one floating-point format on one device."""
+    formats, devices = set(), set()
+    for name, parameter in model.named_parameters():
+        # Quantized and distributed tensors are of other classes.
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            raise Unreadable(f"its parameter {name} is not an ordinary floating-point tensor")
+        formats.add(parameter.dtype)
+        if source_of(parameter) is None:  # engines read weights that are in files
+            devices.add(parameter.device)
+    if len(formats) != 1:
+        raise Unreadable("its parameters have several number formats")
+    if len(devices) > 1:
+        raise Unreadable("its layers are spread over several devices")
+    if devices == {torch.device("meta")}:
+        raise Unreadable("its parameters are not in memory")
+
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from utils.engine.entry_file import EntryFile
+from utils.engine.stored_results import EntryFile
 from utils.models.feature_drafter import Conventions
 from utils.models.target_identity import fingerprint
 

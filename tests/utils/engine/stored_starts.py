@@ -6,8 +6,7 @@ from typing import Any
 from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.entry_file import entry_digest
-from utils.engine.stored_results import ResultFile
+from utils.engine.stored_results import ResultFile, entry_digest
 from utils.engine.weight_format import EngineWeights
 
 

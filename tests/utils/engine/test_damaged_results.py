@@ -9,8 +9,7 @@ import torch
 from fixed_speeds import only_engines, prefer
 from stored_starts import edit, only_entry, start
 
-from utils.engine.entry_file import MAX_BYTES
-from utils.engine.stored_results import ResultFile
+from utils.engine.stored_results import MAX_BYTES, ResultFile
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from utils.engine.openvino_kernel import OpenVinoKernel
+from utils.engine.openvino_segments import OpenVinoKernel
 from utils.engine.openvino_support import unsupported
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import engine_forward
 from utils.engine import openvino_support
+from utils.engine.engine_table import PlainEngine
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import ParkingEngine
 from utils.engine.mapped_weights import mapped_ranges
 from utils.engine.module_swap import EngineLinear
 from utils.engine.openvino_engine import OpenVinoEngine
-from utils.engine.plain import PlainEngine
 from utils.engine.seat import Seat
 from utils.engine.weight_format import EngineWeights
 

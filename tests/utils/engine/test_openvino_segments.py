@@ -22,8 +22,7 @@ from openvino_specs import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from utils.engine.openvino_requests import BOUND_ROWS, chunked
-from utils.engine.openvino_segments import OpenVinoSegments
+from utils.engine.openvino_segments import BOUND_ROWS, OpenVinoSegments, chunked
 from utils.engine.openvino_support import unsupported
 from utils.engine.weight_blocks import round_int4
 from utils.engine.weight_format import EngineWeights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from utils.decode.layer_cut import first_layers
-from utils.engine.decoder_families import FAMILIES as KNOWN_TYPES
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.read_decoder import FAMILIES as KNOWN_TYPES
 from utils.engine.read_decoder import read_decoder
 
 TOKENS = torch.randint(160, (24,), generator=torch.Generator().manual_seed(1))  # more than any sliding window

@@ -9,9 +9,8 @@ from stored_starts import start
 from tiny import tiny_mamba
 
 from utils.engine import Engine, engine, selftest
-from utils.engine.entry_file import EntryFile
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_results import MAX_ENTRIES, ResultFile
+from utils.engine.stored_results import MAX_ENTRIES, EntryFile, ResultFile
 
 
 @pytest.fixture(autouse=True)
