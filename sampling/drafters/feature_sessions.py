@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
+from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass
 from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
-
-PREFILL_ROWS = 512  # of a prompt in one pass, which bounds the mask of attention
 
 
 class FeatureSession(ABC):
@@ -102,7 +100,7 @@ class HeadSession(FeatureSession):
             states, tokens = self._states_before(end), self._tokens_after(context, end)
             # As for the target: a prompt is read by the same operations in every run, which may be faster ones.
             with prefill_pass(len(tokens) > MAX_WIDTH):
-                for part in zip(states.split(PREFILL_ROWS), tokens.split(PREFILL_ROWS), strict=True):
+                for part in zip(states.split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
                     self._add_entries(*part)
         assert self._state is not None
         return self.model.logits(self._state)

@@ -6,6 +6,8 @@ It plans and runs jobs. It shows nothing and decides nothing about settings.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from transformers import PreTrainedModel
+
 from ngram_assisted import STORAGES, NGramStorage
 from utils.comparison.job import Job
 from utils.comparison.last_prompt import LastPrompt, PlannedRun
@@ -15,6 +17,7 @@ from utils.config.settings import Settings
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
+from utils.decode.prompt_check import check_memory
 from utils.decode.steps import FinishReason
 from utils.decode.tree_check import tree_support
 from utils.errors import ContextOverflow, UserError
@@ -166,6 +169,9 @@ class Harness:
                 session.begin(job.prompt)
             except ContextOverflow as error:
                 raise with_reset_hint(error, job.history) from error
+        tokens = max(len(job.prompt) + job.settings.length for _, job in planned)
+        models = [model for model in (self.pair.target, self.pair.drafter) if isinstance(model, PreTrainedModel)]
+        check_memory(models, tokens, remedy="use a shorter prompt or a smaller /length")
         longest = max((len(job.prompt) for strategy, job in planned if strategy.needs_drafter), default=0)
         bound = context_length(self.pair.drafter) if longest else None
         # The same bound as in ModelDrafter.begin: a draft needs one position.

@@ -3,7 +3,7 @@
 An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from utils.bounds import MAX_GAMMA
 
 MAX_WIDTH = MAX_GAMMA + 1  # rows of the widest verify pass
+PREFILL_CHUNK = 512  # rows of a prompt that are computed at once: more need more memory and are hardly faster
 
 _prefill: ContextVar[bool] = ContextVar("prefill", default=False)
 
@@ -54,3 +55,23 @@ def prefill_pass(marked: bool = True) -> Iterator[None]:
 def in_prefill() -> bool:
     """Whether the current pass is marked as a prefill."""
     return _prefill.get()
+
+
+ReadingReport = Callable[[int, int], None]  # receives how many tokens of a prompt were read, and their number
+_reading: ContextVar[ReadingReport | None] = ContextVar("reading", default=None)
+
+
+@contextmanager
+def reported_reading(report: ReadingReport) -> Iterator[None]:
+    """Report how far long prompts have been read in this block, by whatever model."""
+    token = _reading.set(report)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def report_reading(done: int, total: int) -> None:
+    """Tell the report of `reported_reading`, if there is one."""
+    if (report := _reading.get()) is not None:
+        report(done, total)

@@ -32,6 +32,18 @@ def context_length(model: Any) -> int | None:
     return int(length) if isinstance(length, int) and length > 0 else None
 
 
+def cache_bytes(model: Any, tokens: int) -> int:
+    """The bytes of the keys and values of so many tokens in float32, or of as many as the model can read. An estimate:
+    0 for a model without attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    queries = getattr(config, "num_attention_heads", None) or 0
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, queries)
+    layers = getattr(config, "num_hidden_layers", 0)
+    return int(2 * 4 * layers * heads * size * min(tokens, context_length(model) or tokens))
+
+
 def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
     """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is the last one, after the
     final norm.

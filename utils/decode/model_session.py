@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from utils.decode.engine_forward import MAX_WIDTH, prefill_pass
+from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass, report_reading
 from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.model_info import context_length, model_name, vocabulary_size
-from utils.decode.prompt_check import check_prompt
+from utils.decode.prompt_check import check_memory, check_prompt
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.decode.steps import Leaf
@@ -83,9 +83,10 @@ class ModelSession:
         """Start a run and return the decoder's first context.
 
         others: encoder inputs of further rows, each as long as the prompt. Raises UserError for an empty prompt, ids
-        outside the vocabulary, or a prompt that leaves no room for a token.
+        outside the vocabulary, or a prompt that leaves no room for a token or does not fit into memory.
         """
         check_prompt(prompt, self.model)
+        check_memory([self.model], len(prompt), remedy="use a shorter prompt")
         # New tokens of an encoder-decoder follow its single start token.
         self._origin = 1 if self.model.config.is_encoder_decoder else len(prompt)
         if not self.model.config.is_encoder_decoder:
@@ -140,9 +141,13 @@ class ModelSession:
         return self._rules(self._pass(contexts, keep, leaves), len(contexts[0]) - keep + 1 - self._origin)
 
     def _prefill(self, contexts: list[list[int]]) -> None:
-        """Feed rows whose logits are not needed: one pass, the same for every `keep`, which may be faster."""
-        with prefill_pass(self._is_prefill(contexts)):
-            self._pass(contexts, keep=1)
+        """Feed rows whose logits are not needed: the same passes for every `keep`, which may be faster."""
+        end = len(contexts[0])
+        with prefill_pass(is_prefill := self._is_prefill(contexts)):
+            for stop in [*range(self._cached + PREFILL_CHUNK, end, PREFILL_CHUNK), end] if is_prefill else [end]:
+                self._pass([context[:stop] for context in contexts], keep=1)
+                if end > PREFILL_CHUNK:
+                    report_reading(stop, end)
 
     def _is_prefill(self, contexts: list[list[int]]) -> bool:
         return self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH

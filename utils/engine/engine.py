@@ -31,12 +31,11 @@ from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.fingerprint import result_key
 from utils.engine.forward_timing import REPEATS, ForwardProbe, times_have_changed, verify_costs
 from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreported
-from utils.engine.machine import available_memory
 from utils.engine.stored_results import ResultFile, StoredResult
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
-from utils.freed_memory import release_memory
+from utils.freed_memory import available_memory, release_memory
 
 AS_LOADED = EngineWeights()
 AUTO = "auto"

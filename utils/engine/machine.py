@@ -13,15 +13,6 @@ import torch
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
 FEATURE_KEYS = ("flags", "Features")
-# The files of a container's memory limit, usage and statistics, for version 2 and 1 of control groups.
-CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
 
 
 @cache
@@ -52,23 +43,6 @@ def cpu_features(info: Path = CPU_INFO) -> list[str]:
     """The instruction sets of the processor and the like, sorted. Empty if they are not known."""
     names = _first_processor(info)
     return sorted(" ".join(names.get(key, "") for key in FEATURE_KEYS).split())
-
-
-def available_memory() -> int:
-    """The bytes of memory that are free, as far as it is known, within the limits of a container."""
-    return min([int(psutil.virtual_memory().available), *_container_limits()])
-
-
-def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of a container leave. Cached files count as free."""
-    for limit, usage, statistics in CONTROL_GROUPS:
-        try:
-            maximum, used = (int(Path(path).read_text()) for path in (limit, usage))
-            values = dict(line.split() for line in Path(statistics).read_text().splitlines())
-        except (OSError, ValueError):  # the group does not exist, or has no limit
-            continue
-        files = sum(int(values.get(name, values.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
-        yield max(0, maximum - used + files)
 
 
 def _first_processor(info: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import context_length
+from utils.decode.model_info import cache_bytes
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_weights import data, source_of
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
@@ -155,16 +155,7 @@ def smaller_form(models: Sequence[PreTrainedModel], weights: EngineWeights, avai
 def _working_bytes(models: Sequence[PreTrainedModel]) -> int:
     """What forward passes need besides weights: a layer that is being read twice over, a KV cache, logits."""
     largest = max((matrix.count for matrix in _matrices(models)), default=0)
-    return 4 * 2 * largest + sum(map(_cache_bytes, models)) + BUFFERS
-
-
-def _cache_bytes(model: PreTrainedModel) -> int:
-    """The KV cache of a run of CONTEXT tokens."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-    size = getattr(config, "head_dim", None) or config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
-    positions = min(CONTEXT, context_length(model) or CONTEXT)
-    return int(2 * 4 * config.num_hidden_layers * heads * size * positions)
+    return 4 * 2 * largest + sum(cache_bytes(model, CONTEXT) for model in models) + BUFFERS
 
 
 def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:

@@ -17,9 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.distributed import world_size
-from utils.engine.machine import available_memory
 from utils.errors import UserError
-from utils.freed_memory import release_memory
+from utils.freed_memory import available_memory, release_memory
 from utils.models.devices import Placement
 from utils.models.hub import cached_folder
 from utils.models.sources import Source

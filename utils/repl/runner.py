@@ -20,6 +20,7 @@ from utils.comparison.server_runs import ServerPrompt
 from utils.comparison.session_state import SessionState, ShownResult
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
+from utils.decode.engine_forward import reported_reading
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason
 from utils.distributed import abort_if_tensor_parallel
@@ -185,7 +186,9 @@ class PromptRunner:
         accepts_by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
         watch = Stopwatch()
-        run = collect(view.strategy.steps(job.with_observers(watch, tracer)), view.show, stopwatch=watch, tracer=tracer)
+        steps = view.strategy.steps(job.with_observers(watch, tracer))
+        with reported_reading(view.reading):
+            run = collect(steps, view.show, stopwatch=watch, tracer=tracer)
         results.append((view.strategy, run))
         view.end(run)
         return run

@@ -84,6 +84,11 @@ class RunView:
             self._renderer.legend()
         self._count("reading the prompt ...")
 
+    def reading(self, done: int, total: int) -> None:
+        """Show how far a long prompt has been read."""
+        if self._prompt.live:
+            self._renderer.step(f"{self.strategy.name}: reading the prompt, {done:,} of {total:,} tokens")
+
     def show(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
         """Show one more step."""
         self._tokens += len(step.tokens)

@@ -1,6 +1,7 @@
 """What a session computes: only what its cache lacks, and an encoder once. Which recurrent states are refused."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from sampling import (
     speculative_generate,
     speculative_steps,
 )
+from utils.decode import prompt_check
 from utils.decode.decoding import Decoding
+from utils.decode.engine_forward import PREFILL_CHUNK, reported_reading
 from utils.decode.model_session import ModelSession
 from utils.decode.recurrent import CacheSupport
 from utils.errors import UserError
@@ -37,6 +40,35 @@ def test_each_feed_computes_only_what_the_cache_lacks() -> None:
     list(speculative_steps([1] * 9, drafter, ModelSession(model), plan, gamma=3))
     assert widths[0] == (12, 4)
     assert all(rows == kept <= 4 for rows, kept in widths[1:])
+
+
+def test_a_long_prompt_is_read_in_chunks_and_its_progress_is_reported() -> None:
+    model = tiny_llama(max_position_embeddings=4 * PREFILL_CHUNK).double()
+    widths: list[int] = []
+    model.register_forward_hook(
+        lambda _, args, kwargs, output: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompt = torch.randint(64, (2 * PREFILL_CHUNK + 9,)).tolist()
+    seen: list[tuple[int, int]] = []
+    with reported_reading(lambda *progress: seen.append(progress)):
+        logits = ModelSession(model).feed(prompt, keep=2)
+    assert widths == [PREFILL_CHUNK, PREFILL_CHUNK, 7, 2]
+    end = len(prompt) - 2
+    assert seen == [(PREFILL_CHUNK, end), (2 * PREFILL_CHUNK, end), (end, end)]
+    torch.testing.assert_close(logits, model(input_ids=torch.tensor([prompt])).logits[0, -2:], rtol=1e-9, atol=1e-9)
+
+
+def test_a_prompt_whose_keys_and_values_do_not_fit_is_refused_with_the_tokens_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SimpleNamespace(num_attention_heads=8, head_dim=128, num_hidden_layers=32)
+    config.get_text_config = lambda decoder: config
+    model = SimpleNamespace(config=config, device=torch.device("cpu"))
+    per_token = 1.5 * 2 * 4 * 32 * 8 * 128
+    monkeypatch.setattr(prompt_check, "available_memory", lambda: int(1000 * per_token))
+    prompt_check.check_memory([model], 1000, remedy="")
+    with pytest.raises(UserError, match=r"4000 tokens.* 1000\D.*use a shorter prompt"):
+        prompt_check.check_memory([model], 4000, remedy="use a shorter prompt")
 
 
 def test_an_encoder_runs_once() -> None:
