@@ -45,8 +45,7 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
 
     drafts_with: what the names of tensors in its files begin with that its drafter reads; empty for none.
     """
-    plan = plan_memory(source, kind, where)
-    where.report(_progress_line(source, kind, where, plan))
+    plan_memory(source, kind, where, in_files=True)  # before anything is downloaded: the least that it can need
     with _loading(source):
         _check_generation_config(source)
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
@@ -56,6 +55,8 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
             GenerationRules.of(stored.model)
             _report_unused(source, stored.unused, where, drafts_with)
             return stored.model
+        plan = plan_memory(source, kind, where)
+        where.report(_progress_line(source, kind, where, plan))
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         # Downloads and conversions have progress bars of their own.
         has_bar = source.hub_arguments is not None or source.gguf

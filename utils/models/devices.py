@@ -17,7 +17,7 @@ class Placement:
     """Where models are loaded, in which number format, and who receives progress lines.
 
     tensor_parallel: every layer is split among all processes. may_spread: layers may be spread over all GPUs and the
-    CPU if one GPU has not enough memory.
+    CPU if one GPU has not enough memory. engine_weights: the format in which engines will compute the weights.
     """
 
     device: str
@@ -25,6 +25,7 @@ class Placement:
     report: Reporter
     tensor_parallel: bool = False
     may_spread: bool = False
+    engine_weights: str = "float32"
 
 
 def choose_device(name: str) -> str:

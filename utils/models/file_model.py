@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -24,12 +25,13 @@ from utils.files import file_state
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
 from utils.models.hub import cached_folder
-from utils.models.memory import weight_files
+from utils.models.memory import plan_memory, weight_files
 from utils.models.progress import Count
 from utils.models.sources import Source
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DOWNLOADED = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
 DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 
@@ -63,16 +65,21 @@ class LoadedFromFiles:
 def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) -> LoadedFromFiles | None:
     """Load a model without its linear weights. Returns None if only transformers' loader knows how to load it.
 
-    Raises UserError for weights that are not finite.
+    Raises UserError for weights that do not fit into memory or are not finite.
     """
-    folder = _folder(source, where)
-    if folder is None or config.is_encoder_decoder or getattr(config, "quantization_config", None):
+    if where.device != "cpu" or source.gguf or where.tensor_parallel:
+        return None
+    if config.is_encoder_decoder or getattr(config, "quantization_config", None):
         return None
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.float32
     model = empty_model(config, dtype)
-    tensors = {} if isinstance(read_decoder(model), str) else _tensors(folder, model, dtype)
-    if not tensors:
+    if isinstance(read_decoder(model), str):
         return None
+    folder = _folder(source)
+    if not (tensors := _tensors(folder, model, dtype)):
+        return None
+    size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
+    where.report(f"loading {source.name} ({str(dtype).removeprefix('torch.')}, {size}) ...")
     for name in _checked(source, tensors, where):
         _place(model, name, tensors[name])
     model.tie_weights()
@@ -114,13 +121,11 @@ def model_files(source: Source) -> list[Path]:
     return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
 
 
-def _folder(source: Source, where: Placement) -> Path | None:
-    """Where the files of a checkpoint are, if its weights may stay there."""
-    if where.device != "cpu" or source.gguf or where.tensor_parallel:
-        return None
+def _folder(source: Source) -> Path:
+    """Where the files of a checkpoint are. They are downloaded if necessary."""
     if source.hub_arguments is None:
         return Path(source.location)
-    return cached_folder(source.location, source.hub_arguments.get("revision"))
+    return Path(str(snapshot_download(source.location, allow_patterns=[*DOWNLOADED], **source.hub_arguments)))
 
 
 def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, FileTensor]:

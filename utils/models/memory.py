@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.distributed import world_size
+from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 from utils.models.devices import Placement
@@ -82,10 +83,16 @@ class MemoryPlan:
     spread: bool = False
 
 
-def plan_memory(source: Source, kind: str, where: Placement) -> MemoryPlan:
-    """Decide where the weights fit. Raises UserError if they do not fit anywhere."""
+def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> MemoryPlan:
+    """Decide where the weights fit. Raises UserError if they do not fit anywhere.
+
+    in_files: they may stay in their files until an engine reads them, in its own format.
+    """
     counts = weight_counts(source)
     needed = needed_bytes(counts, where.dtype, kind) // (world_size() if where.tensor_parallel else 1)
+    in_files &= kind == "none" and where.device == "cpu" and not where.tensor_parallel
+    if in_files:
+        needed = min(needed, _engine_bytes(counts, where.engine_weights, needed))
     free = free_bytes(where.device)
     if free < needed:
         # Models that are no longer used may still be held by reference cycles.
@@ -97,8 +104,21 @@ def plan_memory(source: Source, kind: str, where: Placement) -> MemoryPlan:
         return MemoryPlan(needed, spread=True)
     raise UserError(
         f"'{source.name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: "
-        f"{_remedy(counts, free, kind, where.device)}."
+        f"{_engine_remedy(counts, free) if in_files else _remedy(counts, free, kind, where.device)}."
     )
+
+
+def _engine_bytes(counts: Mapping[str, int], format: str, loaded: int) -> int:
+    share = BYTES.get(format)
+    return loaded if share is None else int(share * sum(counts.values()))
+
+
+def _engine_remedy(counts: Mapping[str, int], free: int) -> str:
+    """The formats of engine weights that fit."""
+    options = {f"--engine-weights {format}": _engine_bytes(counts, format, 0) for format in ("int8", "int4")}
+    sizes = {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none"), **options}
+    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= free]
+    return f"use {' or '.join(fitting)}" if fitting else "use a smaller model"
 
 
 def _free_bytes_everywhere() -> int:

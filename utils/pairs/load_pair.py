@@ -49,10 +49,10 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     """
     device = choose_device(request.device)
     resolved = with_defaults(request, device, choose_device(request.drafter_device or device))
-    placement = _placement(request.device, device, resolved.dtype, report)
+    placement = _placement(request.device, device, resolved, report)
     # As requested, not as resolved: only `auto` may spread a model, and it has been resolved to a device by now.
     drafter_name = request.drafter_device or request.device
-    drafter_placement = _placement(drafter_name, str(resolved.drafter_device), resolved.dtype, report)
+    drafter_placement = _placement(drafter_name, str(resolved.drafter_device), resolved, report)
     check_request(resolved)
     check_quantization(str(resolved.quantize), device)
     source = _located(resolved, report)
@@ -67,9 +67,11 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
-def _placement(name: str, device: str, dtype: str, report: Reporter) -> Placement:
+def _placement(name: str, device: str, resolved: PairRequest, report: Reporter) -> Placement:
     """name: the device as requested. Only `auto` may spread a model over several devices."""
-    return Placement(device, choose_dtype(dtype, device), report, may_spread=name == "auto" and world_size() == 1)
+    may_spread = name == "auto" and world_size() == 1
+    dtype, weights = choose_dtype(resolved.dtype, device), resolved.engine_weights
+    return Placement(device, dtype, report, may_spread=may_spread, engine_weights=weights)
 
 
 def _located(request: PairRequest, report: Reporter) -> Source:

@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 
+from utils import freed_memory
 from utils.errors import UserError
 from utils.models import hub, memory
 from utils.models.load_errors import CAUSES
@@ -65,8 +66,8 @@ def test_packed_weights_keep_their_size_and_bitsandbytes_shrinks_others() -> Non
     ("fraction", "remedy"),
     [
         (0.7, "--dtype bfloat16"),
-        (0.4, "--quantize bnb-int8"),
-        (0.2, "--quantize nf4"),
+        (0.4, "--engine-weights int8"),
+        (0.2, "--engine-weights int4"),
         (0.1, "smaller model"),
     ],
 )
@@ -84,7 +85,9 @@ def test_the_limit_of_a_container_counts_and_cached_files_are_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limit, usage, stat = (tmp_path / name for name in ("max", "current", "stat"))
-    monkeypatch.setattr(memory, "CONTROL_GROUPS", ((str(limit), str(usage), str(stat)), ("/none", "/none", "/none")))
+    monkeypatch.setattr(
+        freed_memory, "CONTROL_GROUPS", ((str(limit), str(usage), str(stat)), ("/none", "/none", "/none"))
+    )
     set_free_memory(monkeypatch, 10_000)
     assert memory.free_bytes("cpu") == 10_000
     usage.write_text("900\n")
