@@ -1,6 +1,7 @@
 """What /engine shows: a row of measurements for each engine, and why the one in use was chosen."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
@@ -9,7 +10,8 @@ from utils.text import byte_size
 HEADINGS = ("engine", "step", *(f"v({width})" for width in COMPARED_WIDTHS), "prefill", "memory", "threads", "bits")
 LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
-    "bits: whether a verify pass has those of decode steps. *: in use."
+    "memory: what an engine needs for the weights; bits: whether a verify pass has those of decode steps. *: in use. "
+    "~: estimated from a few layers."
 )
 MUCH_FASTER = 1.5  # a decode step that is now so much faster: other engines or more threads might be chosen
 BUSY = (
@@ -26,8 +28,7 @@ def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
     table = engine.table
     rows = {name: table.get(name, EngineFigures()) for name in engine.names}
     used = engine.state.kind
-    if not rows[used].step_seconds:
-        rows[used] = _present_figures(engine)
+    rows[used] = _present_figures(engine, rows[used])
     return [_cells(f"{name} *" if name == used else name, row) for name, row in rows.items()]
 
 
@@ -66,18 +67,19 @@ def _with_problems(engine: Engine) -> dict[str, EngineFigures]:
     return {name: row for name, row in rows.items() if row.problem}
 
 
-def _present_figures(engine: Engine) -> EngineFigures:
-    """Those of the engine in use, if it was not compared with others."""
+def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:
+    """Those of the engine in use, which were measured with whole models."""
     costs = tuple((width, 1 + engine.costs[width - 2]) for width in COMPARED_WIDTHS if width <= len(engine.costs) + 1)
-    state = engine.state
-    return EngineFigures(verified=state.verified, threads=state.threads, step_seconds=engine.step_seconds, costs=costs)
+    verified, threads = engine.state.verified, engine.state.threads
+    measured = replace(row, verified=verified, threads=threads, nbytes=engine.nbytes())
+    return replace(measured, step_seconds=engine.step_seconds, costs=costs, estimated=False) if costs else measured
 
 
 def _cells(name: str, row: EngineFigures) -> tuple[str, ...]:
     costs = (row.cost(width) for width in COMPARED_WIDTHS)
     return (
         name,
-        f"{1000 * row.step_seconds:.1f}" if row.step_seconds else "-",
+        f"{'~' * row.estimated}{1000 * row.step_seconds:.1f}" if row.step_seconds else "-",
         *("-" if cost is None else f"{cost:.2f}" for cost in costs),
         f"{row.prefill:.0f}" if row.prefill else "-",
         byte_size(row.nbytes) if row.nbytes else "-",

@@ -10,7 +10,7 @@ from typing import Any
 from utils.engine.layer_engine import NO_PROMISE
 
 COMPARED_WIDTHS = (2, 5, 9)  # verify widths at which engines are compared
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = 256
 ACCEPTANCE = 0.6  # of each draft: typical of small drafters and of n-grams in text that repeats itself
 PROMPT_TOKENS, NEW_TOKENS = 256, 128  # a typical request
 MAX_LOSS = 1.1  # equal bits are given up for more speed than this

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from utils.decode.engine_forward import in_prefill
+from utils.engine.threads import available_threads
 
 # oneDNN generates and keeps machine code for every number of rows, half a megabyte each. So only these sizes are used:
 # a size in between is padded with zero rows to the next one, and more rows than the largest size are computed in
@@ -26,7 +27,9 @@ _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1,
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
-TESTED_OUTPUTS = 4096  # of a weight with more: how a sum is split depends on its length, and the self-test follows
+# Of a weight with more outputs, so many are tried: how a sum is split depends on its length, and on the number of
+# threads if there are few outputs for each. The self-test of whole layers follows.
+TESTED_OUTPUTS = max(1024, 128 * available_threads())
 
 
 class Kernel(Protocol):

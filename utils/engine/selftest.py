@@ -22,7 +22,7 @@ from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
 PREFIX = 13  # cached tokens before the tested positions
-LONG_PREFIX = 140  # more than a verify pass has rows, so that it is a prefill
+LONG_PREFIX = MAX_WIDTH + 3  # more than a verify pass has rows, so that it is a prefill
 POSITIONS = 12  # tested positions
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of a whole model
 START_POSITIONS, START_WIDTHS = 5, (2, 5)  # of a whole model at a start

@@ -28,8 +28,10 @@ from utils.errors import UserError
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
 EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so many, and at most
 EVICTED = 1 << 28  # bytes that are read before each pass
-WARM_UPS, STEPS = 1, 5  # passes of one number of threads
-MIN_TURNS, MAX_TURNS, ENOUGH = 3, 9, 4.0  # turns of all engines; further ones do not begin after these seconds
+WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
+ENOUGH_STEPS = 0.3
+MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 3.0  # turns of all engines; further ones do not begin after these seconds
+LARGE = 1 << 26  # bytes of a block from which a pass waits for memory, whatever engine computes it
 SLOW_PREFILL = 0.3  # seconds
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
@@ -131,6 +133,8 @@ class Trials:
         self._plan = SlicePlan.of(self.model)
         self._buffer = torch.ones(self._evicted() // 4)
         reference = self._reference()
+        if len(self.thread_counts) > 1 and _block_bytes(self.model) >= LARGE:
+            self.thread_counts = [self._fastest_for_memory()]
         made = (self._guarded(name, partial(self._made, name, reference)) for name in self.builders)
         candidates = [candidate for candidate in made if candidate is not None]
         candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
@@ -150,6 +154,15 @@ class Trials:
         selftest.read_weights(part, self.weights)
         self._read = part  # the plain engine computes it
         return selftest.sample_logits(part)
+
+    def _fastest_for_memory(self) -> int:
+        """The number of threads for all engines, measured without one. Some engines take long to change the number.
+
+        Verify passes and prefills use more threads than decode steps, which mostly wait for memory.
+        """
+        self.report("engines: measuring numbers of threads")
+        probe = self.meter.probe(self._read, PLAIN)
+        return threads.fastest_count(lambda: probe.forward(COMPARED_WIDTHS[1]), self.thread_counts)
 
     def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
         """The result of a step, or None if the engine raised an error, which is noted."""
@@ -186,6 +199,8 @@ class Trials:
         """Install an engine on a slice. Returns why its logits are not those of the reference."""
         counts = sorted({*self.thread_counts, *threads.usual_counts()})
         failure = engine.install(counts, self.report)
+        if part is self._read:  # it computes the reference
+            return failure
         if failure or not (failure := selftest.deviation(part, reference, exact=self.weights.as_loaded)):
             return failure
         if "lean" not in engine.layouts and vars(part).get("forward") is not None:
@@ -201,13 +216,19 @@ class Trials:
         for count in self.thread_counts:
             self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
             candidate.engine.set_threads(count)
-            seconds = {depth: [*self._passes(probe, 1, WARM_UPS + STEPS)] for depth, probe in candidate.probes.items()}
-            seconds = {depth: times[WARM_UPS:] for depth, times in seconds.items()}
+            seconds = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
             total = self._plan.total({depth: lower_quartile(times) for depth, times in seconds.items()})
             yield count, total
             best = min(best, total)
             if total > MORE_THREADS * best:
                 return
+
+    def _step_samples(self, probe: ForwardProbe) -> list[float]:
+        """Seconds of a few decode steps."""
+        times = [*self._passes(probe, 1, WARM_UPS)]
+        while len(times) < WARM_UPS + STEPS and (len(times) == WARM_UPS or sum(times) < ENOUGH_STEPS):
+            times += self._passes(probe, 1, 1)
+        return times[WARM_UPS:]
 
     def _passes(self, probe: ForwardProbe, width: int, repeats: int) -> Iterator[float]:
         """Seconds of forward passes."""
