@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from utils.decode.engine_forward import in_prefill
-from utils.engine.threads import available_threads
 
 # oneDNN generates and keeps machine code for every number of rows, half a megabyte each. So only these sizes are used:
 # a size in between is padded with zero rows to the next one, and more rows than the largest size are computed in
@@ -27,9 +26,8 @@ _LAYOUT_ROWS = 8  # oneDNN optimizes its layout for this number of rows; with 1,
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, the fewest first
 # Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
-# Of a weight with more outputs, so many are tried: how a sum is split depends on its length, and on the number of
-# threads if there are few outputs for each. The self-test of whole layers follows.
-TESTED_OUTPUTS = max(1024, 128 * available_threads())
+TESTED_OUTPUTS = 4096  # of a weight with more outputs, every number of rows is tried on so many
+_CONFIRMED_ROWS = (2, 5, MAX_ROWS)  # and these on all of it, because how a sum is split may depend on the outputs
 
 
 class Kernel(Protocol):
@@ -116,17 +114,26 @@ def packed_kernel_builder(thread_counts: Iterable[int], known: dict[str, int]) -
         inputs, shape = weight.shape[1], "x".join(map(str, weight.shape))
         if shape not in known:
             fitting = (parts for parts in SPLITS if inputs % parts == 0)
-            part = weight[:TESTED_OUTPUTS]
-            tried = (parts for parts in fitting if is_row_invariant(PackedKernel(part, None, parts), inputs, counts))
-            known[shape] = next(tried, 0)
+            known[shape] = next((parts for parts in fitting if _keeps_bits(weight, parts, counts)), 0)
         parts = known[shape]
         return PackedKernel(weight, bias, parts) if parts and inputs % parts == 0 else None
 
     return build
 
 
-def is_row_invariant(kernel: Kernel, inputs: int, thread_counts: Iterable[int]) -> bool:
-    """Whether every row of up to MAX_ROWS rows has the same bits as when it is computed alone."""
+def _keeps_bits(weight: Tensor, parts: int, thread_counts: Sequence[int]) -> bool:
+    """Whether a weight that is split into so many parts is row-invariant here."""
+    tried, inputs = weight[:TESTED_OUTPUTS], weight.shape[1]
+    if not is_row_invariant(PackedKernel(tried, None, parts), inputs, thread_counts):
+        return False
+    whole = None if len(tried) == len(weight) else PackedKernel(weight, None, parts)
+    return whole is None or is_row_invariant(whole, inputs, thread_counts, _CONFIRMED_ROWS)
+
+
+def is_row_invariant(
+    kernel: Kernel, inputs: int, thread_counts: Iterable[int], tested: Sequence[int] = _TESTED_ROWS
+) -> bool:
+    """Whether every row of these numbers of rows has the same bits as when it is computed alone."""
     x = torch.randn(MAX_ROWS, inputs, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     # Computed once, with the current number of threads, because the bits must not depend on that number either.
@@ -134,7 +141,7 @@ def is_row_invariant(kernel: Kernel, inputs: int, thread_counts: Iterable[int]) 
     try:
         for count in thread_counts:
             torch.set_num_threads(count)
-            if not all(torch.equal(kernel(x[:rows]), alone[:rows]) for rows in _TESTED_ROWS):
+            if not all(torch.equal(kernel(x[:rows]), alone[:rows]) for rows in tested):
                 return False
     finally:
         torch.set_num_threads(before)

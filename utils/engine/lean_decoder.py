@@ -4,8 +4,7 @@ It keeps the KV cache, attention, rotary tables and the final norm; `Segments` c
 and the next. transformers' forward spends as much time in Python as small models spend in their products.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from utils.engine.row_attention import (
     prefill_groups,
     row_groups,
 )
+from utils.engine.threads import torch_threads
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 
@@ -71,7 +71,8 @@ class LeanDecoder:
         self.rotary = RotaryTables(spec)
         # Layers rarely differ in their scaling.
         scalings = {layer.scaling for layer in spec.layers}
-        self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
+        with torch_threads(segments.row_threads):
+            self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
 
     def _shape(self, scaling: float) -> HeadShape:
         return HeadShape(self._spec.heads, self._spec.kv_heads, self._spec.head_dim, scaling)
@@ -109,7 +110,7 @@ class LeanDecoder:
                 **others,
             )
         cache = self.new_cache() if past_key_values is None else past_key_values
-        with _torch_threads(None if in_prefill() else self._segments.row_threads):
+        with torch_threads(None if in_prefill() else self._segments.row_threads):
             compute = self._prefill if in_prefill() else self._layers
             states = compute(input_ids, cache, every=bool(output_hidden_states), leaves=leaves)
             logits = self._logits(states[-1], logits_to_keep)
@@ -126,7 +127,7 @@ class LeanDecoder:
 
     def run_products(self) -> None:
         """Compute the products of one decode step alone, to compare its time with theirs."""
-        with _torch_threads(self._segments.row_threads):
+        with torch_threads(self._segments.row_threads):
             self._segments.run_products()
 
     def for_cut(self, cut: Any) -> "LeanDecoder":
@@ -220,20 +221,6 @@ class LeanDecoder:
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits.view(*kept.shape[:2], -1)
-
-
-@contextmanager
-def _torch_threads(count: int | None) -> Iterator[None]:
-    """Let PyTorch compute with this number of threads in the block. None: as before."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _is_growing(cache: Any) -> bool:

@@ -2,11 +2,12 @@
 
 In row mode every query row attends to keys padded to a multiple of 64 positions, with a mask. The shape of its
 products then depends on its own position alone. All rows with the same padded keys are one call: `packed` puts them
-side by side as queries of the same keys, which reads the keys once; `batched` gives each row a batch entry of its own,
-which always has the bits of a single row. Which of them is used is found out by a test with the model's shapes.
+side by side as queries of the same keys, which reads the keys once; `batched` gives each row a batch entry of its own.
+Which of them is used is found out by a test with the model's shapes. With several threads neither may keep the bits of
+a single row: then one thread computes the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.kv_cache import PADDING
+from utils.engine.threads import torch_threads
 
 PREFILL_ROWS = 256  # query rows per call: few, because a call reads all keys up to its last row for each row
 _TESTED_ROWS = range(1, MAX_WIDTH + 1)  # every width: some shapes differ at a single one
@@ -99,10 +101,13 @@ def _mask(rows: range, keys: range, window: int | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowAttention:
-    """How rows of one head shape are computed. packed: see the module docstring."""
+    """How rows of one head shape are computed. packed: see the module docstring. threads: None for as many as are set;
+    a prefill always has those.
+    """
 
     shape: HeadShape
     packed: bool
+    threads: int | None = None
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], *, prefill: bool
@@ -111,7 +116,15 @@ class RowAttention:
 
         groups: of `row_groups`, or of `prefill_groups` for a prefill.
         """
-        parts, form = [], self.prefill if prefill else self.rows
+        if prefill:
+            return self._attend(self.prefill, query, keys, values, groups)
+        with torch_threads(self.threads):
+            return self._attend(self.rows, query, keys, values, groups)
+
+    def _attend(
+        self, form: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup]
+    ) -> Tensor:
+        parts = []
         for group in groups:
             replaced = None if group.moved is None else _move(keys, values, *group.moved)
             chosen = (keys[None, :, group.begin : group.end], values[None, :, group.begin : group.end])
@@ -157,9 +170,11 @@ def _move(keys: Tensor, values: Tensor, source: int, place: int) -> tuple[Tensor
 
 
 def chosen_attention(shape: HeadShape) -> RowAttention:
-    """The faster form of attention whose rows keep their bits here. Takes a fraction of a second."""
-    packed = RowAttention(shape, packed=True)
-    return packed if is_row_invariant(packed) else RowAttention(shape, packed=False)
+    """The fastest form of attention whose rows keep their bits here, with the number of threads that is set now. Takes
+    a fraction of a second.
+    """
+    forms = (RowAttention(shape, packed=True), RowAttention(shape, packed=False))
+    return next(filter(is_row_invariant, forms), RowAttention(shape, packed=False, threads=1))
 
 
 def is_row_invariant(how: RowAttention) -> bool:

@@ -86,3 +86,17 @@ def restored_on_error() -> Iterator[None]:
     except BaseException:  # Ctrl-C included
         torch.set_num_threads(before)
         raise
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let PyTorch compute with this number of threads in the block. None: as before."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
