@@ -41,7 +41,7 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
 LOSS = 0.025  # share of a run's time by the target alone that drafts may lose
-EXPECTED_TOKENS = 48  # of a run; it may end long before the maximum number of new tokens
+EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
 ANY: Bucket = ("any", 0)
 
 
@@ -179,7 +179,11 @@ class AdaptiveGamma:
             reached *= self.probability(bucket)
         count = len(buckets)
         # `reached` is the expected gain in tokens; the other side is what the run produces in the extra verify time.
-        return reached > self.rate * (self._costs.verify_cost(count) - self._costs.verify_cost(count - 1))
+        return reached > self.rate * (self._least_cost(count) - self._least_cost(count - 1))
+
+    def _least_cost(self, drafts: int) -> float:
+        """Of verify passes with at least this many drafts. Some kernels take longer for fewer rows."""
+        return min(map(self._costs.verify_cost, range(drafts, drafts + LOOKAHEAD)))
 
     def _values(self, buckets: Sequence[Bucket]) -> list[float]:
         """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time. Minus

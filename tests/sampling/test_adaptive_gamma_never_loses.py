@@ -7,10 +7,10 @@ with the same probability, whatever the drafter's confidence says.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -46,7 +46,8 @@ COSTS = {
 class Toy:
     """A run by its acceptance rate. confidence: the bucket of every draft. prompt: its tokens. tokens: of the answer.
 
-    time, alone: decode steps, in those of a short context, so far, and those of the target alone.
+    time: so far, in decode steps of a short context. read: tokens that the drafter has read. drafts: how many were
+    computed.
     """
 
     costs: Costs
@@ -70,6 +71,7 @@ class Toy:
 
     @property
     def alone(self) -> float:
+        """The time of the target alone."""
         return self.prefill + sum(self.step(self.prompt + made) for made in range(self.tokens))
 
     def round(self, made: int, proposed: int, computed: int) -> int:
@@ -115,37 +117,94 @@ class Toy:
         return self.alone / self.time
 
 
-def toys(*chosen: int, **values: float) -> Iterator[Toy]:
-    for seed in range(12):
-        yield Toy(seed=seed, **values)  # type: ignore[arg-type]
-
-
 def confidences(rate: float) -> set[int]:
-    """A drafter that knows itself, and one that is always sure."""
+    """Of a drafter that knows itself, and of one that is always sure."""
     return {min(7, int(8 * rate)), 7}
 
 
-def mean_speedup(max_new: int, **values: float) -> float:
+def speedup(max_new: int, runs: int = 6, **values: Any) -> float:
     """Of several runs as a whole, as a benchmark counts them."""
-    runs = [*toys(**values)]
-    for run in runs:
-        run.adaptive(max_new)
-    return sum(run.alone for run in runs) / sum(run.time for run in runs)
+    toys = [Toy(seed=seed, **values) for seed in range(runs)]
+    for toy in toys:
+        toy.adaptive(max_new)
+    return sum(toy.alone for toy in toys) / sum(toy.time for toy in toys)
 
 
-def main() -> None:
-    for name, costs in COSTS.items():
-        for prompt, (tokens, max_new) in product((50, 1000, 3000), ((48, 48), (48, 256), (256, 256))):
-            line = f"{name:22} {prompt:5} {tokens:4}/{max_new:4}:"
-            for rate in RATES:
-                values = {"costs": costs, "rate": rate, "prompt": prompt, "tokens": tokens}
-                worst = min(mean_speedup(max_new, confidence=c, **values) for c in confidences(rate))
-                best = max(
-                    (fmean(run.fixed(g) for run in toys(confidence=0, **values)), g) for g in (0, 1, 2, 3, 4, 6, 8, 12)
-                )
-                line += f"  {worst:.3f}/{best[0]:.2f}(g{best[1]})"
-            print(line)
+def best_fixed(runs: int = 6, **values: Any) -> float:
+    """The speed-up of the best fixed gamma, which nobody knows in advance."""
+    return max(fmean(Toy(seed=seed, **values).fixed(gamma) for seed in range(runs)) for gamma in range(9))
 
 
-if __name__ == "__main__":
-    main()
+def mixed(costs: Costs, prompt: int, tokens: int, **others: Any) -> dict[str, Any]:
+    return {"costs": costs, "prompt": prompt, "tokens": tokens, **others}
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("prompt", [50, 1000, 3000])
+def test_no_run_is_slower_than_the_target_alone(name: str, prompt: int) -> None:
+    """Also a run that ends long before the maximum number of new tokens, and whatever the drafter thinks of itself."""
+    for (tokens, max_new), rate in product(((48, 48), (48, 256), (256, 256)), RATES):
+        for confidence in confidences(rate):
+            values = mixed(COSTS[name], prompt, tokens, rate=rate, confidence=confidence)
+            assert speedup(max_new, runs=2, **values) >= BAR, (tokens, max_new, rate, confidence)
+
+
+@pytest.mark.parametrize("name", ["head, packed weights", "head, int8", "model, GPU"])
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
+def test_where_drafts_pay_it_is_near_the_best_fixed_gamma(name: str, rate: float) -> None:
+    """The share is that of the gain of a long answer: what remains is the time in which acceptance is learned."""
+    for confidence in confidences(rate):
+        values = mixed(COSTS[name], 50, 256, rate=rate, confidence=confidence)
+        assert speedup(256, **values) > 1 + 0.6 * (best_fixed(**values) - 1), confidence
+
+
+def test_a_long_prompt_is_read_where_the_answer_is_long_enough_to_pay_for_it() -> None:
+    values = {"rate": 0.9, "confidence": 7, "seed": 0}
+    for prompt, tokens, reads in ((1000, 256, True), (1000, 48, False), (50, 48, True)):
+        toy = Toy(**mixed(COSTS["head, int8"], prompt, tokens, **values))
+        toy.adaptive(tokens)
+        assert (toy.drafts > 0) is reads is (toy.read >= prompt), (prompt, tokens)
+
+
+def test_a_slow_reader_does_not_draft_even_if_a_loss_is_not_bounded() -> None:
+    """The reading is spread over the tokens that remain."""
+    for read, tokens, drafts in ((0.1, 40, True), (40.0, 40, False), (40.0, 2000, True)):
+        costs = Costs.of([0.1] * 16, {KIND: 0.1}, {KIND: read}, length=64)
+        gamma = AdaptiveGamma(costs, kind=KIND, max_new=tokens)
+        gamma.begin([0] * 500, [0] * 500)
+        gamma._throughput.gain = 1000.0  # nothing is too dear
+        assert gamma.continues([]) is drafts, (read, tokens)
+
+
+def test_reading_is_paid_once() -> None:
+    costs = Costs.of([0.1] * 16, {KIND: 0.1}, {KIND: 40.0}, length=64)
+    gamma = AdaptiveGamma(costs, kind=KIND, max_new=2000)
+    gamma.begin([0] * 500, [0] * 500)
+    gamma.learn([], 0)
+    assert gamma._throughput.gain == 0
+    gamma.follow([0] * 501)
+    gamma.learn([("confidence", 7)], 1, 1)
+    assert gamma._throughput.gain == pytest.approx(2 - 1.2 - 501 * 0.04)
+    gamma.follow([0] * 503)
+    gamma.learn([("confidence", 7)], 1, 1)
+    assert gamma._throughput.gain == pytest.approx(2 * (2 - 1.2) - 503 * 0.04)
+
+
+def test_costs_follow_the_context() -> None:
+    """A draft that pays in a short context does not pay in a long one."""
+    longer = Costs.of([2.0] * 16, {KIND: 0.1}, length=1064)
+    costs = Costs.of([0.1] * 16, {KIND: 0.1}, length=64, longer=longer)
+    gamma = AdaptiveGamma(costs, kind=KIND)
+    for length, drafts in ((64, True), (1064, False), (64, True)):
+        gamma.follow([0] * length)
+        assert gamma.continues([]) is drafts and gamma.best([("match", 3)]) == drafts
+
+
+def test_a_draft_is_proposed_where_the_kernels_take_longer_for_fewer_rows() -> None:
+    """A verify pass with one draft is dear, with two it is cheap: the first is a step towards the second."""
+    gamma = AdaptiveGamma(Costs.of(STEPPED, {KIND: 0.07}), kind=KIND)
+    for _ in range(30):
+        gamma.learn([("confidence", 5)] * 3, 3, 3)
+    assert gamma.rate * STEPPED[0] > gamma.probability(("confidence", 5)) > gamma.rate * STEPPED[1]
+    assert gamma.proposes([("confidence", 5)])
+    assert not gamma.proposes([("confidence", 5), ("confidence", 5), ("confidence", 0)])

@@ -25,7 +25,7 @@ READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
 LONG_WIDTHS = (1, 5)  # in the longer context: what attention adds grows evenly with the width
 REPEATS, FEWEST = 5, 2
-ENOUGH = 1.5  # seconds for the repeats at one length, if there are the fewest
+ENOUGH = 1.5  # seconds after which REPEATS end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
@@ -143,7 +143,7 @@ def verify_costs(
         probe.forward(1)
         fast = clock() - start < SLOW_STEP
         widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
-    times = width_seconds(probe, widths, clock, repeats=repeats, enough=ENOUGH, report=report)
+    times = width_seconds(probe, widths, clock, repeats=repeats, enough=_enough(repeats), report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
@@ -152,6 +152,15 @@ def verify_costs(
         return step, tuple(_interpolated(extra, width) for width in range(2, widths[-1] + 1))
     more = {width: extra[width] - (shorter[width - 2] if width > 1 else 0.0) for width in widths}
     return step, tuple(max(0.0, cost + _interpolated(more, width)) for width, cost in enumerate(shorter, start=2))
+
+
+def time_of_repeats(repeats: int, seconds: float) -> float:
+    """Return about how long the repeats take if one takes so many seconds."""
+    return max(FEWEST * seconds, min(repeats * seconds, _enough(repeats) + seconds))
+
+
+def _enough(repeats: int) -> float:
+    return ENOUGH * repeats / REPEATS
 
 
 def _interpolated(values: Mapping[int, float], width: int) -> float:
