@@ -40,7 +40,7 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 # Below 1, so that the expected number of accepted drafts is bounded, however many are considered.
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
-LOSS = 0.025  # share of a run's time by the target alone that drafts may lose
+LOSS = 0.02  # share of a run's time by the target alone that drafts may lose
 EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
 ANY: Bucket = ("any", 0)
 
@@ -133,6 +133,15 @@ class AdaptiveGamma:
         """What this many drafts add to a round."""
         computed = max(drafts, self._block) if drafts else 0
         return self._costs.verify_cost(drafts) + computed * self._draft_cost
+
+    @property
+    def never_drafts(self) -> bool:
+        """Whether reading the prompt costs more than drafts may lose in the longest run. False if another drafter's
+        gains might pay for it.
+        """
+        if self._max_new is None or self._shares:
+            return False
+        return self._reading > LOSS * (self._table.prefill_cost(self._prompt) + self._max_new)
 
     @property
     def _reading(self) -> float:

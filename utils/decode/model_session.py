@@ -174,6 +174,10 @@ class ModelSession:
         features, self._features = self._features, ()
         return torch.cat(features) if features else None
 
+    def keep_no_features(self) -> None:
+        """Keep no hidden states of what is fed from now on."""
+        self._reader, self._features = None, ()
+
     def rewind(self, length: int, leaf: int | None = None) -> None:
         """Forget everything after the first `length` positions. At most once between two feeds.
 

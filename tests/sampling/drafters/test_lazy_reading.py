@@ -19,7 +19,7 @@ from sampling import (
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.adaptive_gamma import Bucket
+from sampling.adaptive_gamma import Bucket, ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
@@ -76,8 +76,10 @@ def parts(
         return compute(states, *others)
 
     model.next_states = noted  # type: ignore[method-assign]
-    head = HeadDrafter(HeadSession(model), plan, SIZE, shares_noise=True, adaptive=adaptive)
-    return head, ModelSession(target, features=model.feature_layers), alone
+    session = ModelSession(target, features=model.feature_layers)
+    not_needed = session.keep_no_features
+    head = HeadDrafter(HeadSession(model), plan, SIZE, shares_noise=True, adaptive=adaptive, not_needed=not_needed)
+    return head, session, alone
 
 
 def run(kind: str, adaptive: AdaptiveGamma) -> tuple[list[Step], list[int]]:
@@ -106,6 +108,26 @@ def test_a_drafter_that_begins_later_reads_everything_at_once(kind: str) -> None
     # An entry of a head needs the token after it.
     assert first >= LATER - 2 and read[0] == len(PROMPT) + made - (kind == "head")
     assert all(rounds[first:-1]) and max(read[1:]) <= 4 and sum(step.accepted for step in steps)
+
+
+@pytest.mark.parametrize(("read", "kept"), [(CHEAP, True), (DEAR, False)])
+def test_the_target_keeps_hidden_states_only_for_a_head_that_may_draft(read: dict[str, float], kept: bool) -> None:
+    plan = decoding(TOKENS, seed=4)
+    drafter, target, _ = parts("head", gamma_of(AdaptiveGamma, read), plan, [])
+    asked: list[bool] = []
+    target.model.register_forward_pre_hook(
+        lambda _, args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True
+    )
+    list(speculative_steps(PROMPT, drafter, target, plan, gamma=6, rule=RULES["coupled"]))
+    assert set(asked) == {kept}
+
+
+def test_a_drafter_whose_reading_another_one_may_pay_for_can_still_draft() -> None:
+    adaptive = AdaptiveGamma(Costs.of([0.05], {}, DEAR), 0.0, ThroughputEstimate(), kind="drafter", max_new=TOKENS)
+    adaptive.begin(PROMPT, PROMPT)
+    assert not adaptive.never_drafts and not adaptive.continues([])
+    adaptive._throughput.gain = 1000.0
+    assert adaptive.continues([]) is False, "it would take longer than the rest of the run"
 
 
 def test_a_waiting_head_copies_no_features() -> None:
