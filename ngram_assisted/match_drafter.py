@@ -31,6 +31,8 @@ class MatchDrafter:
         self._round: list[Match] = []
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
+        if self._adaptive is not None:
+            self._adaptive.begin(prompt, context)
         self._index.separate()
         self._index.extend(prompt)
         if context != prompt:  # the prompt went to an encoder
@@ -40,6 +42,7 @@ class MatchDrafter:
     def propose(self, context: list[int], count: int) -> Draft:
         matches = self._index.drafts(count)
         if self._adaptive is not None:
+            self._adaptive.follow(context)
             matches = matches[: self._adaptive.best(buckets_of(matches))]
         self._round = matches
         evidence = DraftEvidence(match_lengths=[match.length for match in matches]) if self._observed else None

@@ -58,10 +58,13 @@ class NGramDrafter:
     def begin(self, prompt: list[int], context: list[int]) -> None:
         self._origin, self._runners_up = len(context), []
         self._storage.initialize(prompt)
+        if self._adaptive is not None:
+            self._adaptive.begin(prompt, context)
 
     def propose(self, context: list[int], count: int) -> Draft:
         matches = self._look_up(context, count)
         if self._adaptive is not None:
+            self._adaptive.follow(context)
             matches = matches[: self._adaptive.best(buckets_of(matches))]
         self._round = matches
         return Draft([match.token for match in matches], evidence=self._evidence() if self._observed else None)

@@ -5,9 +5,14 @@ position) is its bucket. The acceptance probability of a bucket is estimated fro
 table. Clocks play no part: the same run drafts the same. No rule is biased by this: whether there is one more draft
 depends on earlier drafts and on distributions, never on the token that would be drawn. (Dropping a drawn draft
 because it looks unlikely would bias the output.)
+
+A run must not become noticeably slower than the target alone, so what drafts may lose is bounded: by a small share of
+the run so far, its prompt included, and by what earlier drafts have gained. The first draft has to pay for reading the
+prompt as well; until then the drafter computes nothing.
 """
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from utils.metrics.costs import Costs
 
@@ -27,6 +32,7 @@ PRIORS = {
         0.96,
     ),  # eighths of the highest probability
     "position": (0.6,),  # in its round, from 0
+    "any": (0.0,),  # cautious: nothing is accepted before there is evidence
     "runner_up": (0.02, 0.08, 0.14, 0.19, 0.24, 0.29, 0.34, 0.4),  # of a comb: sixteenths of its probability
 }
 PRIOR_WEIGHT = 2.0
@@ -34,6 +40,9 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 # Below 1, so that the expected number of accepted drafts is bounded, however many are considered.
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
+LOSS = 0.02  # share of a run's time by the target alone that drafts may lose
+EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
+ANY: Bucket = ("any", 0)
 
 
 class ThroughputEstimate:
@@ -41,10 +50,12 @@ class ThroughputEstimate:
 
     def __init__(self) -> None:
         self._tokens = self._time = PRIOR_WEIGHT  # starts as autoregressive decoding
+        self.gain = 0.0  # decode steps that drafts have saved in the whole run; negative if they have lost time
 
     def add(self, tokens: int, time: float) -> None:
         """Add a round."""
         self._tokens, self._time = DECAY * self._tokens + tokens, DECAY * self._time + time
+        self.gain += tokens - time
 
     @property
     def rate(self) -> float:
@@ -80,21 +91,75 @@ class AdaptiveGamma:
 
     costs: of verify passes. draft_cost: of one draft, in decode steps; n-grams cost almost nothing. throughput: the
     run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked. block:
-    how many drafts are computed at once, if they are; then their cost does not depend on how many are proposed.
+    how many drafts are computed at once, if they are; then their cost does not depend on how many are proposed. kind:
+    of the drafter, if its costs are in the table. max_new: maximum number of new tokens; without it, losses are not
+    bounded. A drafter calls `begin` and, in each round, `follow`.
     """
 
     def __init__(
-        self, costs: Costs, draft_cost: float = 0.0, throughput: ThroughputEstimate | None = None, *, block: int = 1
+        self,
+        costs: Costs,
+        draft_cost: float = 0.0,
+        throughput: ThroughputEstimate | None = None,
+        *,
+        block: int = 1,
+        kind: str = "",
+        max_new: int | None = None,
     ) -> None:
-        self._costs, self._draft_cost, self._block = costs, draft_cost, block
+        self._table, self._costs, self._draft_cost, self._block = costs, costs, draft_cost, block
+        self._kind, self._max_new = kind, max_new
         self._estimates = AcceptanceEstimates()
         self.probability = self._estimates.probability
         self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
+        self._origin = 0  # context length at which the new tokens begin
+        self._prompt = self._encoded = 0  # tokens of the prompt, and of them in an encoder
+        self._length = self._read = 0  # tokens of the text, and those that the drafter has read
+
+    def begin(self, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """Start a run, as for a drafter."""
+        self._origin, self._prompt = len(context), len(prompt)
+        self._encoded = len(prompt) if len(prompt) != len(context) else 0
+        self._read = 0
+        self.follow(context)
+
+    def follow(self, context: Sequence[int]) -> None:
+        """Start a round: what follows is decided by the costs at this context length."""
+        self._length = len(context) + self._encoded
+        self._costs = self._table.at(self._length)
+        if self._kind:
+            self._draft_cost = self._costs.draft_cost(self._kind)
 
     def cost(self, drafts: int) -> float:
         """What this many drafts add to a round."""
         computed = max(drafts, self._block) if drafts else 0
         return self._costs.verify_cost(drafts) + computed * self._draft_cost
+
+    @property
+    def never_drafts(self) -> bool:
+        """Whether reading the prompt costs more than drafts may lose in the longest run. False if another drafter's
+        gains might pay for it.
+        """
+        if self._max_new is None or self._shares:
+            return False
+        return self._reading > LOSS * (self._table.prefill_cost(self._prompt) + self._max_new)
+
+    @property
+    def _reading(self) -> float:
+        """What the drafter needs to read the text that it has not read yet."""
+        return self._costs.reading_cost(self._kind, self._length - self._read)
+
+    @property
+    def _made(self) -> int:
+        """Number of new tokens so far."""
+        return self._length - self._encoded - self._origin
+
+    @property
+    def _spare(self) -> float:
+        """Decode steps that drafts may lose now."""
+        if self._max_new is None:
+            return inf
+        made = max(self._made, min(EXPECTED_TOKENS, self._max_new))
+        return LOSS * (self._table.prefill_cost(self._prompt) + made) + self._throughput.gain
 
     @property
     def rate(self) -> float:
@@ -123,17 +188,30 @@ class AdaptiveGamma:
             reached *= self.probability(bucket)
         count = len(buckets)
         # `reached` is the expected gain in tokens; the other side is what the run produces in the extra verify time.
-        return reached > self.rate * (self._costs.verify_cost(count) - self._costs.verify_cost(count - 1))
+        return reached > self.rate * (self._least_cost(count) - self._least_cost(count - 1))
+
+    def _least_cost(self, drafts: int) -> float:
+        """Of verify passes with at least this many drafts. Some kernels take longer for fewer rows."""
+        return min(map(self._costs.verify_cost, range(drafts, drafts + LOOKAHEAD)))
 
     def _values(self, buckets: Sequence[Bucket]) -> list[float]:
-        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time."""
+        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time. Minus
+        infinity if they might lose too much.
+        """
         # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
+        cautious, certain = 0.0, self.probability(ANY)
+        left = inf if self._max_new is None else max(1, self._max_new - self._made)
+        reading, spare = self._reading, self._spare
         values = [0.0]
         for count, bucket in enumerate(buckets, start=1):
             reached *= self.probability(bucket)
             tokens += reached
-            values.append(tokens - rate * self.cost(count))
+            cautious += certain**count
+            cost = self.cost(count)
+            # Reading is spread over the rounds that remain.
+            value = tokens - rate * (cost + reading * (1 + tokens) / left)
+            values.append(value if cost + reading - cautious <= spare else -inf)
         return values
 
     def learn(
@@ -149,9 +227,12 @@ class AdaptiveGamma:
         self._estimates.learn(
             (known, position < accepted)
             for position, bucket in enumerate(buckets[: accepted + 1])
-            for known in (bucket, ("position", position))
+            for known in (bucket, ("position", position), ANY)
         )
         if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
             count = len(buckets)
             time = 1 + self._costs.pass_cost(count, leaves) + max(count, computed) * self._draft_cost
             self._throughput.add(accepted + leaf + 1, time)
+        if buckets or computed:
+            self._throughput.gain -= self._reading
+            self._read = self._length

@@ -56,8 +56,8 @@ class Comb:
     shares_noise: whether drafts are drawn with the target's noise; leaves are then the next tokens of the same race.
     (GLS, arXiv 2506.05632, couples lists of drafts by several noise vectors; here there is one.) costs: of verify
     passes; leaves are then chosen by their gain over their cost, otherwise by their probability alone. draft_cost: of
-    one draft, in decode steps. adaptive: chooses the chain's length, if anything does; its estimate of the run's
-    throughput is used.
+    one draft, in decode steps. kind: of the drafter, if its costs are in the table. adaptive: chooses the chain's
+    length, if anything does; its estimate of the run's throughput is used.
     """
 
     def __init__(
@@ -68,10 +68,18 @@ class Comb:
         costs: Costs | None = None,
         draft_cost: float = 0.0,
         adaptive: AdaptiveGamma | None = None,
+        kind: str = "",
     ) -> None:
         self._noise, self._shares_noise, self._adaptive = noise, shares_noise, adaptive
-        self._costs, self._draft_cost = costs, draft_cost
+        self._table, self._costs, self._draft_cost, self._kind = costs, costs, draft_cost, kind
         self._estimates, self._throughput = AcceptanceEstimates(), ThroughputEstimate()
+
+    def follow(self, context: Sequence[int]) -> None:
+        """Start a round: what follows is decided by the costs at this context length."""
+        if self._table is not None:
+            self._costs = self._table.at(len(context))
+            if self._kind:
+                self._draft_cost = self._costs.draft_cost(self._kind)
 
     def leaves(self, places: Sequence[Place], start: int) -> tuple[Leaf, ...]:
         """The leaves beside a chain. start: the round's first position among the new tokens."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from unittest import mock
 
-from fakes import Screen, constant_costs
+from fakes import Screen, constant_costs, constant_drafter
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
@@ -28,7 +28,8 @@ def session_of(pair: Pair, view: Screen, file: Path, *, measured: bool = False) 
     """A session with default settings. Costs are constant unless they are to be measured, which takes seconds."""
     if not measured:  # these patches are stopped by a fixture in conftest.py
         mock.patch.object(engine, "verify_costs", constant_costs).start()
-        mock.patch.object(warm_up, "draft_seconds", lambda job: 1e-4).start()
+        mock.patch.object(engine.ForwardProbe, "longer", lambda probe: None).start()
+        mock.patch.object(warm_up, "draft_seconds", constant_drafter(lambda job: 1e-4)).start()
     return ReplSession(
         pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings(engine="invariant")
     )

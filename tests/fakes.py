@@ -18,6 +18,7 @@ from utils.comparison import warm_up
 from utils.comparison.job import Job
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.comparison.warm_up import DraftSeconds
 from utils.config.settings import Settings
 from utils.engine import Engine, engine
 from utils.engine.forward_timing import WIDTHS, ForwardProbe
@@ -98,21 +99,30 @@ def constant_costs(probe: ForwardProbe, *, repeats: int, report: Any) -> tuple[f
     return 1e-3, tuple(0.1 * drafts for drafts in range(1, min(probe.max_width, WIDTHS[-1])))
 
 
+def constant_drafter(seconds: Callable[[Job], float]) -> Callable[[Job, int], DraftSeconds]:
+    """A drafter that reads in no time, and drafts as fast in every context."""
+    return lambda job, longer: DraftSeconds(seconds(job), 0.0, 0.0)
+
+
 def open_session(
     view: Screen,
     pair: Any = None,
     records: Path | None = None,
     strategies: Any = STRATEGIES,
-    draft_seconds: Callable[[Job], float] = lambda job: 0.0,
+    draft_seconds: Callable[..., Any] = lambda job: 0.0,
     load: Any = None,
 ) -> ReplSession:
-    """A session on the plain engine whose costs are constant. draft_seconds: replaces the timing of drafters."""
+    """A session on the plain engine whose costs are constant and for one context length. draft_seconds: replaces the
+    timing of drafters.
+    """
     pair = tiny_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file, load=load, strategies=strategies)
     # These patches are stopped by a fixture in conftest.py.
-    mock.patch.object(warm_up, "draft_seconds", draft_seconds).start()
+    if draft_seconds is not warm_up.draft_seconds:
+        mock.patch.object(warm_up, "draft_seconds", constant_drafter(draft_seconds)).start()
     mock.patch.object(engine, "verify_costs", constant_costs).start()
+    mock.patch.object(ForwardProbe, "longer", lambda probe: None).start()
     return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=35))
 
 

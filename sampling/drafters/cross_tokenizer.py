@@ -68,6 +68,8 @@ class CrossTokenizerDrafter:
         self._round: tuple[list[int], list[Bucket], int] = [], [], 0
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
+        if self._adaptive is not None:
+            self._adaptive.begin(prompt, context)
         self._restart()
 
     def _restart(self) -> None:
@@ -77,7 +79,10 @@ class CrossTokenizerDrafter:
     def propose(self, context: list[int], count: int) -> Draft:
         self._round = [], [], 0
         if self._adaptive is not None:
+            self._adaptive.follow(context)
             count = self._adaptive.best([("position", position) for position in range(count)])
+        if count < 1:
+            return NO_DRAFT
         read = self._retokenizer.to_drafter(context)
         room = self._session.room(read) if read else 0
         count = count if room is None else min(count, room)

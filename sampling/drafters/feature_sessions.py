@@ -33,7 +33,9 @@ class FeatureSession(ABC):
         self._cache = self._new_cache()
         self._cached = 0  # entries in the cache
         self._known = 0  # positions whose features have arrived
-        self._pending: Tensor | None = None  # features (T, F) of positions that have no entry yet
+        # Features (T, F) of positions that have no entry yet. They are joined when they are needed: otherwise a drafter
+        # that waits would copy all of them in every round.
+        self._waiting: list[Tensor] = []
 
     @abstractmethod
     def _new_cache(self) -> Any: ...
@@ -67,9 +69,13 @@ class FeatureSession(ABC):
 
     def add_features(self, features: Tensor, first: int, known: int) -> None:
         """Add features (T, F) of the positions from `first`. Those that are new and below `known` are kept."""
-        new = features[self._known - first : known - first]
-        self._pending = new if self._pending is None else torch.cat([self._pending, new])
+        self._waiting.append(features[self._known - first : known - first])
         self._known = known
+
+    def _take_waiting(self) -> Tensor:
+        """The features (T, F) of the positions that have no entry yet. They get one now."""
+        waiting, self._waiting = self._waiting, []
+        return torch.cat(waiting)
 
     def _tokens_after(self, context: list[int], end: int) -> Tensor:
         """The tokens (T,) that follow the positions from the last entry to `end` - 1."""
@@ -116,10 +122,10 @@ class HeadSession(FeatureSession):
         """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the
         drafter's own last one.
         """
-        if self._pending is None:
+        if not self._waiting:
             assert self._state is not None and end == self._cached + 1
             return self.model.feedback(self._state)
-        features, self._pending = self._pending, None
+        features = self._take_waiting()
         assert len(features) == end - self._cached
         return self.model.fuse_features(features)
 
@@ -156,11 +162,11 @@ class BlockSession(FeatureSession):
     def feed(self, context: list[int], keep: int) -> Tensor:
         assert keep == 1
         if self._block is None:
-            end, features = len(context) - 1, self._pending
-            assert features is not None and len(features) == end - self._cached
+            end, features = len(context) - 1, self._take_waiting()
+            assert len(features) == end - self._cached
             tokens = self._tokens_after(context, end)
             self._block = len(context), self.model.block_logits(features, tokens, self._cached, self._cache)
-            self._cached, self._pending = end, None
+            self._cached = end
         start, rows = self._block
         row = len(context) - start
         return self.model.conditioned(rows[row : row + 1], row, context[-1], self._cache)

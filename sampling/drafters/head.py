@@ -1,5 +1,6 @@
 """Drafters that read the target's hidden states, with sessions of their own, and such a drafter decoding alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,8 @@ class HeadDrafter(ModelDrafter):
     """Drafts with a head. The target's session must keep the features that it reads (`FeatureDrafter.feature_layers`).
 
     It declines until the first round has brought the prompt's features. prefilled: the features of the prompt without
-    its last token (T, F), if the target computed them earlier; then it drafts in the first round too.
+    its last token (T, F), if the target computed them earlier; then it drafts in the first round too. not_needed:
+    called when a run begins in which it will not draft.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class HeadDrafter(ModelDrafter):
         observed: bool = False,
         prefilled: Tensor | None = None,
         comb: Comb | None = None,
+        not_needed: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             session,
@@ -44,11 +47,16 @@ class HeadDrafter(ModelDrafter):
             block=session.block_size,
             comb=comb,
         )
-        self._head, self._prefilled = session, prefilled
+        self._head, self._prefilled, self._not_needed = session, prefilled, not_needed
+        self._rests = False  # in this run it will not draft
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         super().begin(prompt, context)
-        if self._prefilled is not None:
+        self._rests = False
+        if self._not_needed is not None and self._adaptive is not None and self._adaptive.never_drafts:
+            self._rests = True
+            self._not_needed()  # the target's features of a long prompt take time as well
+        elif self._prefilled is not None:
             self._head.add_features(self._prefilled, 0, len(self._prefilled))
 
     def _confidence(self, context: list[int], logits: Tensor) -> float:
@@ -58,6 +66,8 @@ class HeadDrafter(ModelDrafter):
     def commit(self, context: list[int], verified: Verified) -> None:
         # Before the new features are added: this rewind drops the entries made from the head's own states.
         super().commit(context, verified)
+        if self._rests:
+            return
         if verified.features is None:
             raise UserError(
                 "This drafter reads the target's hidden states: open its session with features=drafter.feature_layers."

@@ -60,6 +60,8 @@ class ModelDrafter:
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         self._origin = len(context)
+        if self._adaptive is not None:
+            self._adaptive.begin(prompt, context)
         bound = self._session.context_length
         # `begin` would raise for such a prompt, but the target can still decode it without drafts.
         self._readable = max(prompt) < self._session.vocab_size and (bound is None or len(prompt) < bound)
@@ -68,6 +70,9 @@ class ModelDrafter:
 
     def propose(self, context: list[int], count: int) -> Draft:
         self._round = Round()
+        for chooser in (self._adaptive, self._comb):
+            if chooser is not None:
+                chooser.follow(context)
         room = self._session.room(context)
         count = count if room is None else min(count, room)
         if count < 1 or not self._readable:

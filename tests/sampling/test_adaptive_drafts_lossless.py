@@ -37,6 +37,13 @@ def adaptive(plan, target, kind=ModelDrafter, model=None):
     return kind(session(model or toy(2, size)), plan, size, adaptive=AdaptiveGamma(COSTS, 0.1))
 
 
+def bounded(plan, target):
+    """What drafts may lose is bounded, so their number depends on all earlier rounds."""
+    size = target.config.vocab_size
+    gamma = AdaptiveGamma(COSTS, 0.1, max_new=100)
+    return ModelDrafter(session(toy(2, size)), plan, size, adaptive=gamma)
+
+
 def adaptive_opposed(plan, target):
     return adaptive(plan, target, model=opposed(target))
 
@@ -68,7 +75,7 @@ def error(make, rule, size, length):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(("size", "length"), SIZES)
-@pytest.mark.parametrize("make", [adaptive, adaptive_opposed, suffix_chain, lookup_chain])
+@pytest.mark.parametrize("make", [adaptive, bounded, adaptive_opposed, suffix_chain, lookup_chain])
 def test_text_follows_the_targets_distribution(make, size, length, rule):
     assert error(make, rule, size, length) < 1e-12
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fakes import Screen, constant_costs
+from fakes import Screen, constant_costs, constant_drafter
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
@@ -20,8 +20,9 @@ def server_session(
 ) -> ReplSession:
     """A session without models unless there is a pair; then its costs are constant, which needs `monkeypatch`."""
     if pair is not None:
-        monkeypatch.setattr(warm_up, "draft_seconds", lambda job: 0.0)
+        monkeypatch.setattr(warm_up, "draft_seconds", constant_drafter(lambda job: 0.0))
         monkeypatch.setattr(engine, "verify_costs", constant_costs)
+    monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file)
     return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=6), servers)

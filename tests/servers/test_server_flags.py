@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, constant_costs, records_of, tiny_pair
+from fakes import Screen, constant_costs, constant_drafter, records_of, tiny_pair
 from servers.loopback import Loopback
 
 import infer
@@ -110,8 +110,9 @@ def test_a_program_with_servers_only_loads_no_model(
 
 
 def test_models_can_be_loaded_later(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "draft_seconds", lambda job: 0.0)
+    monkeypatch.setattr(warm_up, "draft_seconds", constant_drafter(lambda job: 0.0))
     monkeypatch.setattr(engine, "verify_costs", constant_costs)
+    monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
     tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: tiny_pair())
     with Loopback() as server:
         settings = Settings(engine="plain", gamma=4, length=4)

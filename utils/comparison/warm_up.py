@@ -1,12 +1,13 @@
 """What a pair needs before it is used: every strategy run once, and the costs of its drafters measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from statistics import median
+from typing import NamedTuple
 
-from sampling import RULES, speculative_steps
+from sampling import RULES
+from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.config.settings import Settings, as_json
@@ -18,16 +19,27 @@ from utils.distributed import broadcast
 from utils.engine import Engine
 from utils.engine.forward_timing import leaf_seconds
 from utils.errors import UserError
-from utils.metrics.costs import LEAF, Costs
+from utils.metrics.costs import LEAF, READ_TOKENS, Costs
 from utils.metrics.results import collect
-from utils.metrics.stopwatch import Stopwatch
+from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 
 TIMED_TOKENS = 64  # length of a run that times a drafter
-TIMED_DRAFTS, TIMED_ROUNDS = 3, 9  # drafts of a typical round
+TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
+FEWEST_ROUNDS, ENOUGH = 4, 0.3  # rounds, if they take so many seconds
+SHORT_PROMPT = 32
+READING_SECONDS = 0.4  # for a longer prompt
 WARM_UP_TOKENS = 4
 PROMPT = [0, 0, 0, 0]  # an id that every vocabulary has
+
+
+class DraftSeconds(NamedTuple):
+    """Seconds of one draft after a short text and after a longer one, and of reading a token of the prompt."""
+
+    draft: float
+    longer: float
+    read: float
 
 
 def with_costs(harness: Harness, settings: Settings) -> Settings:
@@ -36,18 +48,34 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     Raises UserError for a kind that the pair does not have or that cannot draft.
     """
     engine = harness.pair.engine
-    known = settings.costs or Costs.of(engine.costs, {})
-    draft = dict(known.draft)
+    known = settings.costs or _verify_costs(engine)
+    longer = known.longer or Costs()
+    draft, read, after = dict(known.draft), dict(known.read), dict(longer.draft)
     # A fixed gamma, because adaptive gamma needs the costs that are measured here.
     timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS, tree="off")
     chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
-            draft[label] = _in_steps(_draft_seconds(label, word, harness, timed), engine)
+            found = _draft_seconds(label, word, harness, timed)
+            draft[label], read[label] = _in_steps(found.draft, engine), READ_TOKENS * _in_steps(found.read, engine)
+            after[label] = _in_steps(found.longer, engine) / longer.step
     if settings.tree == "auto" and LEAF not in draft:
         draft[LEAF] = _in_steps(_leaf_seconds(harness, settings), engine)
-    return replace(settings, costs=Costs.of(known.verify, draft))
+    if known.longer is not None:
+        longer = Costs.of(longer.verify, after, length=longer.length, step=longer.step)
+        known = replace(known, longer=longer)
+    costs = Costs.of(known.verify, draft, read, length=known.length, longer=known.longer)
+    return replace(settings, costs=costs)
+
+
+def _verify_costs(engine: Engine) -> Costs:
+    """The costs of verify passes that the engine has measured."""
+    if engine.longer is None:
+        return Costs.of(engine.costs, {})
+    step = _in_steps(engine.longer.step_seconds, engine)
+    longer = Costs.of(engine.longer.costs, {}, length=engine.longer.length, step=step)
+    return Costs.of(engine.costs, {}, length=engine.longer.short, longer=longer)
 
 
 def _in_steps(seconds: float, engine: Engine) -> float:
@@ -59,41 +87,71 @@ def _leaf_seconds(harness: Harness, settings: Settings) -> float:
     pair = harness.pair
     if tree_support(pair.target, use_cache=settings.cache).obstacle:
         return 0.0
-    return _stored_seconds(LEAF, harness, "measuring leaves of combs", lambda: leaf_seconds(pair.target))
+    return _stored_seconds(LEAF, harness, "measuring leaves of combs", lambda: [leaf_seconds(pair.target)])[0]
 
 
-def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> float:
-    """The seconds of one draft."""
+def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> DraftSeconds:
+    """What is measured of a drafter kind."""
     shown = as_json(settings)
     # With everything else that the time depends on.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
     if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
     job = replace(harness.job(PROMPT, settings), drafter=word)
-    return _stored_seconds(key, harness, f"measuring the drafter {label}", lambda: draft_seconds(job))
+    length = 0 if harness.pair.engine.longer is None else harness.pair.engine.longer.length
+    what = f"measuring the drafter {label}"
+    return DraftSeconds(*_stored_seconds(key, harness, what, lambda: draft_seconds(job, length)))
 
 
-def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[], float]) -> float:
-    """A measured time that the engine keeps together with the times of verify passes."""
+def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[], Sequence[float]]) -> list[float]:
+    """Measured times that the engine keeps together with the times of verify passes."""
     engine = harness.pair.engine
     if key not in engine.draft_seconds:
         engine.report(what)
         # All ranks must choose the same drafts, so all use rank zero's measurement.
-        engine.draft_seconds[key] = broadcast(measure())
+        engine.draft_seconds[key] = list(broadcast(measure()))
         engine.store()
     return engine.draft_seconds[key]
 
 
-def draft_seconds(job: Job) -> float:
-    """Seconds of one draft by the job's drafter kind: the median over a few rounds, or 0 if it drafts nothing."""
-    rule, watch = RULES[job.settings.verify], Stopwatch()
-    built = drafter_kind(job.drafter).build(job.drafter_inputs(shares_noise=rule.shares_noise))
-    drafter, target = job.with_observers(watch).observers.wrap(built.drafter, built.target)
-    # An end token must not cut the timed rounds short.
-    endless = replace(job.decoding, end_ids=frozenset())
-    rounds = speculative_steps(job.prompt, drafter, target, endless, gamma=TIMED_DRAFTS, rule=rule)
-    timings = [watch.read(0) for _ in islice(rounds, TIMED_ROUNDS)]
-    return median([timing.drafting / timing.drafts for timing in timings if timing.drafts] or [0.0])
+def draft_seconds(job: Job, longer: int) -> DraftSeconds:
+    """What is measured of the job's drafter kind. longer: length of the longer text, or as much of it as is read at
+    once. 0: there is none.
+    """
+    draft, read = _timed_drafts(job, SHORT_PROMPT)
+    length = min(longer, int(READING_SECONDS / read)) if read else longer
+    if length < 2 * SHORT_PROMPT:
+        return DraftSeconds(draft, draft, read)
+    after, reading = _timed_drafts(job, length)
+    # A drafter with a short context drafts nothing after a long text.
+    return DraftSeconds(draft, after, reading) if after else DraftSeconds(draft, draft, read)
+
+
+def _timed_drafts(job: Job, length: int) -> tuple[float, float]:
+    """Seconds of one draft after a text of this length, the median over a few rounds, and of reading one of its tokens.
+    0 if nothing is drafted. The target is not timed, so it computes a single token that stands for all.
+    """
+    bounds = [context_length(model) for model in (job.pair.target, job.pair.drafter) if model is not None]
+    length = max(1, min([length, *(bound - 2 * TIMED_ROUNDS for bound in bounds if bound is not None)]))
+    job = replace(job, prompt=PROMPT[:1] * length)
+    built = drafter_kind(job.drafter).build(job.drafter_inputs(shares_noise=RULES[job.settings.verify].shares_noise))
+    context, watch = built.target.begin(job.prompt), Stopwatch()
+    logits = built.target.feed(context[:1], keep=1)
+    features, name = built.target.take_features(), built.target.name
+    text = FinishedText(job.prompt, context, PROMPT[:1] * TIMED_ROUNDS, logits, features, name, None)
+    timings: list[RoundTiming] = []
+    for _ in drafts_along(text, TimedDrafter(built.drafter, watch), TIMED_DRAFTS):
+        timings.append(watch.read(0))
+        drafted = [timing.drafting for timing in timings if timing.drafts]
+        if len(drafted) >= FEWEST_ROUNDS and sum(drafted[1:]) > ENOUGH:
+            break
+    first = next((index for index, timing in enumerate(timings) if timing.drafts), None)
+    if first is None:
+        return 0.0, 0.0
+    # The first round with drafts reads the text.
+    draft = median([one.drafting / one.drafts for one in timings[first + 1 :] if one.drafts] or [0.0])
+    reading = sum(timing.drafting for timing in timings[: first + 1]) - draft * timings[first].drafts
+    return draft, max(0.0, reading) / length
 
 
 def shortened(settings: Settings) -> Settings:

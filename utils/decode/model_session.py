@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass, report_reading
 from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
+from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.decode.prompt_check import check_memory, check_prompt
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
@@ -173,6 +174,10 @@ class ModelSession:
         features, self._features = self._features, ()
         return torch.cat(features) if features else None
 
+    def keep_no_features(self) -> None:
+        """Keep no hidden states of what is fed from now on."""
+        self._reader, self._features = None, ()
+
     def rewind(self, length: int, leaf: int | None = None) -> None:
         """Forget everything after the first `length` positions. At most once between two feeds.
 
@@ -196,6 +201,19 @@ class ModelSession:
         if self._features:
             self._features = (*self._features[:-1], tree.path(self._features[-1], leaf))
         self._cached, self._tree = tree.entries, None
+
+    def pad_cache(self, length: int) -> bool:
+        """Extend the cache to this length by copies of its last position, and return whether that is possible. Passes
+        then take as long as after a text of this length, but their logits mean nothing.
+        """
+        layers = getattr(self._cache, "layers", ())
+        if not layers or any(type(layer) is not GrowingLayer for layer in layers):
+            return False
+        for layer in layers:
+            shape = [-1, -1, length - self._cached, -1]
+            layer.update(layer.keys[..., -1:, :].expand(shape), layer.values[..., -1:, :].expand(shape))
+        self._cached = length
+        return True
 
     def fork(self) -> "ModelSession":
         """A second session that continues from here. Neither sees what the other feeds or rewinds later."""

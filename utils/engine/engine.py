@@ -29,7 +29,7 @@ from utils.engine.engine_choice import (
 )
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.fingerprint import result_key
-from utils.engine.forward_timing import REPEATS, ForwardProbe, times_have_changed, verify_costs
+from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, times_have_changed, verify_costs
 from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreported
 from utils.engine.stored_results import ResultFile, StoredResult
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
@@ -112,7 +112,8 @@ class Engine:
         self._key, self._tested_on = "", ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
-        self.draft_seconds: dict[str, float] = {}  # of one draft, by whatever the caller distinguishes
+        self.longer: LongerContext | None = None  # the same in a longer context
+        self.draft_seconds: dict[str, list[float]] = {}  # of drafters, by whatever the caller distinguishes
         self.has_stored_costs = False  # whether the costs were measured at an earlier start
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
@@ -162,13 +163,17 @@ class Engine:
         return self._prepare(name, thread_count, None, complete=True)
 
     def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
-        """Measure decode steps and verify passes, with a given probe or a new one.
+        """Measure decode steps and verify passes in a short and in a longer context, with a given probe or a new one.
 
         Every rank uses the times of rank zero.
         """
         # Adaptive gamma reads these times. Ranks that chose different verify widths would wait for each other forever.
         probe = probe or ForwardProbe(self._target)
         self.step_seconds, self.costs = broadcast(verify_costs(probe, repeats=repeats, report=self.report))
+        self.longer, short = None, probe.length
+        if self.costs and (longer := probe.longer()) is not None:
+            found = verify_costs(longer, repeats=repeats, report=self.report, shorter=self.costs)
+            self.longer = broadcast(LongerContext(short, longer.length, *found))
         self.draft_seconds, self.has_stored_costs = {}, False
 
     def costs_are_stale(self) -> bool:
@@ -214,6 +219,7 @@ class Engine:
             layouts=self._layouts,
             step_seconds=self.step_seconds,
             costs=self.costs,
+            longer=self.longer,
             draft_seconds=self.draft_seconds,
             table=self.table,
         )
@@ -298,6 +304,7 @@ class Engine:
             return False
         self._tested[stored.kind] = set(stored.tested_counts)
         self.step_seconds, self.costs, self.has_stored_costs = stored.step_seconds, stored.costs, True
+        self.longer = stored.longer
         self.draft_seconds, self.table = dict(stored.draft_seconds), dict(stored.table)
         self._tested_on = stored.tested_on
         self._set_state(stored.kind, stored.threads, stored.reason, tested_on=stored.tested_on)
@@ -401,7 +408,7 @@ class Engine:
         with _uninterrupted():
             self._engine.remove()
             self._engine = self._built(PLAIN)
-            self.step_seconds, self.costs = 0.0, ()  # they were those of another engine
+            self.step_seconds, self.costs, self.longer = 0.0, (), None  # they were those of another engine
             weights = weight_format(self._target)
             self.state = EngineState(PLAIN, weights, False, torch.get_num_threads(), reason)
 

@@ -1,12 +1,16 @@
 """Measure how long forward passes of different widths take: the costs that /gamma auto works with.
 
-Each time is the median of a few repeats, because real runs are not faster than usual either.
+Each time is the median of a few repeats, because real runs are not faster than usual either. A slow model is measured
+with fewer repeats and widths, and its long context is not computed: how long a pass takes depends on the number of
+keys, not on their values.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from math import inf
+from statistics import median, median_low
 
 from transformers import PreTrainedModel
 
@@ -16,23 +20,54 @@ from utils.decode.steps import Leaf
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
-PREFIX = 192  # tokens before the first timed forward pass
+SHORT, LONG = 64, 1024  # tokens before the first timed forward pass
+READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
-REPEATS = 5
+LONG_WIDTHS = (1, 5)  # in the longer context: what attention adds grows evenly with the width
+REPEATS, FEWEST = 5, 2
+ENOUGH = 1.5  # seconds after which REPEATS end
+SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
 LEAVES, LEAF_REPEATS = 2, 11
 
 
-class ForwardProbe:
-    """Consecutive forward passes of a model over a sample text."""
+@dataclass(frozen=True, slots=True)
+class LongerContext:
+    """What was measured in a longer context. short: tokens of the shorter one. length: of this one. step_seconds,
+    costs: as `verify_costs` returns them.
+    """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    short: int
+    length: int
+    step_seconds: float
+    costs: tuple[float, ...]
+
+
+class ForwardProbe:
+    """Consecutive forward passes of a model over a sample text of `length` tokens, or fewer in a short context."""
+
+    def __init__(self, model: PreTrainedModel, length: int = SHORT) -> None:
         self._model = model
         limit, self._vocabulary = context_length(model), vocabulary_size(model)
         self.max_width = WIDTHS[-1] if limit is None else min(WIDTHS[-1], limit // 2)
-        self._prefix = PREFIX if limit is None else min(PREFIX, limit - self.max_width)
+        self.length = length if limit is None else min(length, limit - self.max_width)
+        self._context: list[int] = []
         self._restart()
+
+    def longer(self) -> "ForwardProbe | None":
+        """Return a probe of a clearly longer text, or None if the context is too short or reading the text takes long.
+        It takes the place of this one.
+        """
+        limit = context_length(self._model)
+        length = LONG if limit is None else min(LONG, limit - self.max_width)
+        if length < 2 * self.length:
+            return None
+        if not self._is_padded:
+            return None if self._model.device.type == "cpu" else ForwardProbe(self._model, length)
+        self.length = length
+        self._pad(length - 1)
+        return self
 
     def make_room(self, width: int) -> None:
         """Start the text anew if the model's context has no room for `width` more tokens."""
@@ -43,8 +78,12 @@ class ForwardProbe:
     def forward(self, width: int) -> None:
         """Run one forward pass over `width` new tokens."""
         self.make_room(width)
-        self._context += sample_ids(width, self._vocabulary)
-        float(self._session.feed(self._context, keep=width)[0, 0])  # waits for a GPU to finish
+        context = self._context + sample_ids(width, self._vocabulary)
+        float(self._session.feed(context, keep=width)[0, 0])  # waits for a GPU to finish
+        if self._is_padded:
+            self._session.rewind(len(self._context))  # the next pass has the same context length
+        else:
+            self._context = context
 
     def verify(self, drafts: int, leaves: int) -> None:
         """Run one verify pass over a comb, and forget it."""
@@ -63,9 +102,19 @@ class ForwardProbe:
         return count
 
     def _restart(self) -> None:
-        self._session = self._new_session()
-        self._context = self._session.begin(sample_ids(max(1, self._prefix - 1), self._vocabulary))
-        self._session.feed(self._context, keep=1)
+        end = max(1, self.length - 1)
+        for count in dict.fromkeys((min(READ, end), end)):
+            self._session = self._new_session()
+            self._context = self._session.begin(sample_ids(count, self._vocabulary))
+            self._session.feed(self._context, keep=1)
+            self._pad(end)
+            if self._is_padded:
+                return
+
+    def _pad(self, length: int) -> None:
+        self._is_padded = self._session.pad_cache(length)
+        if self._is_padded:
+            self._context = sample_ids(length, self._vocabulary)
 
     def _new_session(self) -> ModelSession:
         try:
@@ -80,24 +129,45 @@ def verify_costs(
     *,
     repeats: int = REPEATS,
     report: Report = unreported,
+    shorter: Sequence[float] = (),
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a decode step, and the extra time of verify passes with 1, 2, ... drafts in units of a
     decode step.
 
-    Costs between the measured widths are interpolated linearly.
+    Costs between the measured widths are interpolated linearly. repeats: at most, fewer of slow passes. shorter: the
+    costs in a shorter context; then few widths are measured, and differences from these costs are interpolated.
     """
-    widths = [width for width in WIDTHS if width <= probe.max_width]
-    times = width_seconds(probe, widths, clock, repeats=repeats, report=report)
-    seconds = {width: median(values) for width, values in times.items()}
+    widths = [width for width in LONG_WIDTHS if width <= len(shorter) + 1]
+    if not shorter:
+        start = clock()
+        probe.forward(1)
+        fast = clock() - start < SLOW_STEP
+        widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
+    times = width_seconds(probe, widths, clock, repeats=repeats, enough=_enough(repeats), report=report)
+    seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
     extra = {width: max(0.0, seconds[width] / step - 1) if step else 0.0 for width in widths}
-    costs: list[float] = []
-    # A pass of width w verifies w - 1 drafts, so the first cost is that of width 2.
-    for low, high in pairwise(widths):
-        slope = (extra[high] - extra[low]) / (high - low)
-        costs += [extra[low] + slope * drafts for drafts in range(1, high - low + 1)]
-    return step, tuple(costs)
+    if not shorter:
+        return step, tuple(_interpolated(extra, width) for width in range(2, widths[-1] + 1))
+    more = {width: extra[width] - (shorter[width - 2] if width > 1 else 0.0) for width in widths}
+    return step, tuple(max(0.0, cost + _interpolated(more, width)) for width, cost in enumerate(shorter, start=2))
+
+
+def time_of_repeats(repeats: int, seconds: float) -> float:
+    """Return about how long the repeats take if one takes so many seconds."""
+    return max(FEWEST * seconds, min(repeats * seconds, _enough(repeats) + seconds))
+
+
+def _enough(repeats: int) -> float:
+    return ENOUGH * repeats / REPEATS
+
+
+def _interpolated(values: Mapping[int, float], width: int) -> float:
+    """The value at a width, on the line through those at the nearest two widths, or the only one."""
+    pairs = [*pairwise(sorted(values))] or [(1, 1)]
+    low, high = next((pair for pair in pairs if width <= pair[1]), pairs[-1])
+    return values[low] + (width - low) * (values[high] - values[low]) / max(1, high - low)
 
 
 def width_seconds(
@@ -106,11 +176,14 @@ def width_seconds(
     clock: Callable[[], float] = time.perf_counter,
     *,
     repeats: int = REPEATS,
+    enough: float = inf,
     report: Report = unreported,
 ) -> dict[int, list[float]]:
-    """Return the seconds of `repeats` forward passes by width."""
+    """Return the seconds of `repeats` forward passes by width, or of the fewest that take `enough` seconds."""
     times: dict[int, list[float]] = {width: [] for width in widths}
     for repeat in range(repeats):
+        if repeat >= FEWEST and sum(map(sum, times.values())) > enough:
+            break
         report(f"measuring verify passes: round {repeat + 1} of {repeats}")
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
         for width in widths:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.engine.engine_choice import EngineFigures
+from utils.engine.forward_timing import LongerContext
 from utils.files import replacing
 
 MAX_BYTES = 1_000_000
@@ -91,7 +92,7 @@ class StoredResult:
 
     kind, reason: as in EngineState. tested_on: the day of the self-test. tested_counts: the numbers of threads with
     which it passed. threads: the chosen number. layouts: of all engines, see LayerEngine. step_seconds, costs,
-    draft_seconds, table: see Engine.
+    draft_seconds, table, longer: see Engine.
     """
 
     kind: str
@@ -102,8 +103,9 @@ class StoredResult:
     layouts: Mapping[str, Mapping[str, int]]
     step_seconds: float
     costs: tuple[float, ...]
-    draft_seconds: Mapping[str, float]
+    draft_seconds: Mapping[str, list[float]]
     table: Mapping[str, EngineFigures]
+    longer: LongerContext | None = None
 
     def has_expired(self, today: date) -> bool:
         """Whether an engine failed on an earlier day. The reason may have passed since, such as a lack of memory."""
@@ -123,7 +125,9 @@ class ResultFile:
                 entry.pop("digest")
                 table = {name: _figures(row) for name, row in entry.pop("table").items()}
                 entry |= {name: tuple(entry[name]) for name in ("tested_counts", "costs")}
-                return StoredResult(**entry, table=table)
+                if (longer := entry.pop("longer", None)) is not None:
+                    longer = LongerContext(**{**longer, "costs": tuple(longer["costs"])})
+                return StoredResult(**entry, table=table, longer=longer)
         return None
 
     def put(self, key: str, result: StoredResult) -> bool:

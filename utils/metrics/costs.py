@@ -1,34 +1,76 @@
 """Costs: what drafting and verifying take on this machine, in units of one decode step of the target.
 
 They are measured once and then frozen as a setting, so that adaptive gamma makes the same choices on another day or
-machine: no decoder ever reads a clock.
+machine: no decoder ever reads a clock. They are measured after a short and after a longer text, because attention takes
+longer in a longer context, and most of all in verify passes.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 DIGITS = 3
 MAX_COST = 1000.0
 SHOWN_DRAFTS = (1, 2, 3, 4, 8, 16)
+MAX_SHARE = 4.0  # of the distance between the two context lengths, beyond which costs are taken to stay the same
+READ_TOKENS = 1000  # that the costs of reading are given for
 LEAF = "leaf"  # in the table of draft costs: what a leaf of a comb adds to a verify pass beyond a draft of the chain
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A table of costs, in decode steps.
+    """A table of costs, in decode steps at the context length at which it was measured.
 
     verify: extra time of a verify pass with 1, 2, ... drafts over a decode step. draft: (drafter kind, time of one
-    draft).
+    draft). read: (drafter kind, time in which it reads 1,000 tokens of a prompt). length: that context length, or 0 if
+    it is not known. longer: the table of a longer context. step: there, a decode step in decode steps of the shorter
+    one.
     """
 
     verify: tuple[float, ...] = ()
     draft: tuple[tuple[str, float], ...] = ()
+    read: tuple[tuple[str, float], ...] = ()
+    length: int = 0
+    longer: "Costs | None" = None
+    step: float = 1.0
 
     @classmethod
-    def of(cls, verify: Sequence[float], draft: Mapping[str, float]) -> Self:
+    def of(
+        cls,
+        verify: Sequence[float],
+        draft: Mapping[str, float],
+        read: Mapping[str, float] = MappingProxyType({}),
+        *,
+        length: int = 0,
+        longer: "Costs | None" = None,
+        step: float = 1.0,
+    ) -> Self:
         """From measured values, rounded to the digits that are shown."""
-        return cls(tuple(map(_rounded, verify)), tuple((kind, _rounded(cost)) for kind, cost in draft.items()))
+        drafting, reading = (tuple((kind, _rounded(cost)) for kind, cost in costs.items()) for costs in (draft, read))
+        # A decode step in a longer context is not faster: what looks like it is noise.
+        return cls(tuple(map(_rounded, verify)), drafting, reading, length, longer, max(1.0, _rounded(step)))
+
+    def at(self, length: int) -> "Costs":
+        """The costs at a context length, in decode steps at that length, by times that grow linearly with it."""
+        longer = self.longer
+        if longer is None:
+            return self
+        # Not much beyond the longer length: errors of the measurements would grow as well.
+        share = min(MAX_SHARE, max(0.0, (length - self.length) / (longer.length - self.length)))
+        step = 1 + share * (longer.step - 1)
+        weight = share * longer.step / step  # times are linear in the length, and so the costs are not
+
+        def between(short: float, long: float) -> float:
+            return max(0.0, short + weight * (long - short))
+
+        drafts = dict(longer.draft)
+        return Costs(
+            tuple(between(cost, longer.verify_cost(count)) for count, cost in enumerate(self.verify, start=1)),
+            tuple((kind, between(cost, drafts.get(kind, cost))) for kind, cost in self.draft),
+            tuple((kind, cost / step) for kind, cost in self.read),
+            length,
+        )
 
     @property
     def text(self) -> str:
@@ -38,6 +80,11 @@ class Costs:
         parts = [f"verifying k drafts costs 1 + (k={verify}) target forwards"] if shown else []
         parts += [f"one draft by {kind} {cost:.2f}" for kind, cost in self.draft if kind != LEAF]
         parts += [f"a leaf {cost:.2f} more than a draft" for kind, cost in self.draft if kind == LEAF]
+        parts += [f"reading 1,000 tokens by {kind} {cost:.1f}" for kind, cost in self.read]
+        if self.longer is not None:
+            forward = f"a target forward takes {self.longer.step:.2f} times as long"
+            parts.append(f"after {self.longer.length:,} instead of {self.length:,} tokens {forward}")
+            parts.append(self.longer.text)
         return "; ".join(parts) or "nothing was measured"
 
     def verify_cost(self, drafts: int) -> float:
@@ -58,6 +105,16 @@ class Costs:
     def draft_cost(self, kind: str | None) -> float:
         """The time of one draft by this drafter kind. 0 if it was not measured."""
         return dict(self.draft).get(kind or "", 0.0)
+
+    def reading_cost(self, kind: str | None, tokens: int) -> float:
+        """The time in which this drafter kind reads so many tokens of a prompt. 0 if it was not measured."""
+        return dict(self.read).get(kind or "", 0.0) * tokens / READ_TOKENS
+
+    def prefill_cost(self, tokens: int) -> float:
+        """A cautious estimate of the time in which the target reads so many tokens of a prompt."""
+        # Half of what one more row adds to the widest verify pass: a prefill computes many rows at once. On a GPU a row
+        # adds next to nothing, and so does a prompt.
+        return tokens * max(0.0, self.verify_cost(len(self.verify) + 1) - self.verify_cost(len(self.verify))) / 2
 
 
 def _rounded(cost: float) -> float:

@@ -62,7 +62,8 @@ class DrafterInputs:
         """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed. block: see AdaptiveGamma."""
         if not self.adapts:
             return None
-        return AdaptiveGamma(self.costs, self.costs.draft_cost(kind), throughput, block=block)
+        max_new = self.decoding.max_new
+        return AdaptiveGamma(self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new)
 
     def comb(self, kind: str | None, adaptive: AdaptiveGamma | None) -> Comb | None:
         """Chooses leaves beside the drafts of this kind of drafter. None if there are none, or if the target cannot
@@ -74,7 +75,7 @@ class DrafterInputs:
             self.decoding.noise,
             shares_noise=self.shares_noise,
             costs=self.costs if self.tree == "auto" else None,
-            draft_cost=self.costs.draft_cost(kind),
+            kind=kind or "",
             adaptive=adaptive,
         )
 

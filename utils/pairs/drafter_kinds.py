@@ -106,6 +106,7 @@ def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEs
         observed=inputs.observed,
         # A session that shares a prefill already has the prompt's features; otherwise this is None.
         prefilled=target.take_features(),
+        not_needed=target.keep_no_features,
     )
     return BuiltDrafter(drafter, target)
 

@@ -170,13 +170,16 @@ PROCESSORS = st.one_of(
     st.builds(TopKNucleusProcessor, st.floats(0, 100), st.integers(1, 300), st.floats(1e-9, 1)),
 )
 SYSTEMS = st.none() | st.text(st.characters(codec=None) | st.sampled_from([*SEPARATORS, "\\", "n", " "]))
+VERIFY, BY_KIND = st.lists(st.floats(0, 1100)), st.dictionaries(st.just("model"), st.floats(0, 1100))
+LONGER_COSTS = st.builds(Costs.of, VERIFY, BY_KIND, length=st.integers(65, 10**6), step=st.floats(0, 1100))
 ALL_SETTINGS = st.builds(
     Settings,
     **dict.fromkeys(("speculative", "ngram", "target", "drafter", "cache", "turns", "special"), st.booleans()),
     beams=st.integers(0, 16),
     gamma=st.none() | st.integers(0, 63),
     drafter_kind=st.sampled_from([("loaded",), ("lookup", "suffix"), ("model",)]),
-    costs=st.builds(Costs.of, st.lists(st.floats(0, 1100)), st.dictionaries(st.just("model"), st.floats(0, 1100))),
+    costs=st.builds(Costs.of, VERIFY, BY_KIND, BY_KIND)
+    | st.builds(Costs.of, VERIFY, BY_KIND, BY_KIND, length=st.integers(1, 64), longer=LONGER_COSTS),
     length=st.integers(1, 128),
     processor=PROCESSORS,
     seed=st.integers(0, 2**32 - 1),

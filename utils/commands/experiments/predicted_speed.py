@@ -52,6 +52,15 @@ def target_run(last: LastPrompt) -> Generation:
     raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
 
 
-def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None) -> float:
-    """Decode steps that the drafts of a run take, each by the cost of the drafter kind that computed it."""
-    return sum(timing.drafts * costs.draft_cost(timing.kind or kind) for timing in timings)
+def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None, prompt: int) -> float:
+    """Decode steps that the drafts of a run take, each by the cost of the drafter kind that computed it, and reading a
+    prompt of so many tokens, which a drafter does for its first draft.
+    """
+    readers = {timing.kind or kind for timing in timings if timing.drafts}
+    reading = sum(costs.reading_cost(reader, prompt) for reader in readers)
+    return reading + sum(timing.drafts * costs.draft_cost(timing.kind or kind) for timing in timings)
+
+
+def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
+    """The costs in the middle of a run. Times grow linearly with the context, so this is their mean."""
+    return (costs or Costs()).at(prompt + tokens // 2)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
+from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
@@ -21,7 +21,6 @@ from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.metrics.costs import Costs
 from utils.text import count_of
 
 HEADINGS = ("strategy", "gamma", "rounds", "accepted", "acceptance", "tokens/forward", "tokens/s", "speed-up")
@@ -61,7 +60,8 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
     yield Progress(
         f"replaying the target's {count_of(len(tokens), 'token')} with {count_of(len(drafting), 'drafter')} ..."
     )
-    costs, baseline = job.settings.costs or Costs(), len(tokens) / timing.alone(len(tokens))
+    costs = costs_of_run(job.settings.costs, len(job.prompt), len(tokens))
+    baseline = len(tokens) / timing.alone(len(tokens))
     countdown = Countdown()
     above: Row = {}
     for event in replay_events(job, drafting, tokens):
@@ -71,7 +71,8 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
             continue
         strategy, gamma, steps, timings = event
         kind = str(strategy.drafter_label(job.pair))
-        speed = len(tokens) / timing.predict(steps, costs, drafting_cost(timings, costs, kind))
+        spent = drafting_cost(timings, costs, kind, len(job.prompt))
+        speed = len(tokens) / timing.predict(steps, costs, spent)
         row = {
             "strategy": strategy.name,
             "drafter": kind,

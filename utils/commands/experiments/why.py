@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost, target_run
+from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
@@ -16,7 +16,7 @@ from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.warm_up import with_costs
 from utils.engine import Engine
-from utils.engine.forward_timing import WIDTHS
+from utils.engine.forward_timing import WIDTHS, time_of_repeats
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
@@ -57,15 +57,15 @@ class RunCosts:
     other: float
 
     @classmethod
-    def of(cls, run: Generation, costs: Costs, kind: str | None) -> Self:
-        """kind: the strategy's drafter kind, for rounds that do not name theirs."""
+    def of(cls, run: Generation, costs: Costs, kind: str | None, prompt: int = 0) -> Self:
+        """kind: the strategy's drafter kind, for rounds that do not name theirs. prompt: its tokens."""
         total = sum(timing.total for timing in run.timings)
         inside = sum(timing.drafting + timing.verifying for timing in run.timings)
         return cls(
             len(run.tokens),
             run.target_forwards,
             sum(costs.pass_cost(len(step.drafted), len(step.leaves)) for step in run.steps),
-            drafting_cost(run.timings, costs, kind),
+            drafting_cost(run.timings, costs, kind, prompt),
             max(0.0, 1 - inside / total) if total else 0.0,
         )
 
@@ -100,7 +100,7 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
     for compared in last.compared:
         strategy, run, _ = compared
         if strategy.drafts and run.timings:
-            row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing)
+            row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing, prompt=len(last.job.prompt))
             row["gamma"] = last.job.settings.gamma
             yield Finding(_cells(row, run), row)
 
@@ -109,15 +109,18 @@ def _expected(engine: Engine) -> str:
     """How long the measurement will take, by the costs that are known; empty if none are."""
     widths = (width for width in WIDTHS if width <= len(engine.costs) + 1)
     forwards = sum(1 + (engine.costs[width - 2] if width > 1 else 0.0) for width in widths)
-    seconds = REPEATS * forwards * engine.step_seconds
+    seconds = time_of_repeats(REPEATS, forwards * engine.step_seconds)
     return f", about {seconds:.0f} s" if seconds >= 1 else ""
 
 
-def _figures(compared: ComparedRun, kind: str | None, costs: Costs, timing: TargetTiming) -> dict[str, Any]:
+def _figures(
+    compared: ComparedRun, kind: str | None, costs: Costs, timing: TargetTiming, *, prompt: int
+) -> dict[str, Any]:
     strategy, run, comparison = compared
-    spent = RunCosts.of(run, costs, kind)
+    costs = costs_of_run(costs, prompt, len(run.tokens))
+    spent = RunCosts.of(run, costs, kind, prompt)
     drafts = sum(one.drafts for one in run.timings)
-    draft_cost = spent.drafting / drafts if drafts else costs.draft_cost(kind)
+    draft_cost = drafting_cost(run.timings, costs, kind, 0) / drafts if drafts else costs.draft_cost(kind)
     best, gain = best_gamma(run, costs, draft_cost)
     return {
         "strategy": strategy.name,

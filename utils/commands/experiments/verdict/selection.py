@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import mean
 
-from utils.commands.experiments.predicted_speed import TargetTiming, drafting_cost
+from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost
 from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.experiments.verdict.candidates import Candidate, best_of_each, drafting_strategies, kind_name
 from utils.commands.experiments.verdict.plan import ReadyPrompt
@@ -23,7 +23,6 @@ from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.distributed import broadcast
 from utils.errors import UserError
-from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 
 PROBE_TOKENS = 8
@@ -144,7 +143,8 @@ class Selection:
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[Arm, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, as far as there is time."""
         # Of what is compared here only this was measured by each rank for itself.
-        timing, costs = broadcast(TargetTiming.of(run)), self.settings.costs or Costs()
+        timing = broadcast(TargetTiming.of(run))
+        costs = costs_of_run(self.settings.costs, len(job.prompt), len(run.tokens))
         countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[Arm, float] = {}
         kind: dict[Arm, float] = {}  # those of the strategy that is being replayed
@@ -154,7 +154,7 @@ class Selection:
                 yield from countdown.at(done, f"{where}, {done:.0%} done")
             else:
                 strategy, gamma, steps, timings = event
-                drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair))
+                drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
                 kind[strategy, gamma] = alone / timing.predict(steps, costs, drafting)
                 if gamma is None:  # the last one
                     scores |= kind
