@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from utils.engine import Engine, engine_trials
+from utils.engine import Engine
 from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.engine_trials import Meter
+from utils.engine.trials import Meter, Trials
 
-RUN = engine_trials.Trials.run
+RUN = Trials.run
 Speed = Callable[[str, int, int], float]  # (engine, threads, width) -> seconds of a forward pass
 
 
@@ -22,20 +22,19 @@ Speed = Callable[[str, int, int], float]  # (engine, threads, width) -> seconds 
 class FixedSpeeds:
     """Times by engine, number of threads and width, on a clock that only forward passes advance.
 
-    prefill: tokens per second by engine.
+    A pass takes the same time whatever number of layers is measured. prefill: tokens per second by engine.
     """
 
     speed: Speed
-    installed: Callable[[], str]
     prefill: dict[str, float] = field(default_factory=dict)
     now: float = 0.0
     calls: list[tuple[str, int, int]] = field(default_factory=list)  # what was measured
 
     def meter(self) -> Meter:
-        return Meter(lambda: self.now, lambda model: self.probe())  # type: ignore[arg-type,return-value]
+        return Meter(lambda: self.now, lambda model, name: self.probe(name))
 
-    def probe(self) -> Any:
-        return FixedProbe(self)
+    def probe(self, name: str) -> Any:
+        return FixedProbe(self, name)
 
 
 @dataclass
@@ -43,18 +42,19 @@ class FixedProbe:
     """Stands in for a ForwardProbe."""
 
     speeds: FixedSpeeds
+    name: str
     max_width: int = 17
 
     def make_room(self, width: int) -> None:
         """Nothing is full."""
 
     def forward(self, width: int) -> None:
-        call = (self.speeds.installed(), torch.get_num_threads(), width)
+        call = (self.name, torch.get_num_threads(), width)
         self.speeds.calls.append(call)
         self.speeds.now += self.speeds.speed(*call)
 
     def prefill(self, count: int) -> int:
-        self.speeds.now += count / self.speeds.prefill.get(self.speeds.installed(), 1e6)
+        self.speeds.now += count / self.speeds.prefill.get(self.name, 1e6)
         return count
 
 
@@ -65,8 +65,8 @@ def steady(times: dict[str, float]) -> Speed:
 
 def fix_speeds(engine: Engine, speed: Speed, **options: Any) -> FixedSpeeds:
     """Replace the clock and the forward passes of an engine's trials."""
-    speeds = FixedSpeeds(speed, lambda: engine._seat.name, **options)
-    engine.selection.meter = speeds.meter()
+    speeds = FixedSpeeds(speed, **options)
+    engine.meter = speeds.meter()
     return speeds
 
 
@@ -79,9 +79,8 @@ def only_engines(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def prefer(name: str) -> None:
     """Let every engine's trials find this engine twice as fast as any other, until the end of the test."""
 
-    def run(self: Any, names: Any) -> Any:
-        speeds = FixedSpeeds(lambda kind, threads, width: (1 if kind == name else 2) * 1e-3, lambda: self.seat.name)
-        self.meter = speeds.meter()
-        return RUN(self, names)
+    def run(self: Any) -> Any:
+        self.meter = FixedSpeeds(lambda kind, threads, width: (1 if kind == name else 2) * 1e-3).meter()
+        return RUN(self)
 
-    mock.patch.object(engine_trials.Trials, "run", run).start()
+    mock.patch.object(Trials, "run", run).start()
