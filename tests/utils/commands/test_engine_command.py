@@ -9,7 +9,7 @@ import pytest
 from fakes import Screen, open_session, screen, tiny_pair
 
 from utils.comparison.engine_page import busy_notes, engine_notes, engine_rows
-from utils.engine.engine_figures import EngineFigures
+from utils.engine.engine_choice import EngineFigures
 from utils.engine.layer_engine import BIT_IDENTICAL
 from utils.repl.runner import Verdict
 
@@ -28,7 +28,7 @@ PLAIN = replace(ROW, promise="", verified=False, step_seconds=0.1)
 
 
 def table_of(pair: Any, **rows: EngineFigures) -> None:
-    pair.engine.selection.table = rows
+    pair.engine.table = rows
 
 
 def shown_lines(pair: Any, width: int) -> list[str]:

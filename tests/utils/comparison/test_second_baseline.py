@@ -12,8 +12,7 @@ from fakes import Screen, open_session, records_of, tiny_pair
 from utils.comparison.reports import Finding, Report
 from utils.comparison.second_baseline import FIGURE, second_sentence, with_second_baseline
 from utils.config.settings import Settings
-from utils.engine.engine_choice import FasterEngine
-from utils.engine.engine_figures import EngineFigures
+from utils.engine.engine_choice import EngineFigures, FasterEngine
 
 PLAIN = FasterEngine("plain", 1.25)
 SLOW = EngineFigures(step_seconds=0.05, costs=((2, 1.1), (5, 1.2), (9, 1.5)), prefill=400.0, threads=1, verified=True)
@@ -51,7 +50,7 @@ def test_findings_and_the_conclusion_of_a_report_have_it() -> None:
 def slowed(pair: Any, factor: float) -> None:
     """Store figures in which the engine in use is this much slower than another one."""
     faster = replace(SLOW, step_seconds=SLOW.step_seconds / factor)
-    pair.engine.selection.table = {"plain": SLOW, "invariant": faster}
+    pair.engine.table = {"plain": SLOW, "invariant": faster}
 
 
 @pytest.mark.parametrize(("factor", "is_reported"), [(1.25, True), (1.02, False)])

@@ -10,7 +10,8 @@ from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
 
 from utils.drafter_formats.mtp import load_mtp
 from utils.drafter_formats.mtp_layouts import mtp_layers
-from utils.engine import Engine, openvino_support
+from utils.engine import Engine
+from utils.engine.openvino_engine import unsupported
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])  # greedy, and drawn from the distribution
@@ -19,7 +20,7 @@ def test_the_text_is_the_targets_own_under_an_engine(tmp_path: Any, engine: str,
     """A dense target: OpenVINO computes neither experts nor recurrent layers, and the other engine's self-test refuses
     them.
     """
-    if engine == "openvino" and (reason := openvino_support.unsupported("float32")):
+    if engine == "openvino" and (reason := unsupported("float32")):
         pytest.skip(reason)
     target = tiny_qwen3(vocab_size=8)
     drafter = load_mtp(mtp_layers(read(write_target(tmp_path, target, qwen_layers(target)))), target)
