@@ -10,7 +10,8 @@ DRAFTING_HELP = {
         Page(
             "The maximum number of tokens that are drafted before the target verifies them. With auto, every round "
             "drafts as many tokens as have the highest expected throughput, given the acceptance so far and the costs "
-            "of drafting and verifying.",
+            "of drafting and verifying in the present context. It drafts nothing where a run could lose more than "
+            "about 2 % of its time, and a drafter that is not used does not read the prompt.",
             ("> /gamma 4", "gamma: 4"),
             ("/gamma N       0 to 63; 0: no drafts", "/gamma auto    as many as are likely to pay"),
             ("whatif", "costs", "drafts/round"),
@@ -48,7 +49,8 @@ DRAFTING_HELP = {
         "costs of drafting and verifying",
         Page(
             "What verifying 1, 2, ... drafts costs in addition to a target forward over one token, and what one draft "
-            "of each kind costs. The unit is one such target forward. They are measured on the loaded models; "
+            "of each kind and reading 1,000 tokens of a prompt cost. The unit is one such target forward. They are "
+            "measured on the loaded models, in a short and in a long context; "
             "/gamma auto, /why and /whatif depend on them.",
             (
                 "> /costs measure",

@@ -1,11 +1,15 @@
 """Costs of verify passes, from a clock that the test advances."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import tiny_llama, tiny_mamba, tiny_t5
 
-from utils.engine.forward_timing import ForwardProbe, verify_costs
+from utils.engine import Engine
+from utils.engine.forward_timing import ForwardProbe, LongerContext, verify_costs
+from utils.engine.stored_results import ResultFile, StoredResult
 
 
 class TimedProbe(ForwardProbe):
@@ -96,3 +100,27 @@ def test_short_contexts_limit_the_width() -> None:
     assert probe.max_width == 4 and probe.longer() is None
     assert len(verify_costs(probe)[1]) == 2
     assert verify_costs(ForwardProbe(tiny_llama(max_position_embeddings=2)))[1] == ()
+
+
+@pytest.mark.parametrize("longer", [LongerContext(64, 1024, 0.0125, (0.3, 0.5)), None])
+def test_costs_of_both_lengths_are_stored(longer: LongerContext | None, tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "results.json")
+    result = StoredResult(
+        "plain", "", "2026-11-23", (1,), 1, {}, 0.01, (0.2, 0.4), {"head": [0.1, 0.2, 0.0]}, {}, longer
+    )
+    assert file.put("key", result) and file.get("key") == result
+
+
+def test_results_of_one_length_are_still_read(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "results.json")
+    result = StoredResult("plain", "", "2026-11-23", (1,), 1, {}, 0.01, (0.2, 0.4), {}, {})
+    file._file.put("key", {name: value for name, value in asdict(result).items() if name != "longer"})
+    assert file.get("key") == result
+
+
+def test_an_engine_measures_both_lengths() -> None:
+    model = tiny_llama(max_position_embeddings=2048)
+    engine = Engine([model])
+    engine.measure()
+    assert engine.longer is not None and (engine.longer.short, engine.longer.length) == (64, 1024)
+    assert len(engine.longer.costs) == len(engine.costs) and engine.longer.step_seconds > 0
