@@ -37,7 +37,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     table = engine.table
     yield LEGEND
     measured = {name: row for name, row in table.items() if row.is_candidate and row.step_seconds}
-    if measured:
+    if len(measured) > 1:
         speeds = {name: expected_speed(row, engine.workload) for name, row in measured.items()}
         shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
         day = max(row.measured_on for row in measured.values())
