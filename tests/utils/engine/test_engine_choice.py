@@ -14,7 +14,7 @@ from tiny import tiny_llama
 
 from utils.engine import Engine
 from utils.engine.engine_choice import NO_PROMISE, Workload, choose, expected_speed, faster_baseline
-from utils.engine.engine_figures import EngineFigures
+
 from utils.engine.layer_engine import BIT_IDENTICAL
 
 MEASURED = EngineFigures(

@@ -14,7 +14,7 @@ from tiny import tiny_llama
 
 from utils.engine import Engine
 from utils.engine.engine_choice import TYPICAL
-from utils.engine.engine_figures import EngineFigures
+
 from utils.engine.engine_samples import speed_ratio, typical, with_samples
 from utils.engine.engine_trials import MAX_TURNS, MIN_TURNS
 
