@@ -106,6 +106,8 @@ class Engine:
         self.table: dict[str, EngineFigures] = {}
         self._engine: LayerEngine = self._built(PLAIN)
         self._held = self._engine.nbytes()  # without an engine
+        # Found out now: the layers of an installed engine could not be read.
+        self._problems = {name: self._problem(name) for name in LAYER_ENGINES}
         self._layouts: dict[str, dict[str, int]] = {}
         self._tested: dict[str, set[int]] = {}  # numbers of threads with which each engine's self-test passed
         self._references: list[tuple[PreTrainedModel, selftest.Reference]] = []
@@ -118,7 +120,7 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            reason = self._problems()
+            reason = self._shared_problem()
             raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     @property
@@ -132,10 +134,7 @@ class Engine:
 
     def problem(self, name: str) -> str:
         """Return why an engine cannot compute these models in the loaded number format."""
-        engine = self._engine if name == self.state.kind and name != PLAIN else self._built(name)
-        if reason := engine.unsupported():
-            return reason
-        return "" if engine.weights == self.format else f"it computes {engine.weights}, not {self.format}"
+        return self._problems[name]
 
     def need(self, name: str) -> int:
         """Return the bytes of memory that an engine takes beyond what the models hold without any."""
@@ -247,7 +246,13 @@ class Engine:
             return None
         return stored
 
-    def _problems(self) -> str:
+    def _problem(self, name: str) -> str:
+        engine = self._built(name)
+        if reason := engine.unsupported():
+            return reason
+        return "" if engine.weights == self.format else f"it computes {engine.weights}, not {self.format}"
+
+    def _shared_problem(self) -> str:
         """Why no engine other than the plain one can compute these models."""
         problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
         shared = set(problems.values())
