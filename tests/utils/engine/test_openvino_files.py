@@ -14,9 +14,9 @@ from paths import ROOT
 from utils import artifact_cache
 from utils.engine import openvino_cache, openvino_support
 from utils.engine.decoder_spec import DecoderSpec
+from utils.engine.openvino_engine import unsupported
 from utils.engine.openvino_graph import GraphBuilder
 from utils.engine.openvino_segments import OpenVinoSegments
-from utils.engine.openvino_engine import unsupported
 from utils.engine.weight_blocks import round_int4
 from utils.engine.weight_format import EngineWeights
 

@@ -20,4 +20,8 @@ def test_weights_that_were_rounded_before_stay_the_same() -> None:
     weight = torch.randn(16, 64)
     for rounded in (round_int4(weight), round_int8(weight)):
         block = EngineWeights("int4").form("model.layers.0.mlp.down_proj", rounded.dense(), is_head=False)
-        assert isinstance(block, BlockWeight) and torch.equal(block.dense(), rounded.dense()) and block.bits == rounded.bits
+        assert (
+            isinstance(block, BlockWeight)
+            and torch.equal(block.dense(), rounded.dense())
+            and block.bits == rounded.bits
+        )
