@@ -318,12 +318,12 @@ class Engine:
     def _chosen(self, name: str, thread_count: int, *, complete: bool) -> None:
         """Install the best engine, or the one that was asked for, and test it. Raises UserError if none is left."""
         known = thread_count or threads.requested_threads() or 0
-        rows = {other: EngineFigures(problem=self.problem(other)) for other in LAYER_ENGINES} if name == AUTO else {}
+        rows = {other: self._unmeasured(other, self.problem(other)) for other in LAYER_ENGINES} if name == AUTO else {}
         names = [other for other in rows if not rows[other].problem] if name == AUTO else [name]
         if not all(other in self.table for other in names):
             self.table |= rows | self._measured(names, known)
         while True:
-            row = {other: self.table.get(other, EngineFigures()) for other in names}
+            row = {other: self.table.get(other, EngineFigures()) for other in rows or names}
             choice = choose(row, self.workload) if name == AUTO else Choice(name)
             if not choice.name:
                 raise UserError(f"No engine computes {self.format} weights here: {choice.reason}.")
@@ -343,7 +343,7 @@ class Engine:
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
-        table = {name: EngineFigures(problem=self._memory_problem(name)) for name in names}
+        table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
         table = {name: replace(row, nbytes=self.need(name)) for name, row in table.items()}
         tried = [name for name, row in table.items() if row.is_candidate]
         counts = [known] if known else self._thread_counts()
@@ -355,6 +355,9 @@ class Engine:
         release_memory()  # the few layers of all engines
         self._layouts |= trials.layouts
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
+
+    def _unmeasured(self, name: str, problem: str) -> EngineFigures:
+        return EngineFigures(problem, promise=self._built(name).promise)
 
     def _thread_counts(self) -> list[int]:
         """The numbers of threads to choose from: on other devices than a CPU they hardly matter."""

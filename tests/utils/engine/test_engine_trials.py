@@ -15,7 +15,7 @@ from fixed_speeds import FixedProbe, FixedSpeeds
 from tiny import tiny_llama, tiny_mamba
 
 from utils.decode.layer_cut import layer_kinds
-from utils.engine import trials
+from utils.engine import invariant, trials
 from utils.engine.engine_choice import COMPARED_WIDTHS
 from utils.engine.invariant import InvariantEngine
 from utils.engine.trials import ENOUGH, MAX_TURNS, MIN_TURNS, Meter, SlicePlan, Trials
