@@ -296,6 +296,9 @@ class Engine:
             self._use_plain(str(error))
             remedy = "use /engine plain" if self._weights.as_loaded and name != PLAIN else "start with other options"
             raise UserError(f"{error} Instead, {remedy}.") from error
+        except Exception as error:
+            self._use_plain(reason_of(error))
+            raise
         finally:
             self._references = []
             release_memory()  # what engines have replaced
