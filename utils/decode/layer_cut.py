@@ -71,8 +71,10 @@ def chosen_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedM
 
 
 def shell(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of new modules that share every weight with those of `model`."""
-    twin: PreTrainedModel = _mirror(model, {})
+    """A model of new modules that share every weight with those of `model`, with a config of its own."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    twin: PreTrainedModel = _mirror(model, memo)
     return twin
 
 

@@ -106,6 +106,8 @@ class Engine:
         self.table: dict[str, EngineFigures] = {}
         self._engine: LayerEngine = self._built(PLAIN)
         self._held = self._engine.nbytes()  # without an engine
+        # Found out now: the layers of an installed engine could not be read.
+        self._problems = {name: self._problem(name) for name in LAYER_ENGINES}
         self._layouts: dict[str, dict[str, int]] = {}
         self._tested: dict[str, set[int]] = {}  # numbers of threads with which each engine's self-test passed
         self._references: list[tuple[PreTrainedModel, selftest.Reference]] = []
@@ -118,7 +120,7 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            reason = self._problems()
+            reason = self._shared_problem()
             raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     @property
@@ -132,10 +134,7 @@ class Engine:
 
     def problem(self, name: str) -> str:
         """Return why an engine cannot compute these models in the loaded number format."""
-        engine = self._engine if name == self.state.kind and name != PLAIN else self._built(name)
-        if reason := engine.unsupported():
-            return reason
-        return "" if engine.weights == self.format else f"it computes {engine.weights}, not {self.format}"
+        return self._problems[name]
 
     def need(self, name: str) -> int:
         """Return the bytes of memory that an engine takes beyond what the models hold without any."""
@@ -247,7 +246,13 @@ class Engine:
             return None
         return stored
 
-    def _problems(self) -> str:
+    def _problem(self, name: str) -> str:
+        engine = self._built(name)
+        if reason := engine.unsupported():
+            return reason
+        return "" if engine.weights == self.format else f"it computes {engine.weights}, not {self.format}"
+
+    def _shared_problem(self) -> str:
         """Why no engine other than the plain one can compute these models."""
         problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
         shared = set(problems.values())
@@ -291,6 +296,9 @@ class Engine:
             self._use_plain(str(error))
             remedy = "use /engine plain" if self._weights.as_loaded and name != PLAIN else "start with other options"
             raise UserError(f"{error} Instead, {remedy}.") from error
+        except Exception as error:
+            self._use_plain(reason_of(error))
+            raise
         finally:
             self._references = []
             release_memory()  # what engines have replaced
@@ -313,12 +321,12 @@ class Engine:
     def _chosen(self, name: str, thread_count: int, *, complete: bool) -> None:
         """Install the best engine, or the one that was asked for, and test it. Raises UserError if none is left."""
         known = thread_count or threads.requested_threads() or 0
-        rows = {other: EngineFigures(problem=self.problem(other)) for other in LAYER_ENGINES} if name == AUTO else {}
+        rows = {other: self._unmeasured(other, self.problem(other)) for other in LAYER_ENGINES} if name == AUTO else {}
         names = [other for other in rows if not rows[other].problem] if name == AUTO else [name]
         if not all(other in self.table for other in names):
             self.table |= rows | self._measured(names, known)
         while True:
-            row = {other: self.table.get(other, EngineFigures()) for other in names}
+            row = {other: self.table.get(other, EngineFigures()) for other in rows or names}
             choice = choose(row, self.workload) if name == AUTO else Choice(name)
             if not choice.name:
                 raise UserError(f"No engine computes {self.format} weights here: {choice.reason}.")
@@ -338,7 +346,7 @@ class Engine:
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
-        table = {name: EngineFigures(problem=self._memory_problem(name)) for name in names}
+        table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
         table = {name: replace(row, nbytes=self.need(name)) for name, row in table.items()}
         tried = [name for name, row in table.items() if row.is_candidate]
         counts = [known] if known else self._thread_counts()
@@ -350,6 +358,9 @@ class Engine:
         release_memory()  # the few layers of all engines
         self._layouts |= trials.layouts
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
+
+    def _unmeasured(self, name: str, problem: str) -> EngineFigures:
+        return EngineFigures(problem, promise=self._built(name).promise)
 
     def _thread_counts(self) -> list[int]:
         """The numbers of threads to choose from: on other devices than a CPU they hardly matter."""

@@ -74,7 +74,7 @@ class SlicePlan:
                 order += further
                 factors[before] -= share
                 factors[len(order)] = share
-        return cls(tuple(order), factors)
+        return cls(tuple(order), {depth: factor for depth, factor in factors.items() if factor})
 
     def slice_of(self, model: PreTrainedModel) -> PreTrainedModel:
         """A model of these layers, which shares all weights with the whole one."""

@@ -98,7 +98,7 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
 
 
 def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Engine([MODELS["llama"]()]).selection.problem("cuda_graph")  # on a CPU
+    assert Engine([MODELS["llama"]()]).problem("cuda_graph")  # on a CPU
     monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
     prefer("cuda_graph")
     model = MODELS["llama"]()

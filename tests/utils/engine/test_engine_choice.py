@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engines import row, started
+from fake_engines import events, row, started, whole_llama
 from fixed_speeds import fix_speeds
-from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.engine_choice import NO_PROMISE, Workload, choose, expected_speed, faster_baseline
-from utils.engine.engine_figures import EngineFigures
+from utils.engine.engine_choice import (
+    NO_PROMISE,
+    EngineFigures,
+    Workload,
+    choose,
+    expected_speed,
+    faster_baseline,
+    lower_quartile,
+)
 from utils.engine.layer_engine import BIT_IDENTICAL
 
 MEASURED = EngineFigures(
@@ -42,6 +48,16 @@ def test_equal_bits_are_given_up_for_more_than_ten_percent_only(factor: float, c
     choice = choose({"other": faster, "exact": EXACT})
     assert choice.name == chosen and bool(choice.reason) is (chosen == "other")
     assert chosen == "exact" or f"{factor - 1:.0%} faster than exact" in choice.reason
+
+
+def test_of_equal_figures_the_first_row_with_equal_bits_is_chosen() -> None:
+    assert choose({"other": OTHER, "first": EXACT, "second": EXACT}).name == "first"
+    assert choose({"first": OTHER, "second": OTHER}).name == "first"
+
+
+def test_the_lower_quartile_is_typical() -> None:
+    assert lower_quartile([5.0]) == 5.0 and lower_quartile([3.0, 1.0, 2.0]) == 1.0
+    assert lower_quartile([8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0]) == 2.0
 
 
 def test_a_promise_counts_until_its_test_fails() -> None:
@@ -76,84 +92,43 @@ def test_a_faster_baseline_is_another_engine_with_a_clearly_shorter_step() -> No
 def test_all_candidates_are_measured_and_the_fastest_is_installed(rows: Callable[..., None]) -> None:
     rows(slow=row(), quick=row(), unsuited=row(unsupported=lambda self: "no CPU"), other=row(weights="int8"))
     engine, speeds = started({"plain": 0.02, "slow": 0.019, "quick": 0.01})
-    state = engine.use("auto", 0)
-    table = engine.selection.table
-    assert (state.kind, state.verified, engine._seat.name) == ("quick", True, "quick")
+    state, table = engine.use("auto", 0), engine.table
+    assert (state.kind, state.verified, engine._engine.is_whole) == ("quick", True, True)
     assert [*table] == ["plain", "slow", "quick", "unsuited", "other"]
     assert table["unsuited"].problem == "no CPU" and "int8" in table["other"].problem
     assert dict(table["quick"].costs) == pytest.approx({2: 1.1, 5: 1.4, 9: 1.8})
     assert table["quick"].step_seconds == pytest.approx(0.01) and table["quick"].nbytes == 1000
+    assert table["quick"].estimated and table["quick"].prefill == pytest.approx(1e6)
     counts = {threads for name, threads, _ in speeds.calls if name == "quick"}
     assert counts == {count for count, _ in table["quick"].steps} and 1 in counts
 
 
-def test_the_number_of_threads_is_that_of_the_chosen_engine(
+def test_only_the_winner_is_installed_and_tested_for_whole_models(
     rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows(quick=row())
+    rows(quick=row(), second=row(), slow=row())
     monkeypatch.setattr("utils.engine.threads.requested_threads", lambda: None)
     monkeypatch.setattr("utils.engine.threads.candidate_counts", lambda: [1, 2])
-    engine = Engine([tiny_llama(vocab_size=96)])
-    times = {"plain": {1: 0.02, 2: 0.03}, "quick": {1: 0.016, 2: 0.01}}
-    speeds = fix_speeds(engine, lambda name, threads, width: times[name][threads])
+    engine = Engine([whole_llama()])
+    times = {"plain": {1: 0.02, 2: 0.03}, "quick": {1: 0.016, 2: 0.01}, "second": {1: 0.012, 2: 0.013}}
+    speeds = fix_speeds(engine, lambda name, threads, width: times.get(name, {}).get(threads, 0.1))
     state = engine.use("auto", 0)
     assert (state.kind, state.threads, torch.get_num_threads()) == ("quick", 2, 2)
-    assert engine.selection.table["plain"].threads == 1
+    assert events("quick") == ["install", "test 2"] and events("second") == events("slow") == []
+    assert (engine.table["quick"].verified, engine.table["second"].verified) == (True, False)
+    assert engine.table["plain"].threads == engine.table["second"].threads == 1
     assert {threads for name, threads, width in speeds.calls if (name, width) == ("plain", 5)} == {1}
-    assert "test 2" in engine._seat.engine.events or 2 in engine._seat.tested_counts()
+    assert "test 2 completely" in (engine.test("auto", 0), events("quick"))[1]
 
 
 def test_a_candidate_that_is_much_slower_is_given_up_after_its_decode_step(rows: Callable[..., None]) -> None:
-    rows(slow=row())
-    engine, speeds = started({"plain": 0.01, "slow": 0.022})
-    assert engine.use("auto", 1).kind == "plain"
-    figures = engine.selection.table["slow"]
-    assert (
-        "2.2 times that of plain" in engine.state.reason == figures.problem
-        and figures.step_seconds
-        and not figures.costs
-    )
-    assert {width for name, _, width in speeds.calls if name == "slow"} == {1}
-
-
-def test_a_slow_candidate_is_compared_with_the_fastest_one(rows: Callable[..., None]) -> None:
     rows(middle=row(), slow=row())
-    engine, _ = started({"plain": 0.01, "middle": 0.012, "slow": 0.023})
+    engine, speeds = started({"plain": 0.01, "middle": 0.012, "slow": 0.023})
     engine.use("auto", 1)
-    assert "2.3 times that of plain" in engine.selection.table["slow"].problem
-
-
-def test_close_engines_are_measured_in_turns(rows: Callable[..., None]) -> None:
-    rows(first=row(), second=row())
-    engine, speeds = started({"plain": 0.03, "first": 0.010, "second": 0.0105})
-    engine.use("auto", 1)
-    order = [name for name, _, width in speeds.calls if width == 9]
-    turns = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
-    assert turns == ["plain", "first", "second", "first", "second"]
-    assert engine.state.kind == "first"
-
-
-def test_slow_models_get_one_further_turn_only(rows: Callable[..., None]) -> None:
-    rows(second=row())
-    engine, speeds = started({"plain": 1.0, "second": 1.05})
-    assert engine.use("auto", 1).kind == "second"
-    order = [name for name, _, width in speeds.calls if width == 9]
-    turns = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
-    assert turns == ["plain", "second", "plain"]
-
-
-def test_a_machine_that_was_busy_for_one_turn_does_not_decide(rows: Callable[..., None]) -> None:
-    rows(first=row(), second=row())
-    engine = Engine([tiny_llama(vocab_size=96)])
-    seen: list[str] = []
-
-    def speed(name: str, threads: int, width: int) -> float:
-        seen.append(name)
-        busy = name == "first" and "second" not in seen  # the first turn of the faster engine
-        return {"plain": 0.03, "first": 0.010, "second": 0.0112}[name] * (1.2 if busy else 1.0)
-
-    fix_speeds(engine, speed)
-    assert engine.use("auto", 1).kind == "first"
+    figures = engine.table["slow"]
+    assert "2.3 times that of plain" in figures.problem and figures.step_seconds and not figures.costs
+    assert {width for name, _, width in speeds.calls if name == "slow"} == {1}
+    assert engine.table["middle"].costs
 
 
 def test_a_single_candidate_is_not_measured(rows: Callable[..., None]) -> None:

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from fake_engines import FakeEngine, row, started
-from fixed_speeds import fix_speeds
+from fake_engines import events, row, started, whole_llama
+from fakes import constant_costs
+from fixed_speeds import fix_speeds, only_engines, steady
+from stored_models import from_files
 from tiny import tiny_llama
 
-from utils.engine import Engine
-from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.seat import MAX_REASON, Seat, reason_of
+from utils.engine import Engine, selftest
+from utils.engine import engine as engine_module
+from utils.engine.engine import INTERRUPTED
+from utils.engine.engine_table import LAYER_ENGINES, PlainEngine
+from utils.engine.module_swap import EngineLinear
+from utils.engine.openvino_engine import unsupported
+from utils.engine.stored_results import ResultFile
+from utils.engine.stored_weights import in_files
+from utils.engine.trials import MAX_REASON, reason_of
 from utils.errors import UserError
 
-FAILURES = ["logits differ", MemoryError(), RuntimeError("no kernel\nsecond line"), ImportError("no module")]
+FAILURES = ["logits differ", MemoryError(), RuntimeError("no kernel\nsecond line")]
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
-@pytest.mark.parametrize("failing", ["first", "second"])
-def test_an_engine_that_fails_is_skipped_with_its_reason(failure: Any, failing: str, rows: Callable[..., None]) -> None:
-    rows(**{name: row(fails=(failure,) if name == failing else ()) for name in ("first", "second")})
-    engine, _ = started({"plain": 0.02, "first": 0.01, "second": 0.01})
+@pytest.mark.parametrize("step", ["trial_fails", "fails", "test_fails"])
+def test_an_engine_that_fails_is_replaced_by_the_next_one(failure: Any, step: str, rows: Callable[..., None]) -> None:
+    rows(broken=row(**{step: failure}), quick=row(), last=row())
+    engine, _ = started({"plain": 0.02, "broken": 0.01, "quick": 0.011, "last": 0.012})
     state = engine.use("auto", 1)
-    assert state.kind == ({"first", "second"} - {failing}).pop() and state.verified
-    figures = engine.selection.table[failing]
-    reason = str(failure).partition("\n")[0] or "MemoryError"
-    assert figures.failed and reason in figures.problem and "second line" not in figures.problem
+    assert (state.kind, state.verified) == ("quick", True) and events("last") == []
+    figures, reason = engine.table["broken"], str(failure).partition("\n")[0] or "MemoryError"
+    assert figures.failed and not figures.verified
+    assert reason in figures.problem and "second line" not in figures.problem
+    assert step == "trial_fails" or events("broken")[-1] == "remove"
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
+@pytest.mark.parametrize("step", ["fails", "test_fails"])
 def test_an_engine_that_was_asked_for_and_fails_is_an_error_of_one_sentence(
-    failure: Any, rows: Callable[..., None]
+    failure: Any, step: str, rows: Callable[..., None]
 ) -> None:
-    rows(first=row(fails=(failure,)))
+    rows(first=row(**{step: failure}))
     engine, _ = started({"plain": 0.02, "first": 0.01})
     with pytest.raises(UserError, match="first engine failed its self-test"):
         engine.use("first", 1)
-    assert (engine.state.kind, engine._seat.name) == ("plain", "plain")
+    assert engine.state.kind == "plain" and events("first")[-1] == "remove"
 
 
 def test_a_reason_is_what_happened_not_the_place_in_the_source() -> None:
@@ -48,47 +60,24 @@ def test_a_reason_is_what_happened_not_the_place_in_the_source() -> None:
     assert reason_of(RuntimeError(f"{places}no memory for the weights\n\n")) == "no memory for the weights"
     assert reason_of(RuntimeError("Exception from src/core.cpp:117:")) == "Exception from src/core.cpp:117:"
     assert reason_of(RuntimeError("\n")) == "RuntimeError"
-
-
-def test_an_interrupted_installation_leaves_nothing_in_the_seat() -> None:
-    half = type("Half", (FakeEngine,), {"fails": (KeyboardInterrupt(),)})()
-    seat = Seat({"plain": FakeEngine(), "half": half})
-    with pytest.raises(KeyboardInterrupt):
-        seat.install("half", [1])
-    assert seat.name == "plain" and half.events[-1] == "remove"
-
-
-def test_an_engine_that_cannot_be_installed_again_is_tested_as_a_whole_the_next_time() -> None:
-    fake = type("Fake", (FakeEngine,), {"fails": ("", "gone")})()
-    seat, outcomes = Seat({"plain": FakeEngine(), "fake": fake}), []
-    for _ in range(3):
-        outcomes.append(seat.install("fake", [1]))
-        seat.remove()
-    assert outcomes == ["", "gone", ""]
-    assert [event for event in fake.events if "install" in event] == ["install", "install tested", "install"]
-
-
-def test_a_reason_is_short() -> None:
     assert reason_of(RuntimeError("x" * 5000)) == "x" * MAX_REASON
 
 
-def test_an_error_of_the_plain_engine_is_not_hidden(rows: Callable[..., None]) -> None:
+def test_an_error_of_the_program_is_not_hidden_and_leaves_the_plain_engine(rows: Callable[..., None]) -> None:
     rows(quick=row())
-    engine = Engine([tiny_llama(vocab_size=96)])
-
-    def speed(name: str, threads: int, width: int) -> float:
-        if name == "plain":
-            raise RuntimeError("the model is broken")
-        return 0.01
-
-    fix_speeds(engine, speed)
-    with pytest.raises(RuntimeError, match="the model is broken"):
+    engine, _ = started({"plain": 0.02, "quick": 0.01})
+    with (
+        mock.patch.object(engine_module, "verify_costs", side_effect=RuntimeError("the model is broken")),
+        pytest.raises(RuntimeError, match="the model is broken"),
+    ):
         engine.use("auto", 1)
+    assert (engine.state.kind, engine.state.reason) == ("plain", "the model is broken")
+    assert events("quick")[-1] == "remove"
 
 
 def test_an_engine_that_fails_when_it_computes_is_skipped(rows: Callable[..., None]) -> None:
     rows(broken=row())
-    engine = Engine([tiny_llama(vocab_size=96)])
+    engine = Engine([whole_llama()])
 
     def speed(name: str, threads: int, width: int) -> float:
         if name == "broken" and width == 5:
@@ -96,36 +85,83 @@ def test_an_engine_that_fails_when_it_computes_is_skipped(rows: Callable[..., No
         return 0.01 if name == "broken" else 0.02
 
     fix_speeds(engine, speed)
-    assert engine.use("auto", 1).kind == "plain" == engine._seat.name
-    assert "no memory for 5 rows" in engine.selection.table["broken"].problem
+    assert engine.use("auto", 1).kind == "plain" and events("broken") == []
+    assert "no memory for 5 rows" in engine.table["broken"].problem
 
 
-def test_if_the_chosen_engine_cannot_be_installed_again_the_next_one_is_used(rows: Callable[..., None]) -> None:
-    rows(quick=row(fails=("", "gone")), last=row())
-    engine, _ = started({"plain": 0.02, "quick": 0.01, "last": 0.0145})
-    assert engine.use("auto", 1).kind == "last"
-    assert engine.selection.table["quick"].failed and "gone" in engine.selection.table["quick"].problem
-
-
-@pytest.mark.parametrize("fails", [(KeyboardInterrupt(),), ("", KeyboardInterrupt())])
-def test_an_interruption_leaves_the_plain_engine(fails: Any, rows: Callable[..., None], tmp_path: Path) -> None:
-    rows(quick=row(fails=fails), last=row())
+@pytest.mark.parametrize("step", ["trial_fails", "fails", "test_fails"])
+def test_an_interruption_leaves_the_plain_engine(step: str, rows: Callable[..., None], tmp_path: Path) -> None:
+    rows(quick=row(**{step: KeyboardInterrupt()}), last=row())
     engine, _ = started({"plain": 0.02, "quick": 0.01, "last": 0.0145}, tmp_path / "engine.json")
     before = torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
-        engine.use("auto", 0)
-    assert (engine.state.kind, engine._seat.name) == ("plain", "plain") and "interrupted" in engine.state.reason
-    assert engine.step_seconds == 0 and engine.costs == (), "no costs of another engine"
-    assert torch.get_num_threads() == before and not (tmp_path / "engine.json").exists()
-    assert engine._seat.engines["quick"].events[-1] == "remove"
+        engine.use("auto", before + 1)
+    assert (engine.state.kind, engine.state.reason) == ("plain", INTERRUPTED)
+    assert torch.get_num_threads() == engine.state.threads == before and not (tmp_path / "engine.json").exists()
+    assert step == "trial_fails" or events("quick")[-1] == "remove"
+    setattr(LAYER_ENGINES["quick"].build, step, "")
     assert engine.use("auto", 1).kind == "quick", "it can be tried again"
 
 
+def interrupted_at(report: int) -> Callable[[str], None]:
+    """A report that is interrupted when it is called for the n-th time."""
+    seen = count(1)
+
+    def say(text: str) -> None:
+        if next(seen) == report:
+            raise KeyboardInterrupt
+
+    return say
+
+
+def assert_plain(engine: Engine, model: Any) -> None:
+    """The engine says that it is plain, and nothing of another engine is left in the model."""
+    assert (engine.state.kind, engine.state.verified, engine.state.reason) == ("plain", False, INTERRUPTED)
+    assert type(engine._engine) is PlainEngine and engine.costs == () and not engine.step_seconds
+    assert not any(isinstance(part, EngineLinear) for part in model.modules())
+    assert "forward" not in vars(model) and model.config._attn_implementation == "sdpa"
+    assert in_files(model)
+
+
+@pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
+@pytest.mark.parametrize("kind", ["invariant", "openvino"])
+@torch.no_grad()
+def test_ctrl_c_at_any_report_leaves_the_plain_engine(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials and preparation of a model whose weights are in files, interrupted at each report in turn."""
+    only_engines(monkeypatch, "plain", kind)
+    monkeypatch.setattr(selftest, "MAX_WIDTH", 3)
+    monkeypatch.setattr(engine_module, "verify_costs", reported_costs)
+    ids, reference = torch.tensor([[3, 4, 5, 60]]), tiny_llama()
+    model = from_files(tmp_path, reference)
+    engine = Engine([model], identity="the files")
+    engine.results, engine.meter = ResultFile(tmp_path / "engine.json"), fix_speeds(engine, FAST).meter()
+    for report in count(1):
+        engine.report, engine.table = interrupted_at(report), {}
+        try:
+            assert engine.use("auto", 1).kind == kind
+            break
+        except KeyboardInterrupt:
+            assert_plain(engine, model)
+            assert torch.equal(model(ids).logits, reference(ids).logits), "the weights can still be read"
+            assert not (tmp_path / "engine.json").exists()
+    assert report > 20 and engine.state.verified and not in_files(model) is (kind == "invariant")
+
+
+FAST = steady({"plain": 0.02, "invariant": 0.01, "openvino": 0.01})
+
+
+def reported_costs(probe: Any, *, repeats: int, report: Callable[[str], None]) -> Any:
+    report("measuring verify passes")
+    return constant_costs(probe, repeats=repeats, report=report)
+
+
 def test_without_any_engine_there_is_an_error(rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows(only=row(fails=("it is wrong",)))
+    rows(only=row(fails="it is wrong"))
     monkeypatch.delitem(LAYER_ENGINES, "plain")
     monkeypatch.setitem(LAYER_ENGINES, "plain", row(unsupported=lambda self: "it has no such weights"))
     engine, _ = started({})
     with pytest.raises(UserError, match="it is wrong"):
         engine.use("auto", 1)
-    assert engine._seat.name == "plain"
+    assert engine.state.kind == "plain"

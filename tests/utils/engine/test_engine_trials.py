@@ -1,155 +1,199 @@
-"""Trials: what is installed, tested and measured, and how often, until an engine has been chosen."""
+"""Trials: the time of a whole model from the times of a few of its layers, and engines measured in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from fake_engines import parking_row, row, started
-from fixed_speeds import fix_speeds
-from tiny import tiny_llama
+from decoder_families import tiny_model
+from fake_engines import row, started, whole_llama
+from fixed_speeds import FixedProbe, FixedSpeeds
+from tiny import tiny_llama, tiny_mamba
 
-from utils.engine import Engine
-from utils.engine.engine_choice import TYPICAL
-from utils.engine.engine_figures import EngineFigures
-from utils.engine.engine_samples import speed_ratio, typical, with_samples
-from utils.engine.engine_trials import MAX_TURNS, MIN_TURNS
+from utils.decode.layer_cut import layer_kinds
+from utils.engine import invariant, trials
+from utils.engine.engine_choice import COMPARED_WIDTHS
+from utils.engine.invariant import InvariantEngine
+from utils.engine.trials import ENOUGH, MAX_TURNS, MIN_TURNS, Meter, SlicePlan, Trials
+from utils.engine.weight_format import EngineWeights
 
-TIMES = {"plain": 0.03, "parking": 0.010, "other": 0.0101}
+FIXED = {"full": 4.0, "sliding": 1.0, "dense": 2.0}  # seconds of a layer by its kind
 
 
-def events(engine: Engine, name: str) -> list[str]:
-    return engine._seat.engines[name].events  # type: ignore[attr-defined]
+def layers_time(kinds: Sequence[str]) -> float:
+    """Of a pass over these layers, with embedding and output head."""
+    return 10.0 + sum(FIXED[kind] for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "order"),
+    [
+        (["full"] * 2, (0, 1)),
+        (["full"] * 32, (0, 1, 2)),
+        (["sliding"] * 5 + ["full"], (0, 5, 1, 2)),
+        (["sliding", "full"] * 6, (0, 1, 2, 4, 3, 5)),
+        (["dense"] + ["full", "sliding", "sliding"] * 7, (0, 1, 2, 4, 7, 3, 5)),
+    ],
+)
+def test_the_time_of_a_whole_model_follows_from_slices(kinds: list[str], order: tuple[int, ...]) -> None:
+    plan = SlicePlan.for_kinds(kinds, 2)
+    assert plan.order == order
+    seconds = {depth: layers_time([kinds[index] for index in order[:depth]]) for depth in plan.factors}
+    assert plan.total(seconds) == pytest.approx(layers_time(kinds))
+    assert sum(plan.factors.values()) == pytest.approx(1)
+
+
+def test_noise_cannot_make_a_layer_faster_than_nothing() -> None:
+    plan = SlicePlan.for_kinds(["full"] * 32, 2)
+    assert plan.total({1: 5.0, 3: 4.0}) == 5.0
+    assert SlicePlan.for_kinds(["full"], 2).total({1: 5.0}) == 5.0
+
+
+def test_kinds_of_layers_are_told_apart_by_their_windows() -> None:
+    model = tiny_model("gemma3_text")  # sliding, full, sliding
+    assert len({*layer_kinds(model)}) == 2
+    plan = SlicePlan.of(model)
+    assert plan.order == (0, 1, 2) and plan.factors == {3: 1.0}
+    assert SlicePlan.of(tiny_mamba()) == SlicePlan((), {0: 1.0})
+
+
+@torch.no_grad()
+def test_a_slice_has_the_layers_of_its_order() -> None:
+    model = tiny_llama(num_hidden_layers=6)
+    plan = SlicePlan((3, 1), {1: -1.0, 2: 1.0})
+    part = plan.slice_of(model)
+    own = [layer.mlp.up_proj.weight for layer in part.model.layers]
+    assert [weight is model.model.layers[index].mlp.up_proj.weight for weight, index in zip(own, (3, 1), strict=True)]
+    assert {depth: cut.config.num_hidden_layers for depth, cut in plan.parts(part).items()} == {1: 1, 2: 2}
+
+
+class LayeredProbe(FixedProbe):
+    """A pass takes a fixed time and a time for each layer, both by engine."""
+
+    def __init__(self, speeds: FixedSpeeds, name: str, layers: int) -> None:
+        super().__init__(speeds, name)
+        self.layers = layers
+
+    def forward(self, width: int) -> None:
+        self.speeds.now += layered(self.name, self.layers, width)
+
+    def prefill(self, count: int) -> int:
+        self.speeds.now += layered(self.name, self.layers, count // 32)
+        return count
+
+
+# name: seconds of embedding and head, and of a layer
+LAYERED = {"plain": (0.004, 0.002), "invariant": (0.030, 0.0004), "flat": (0.002, 0.0015)}
+
+
+def layered(name: str, layers: int, width: int) -> float:
+    fixed, layer = LAYERED[name]
+    return fixed + layer * layers * (1 + 0.1 * (width - 1))
+
+
+def layered_trials(layers: int, **options: Any) -> Trials:
+    speeds = FixedSpeeds(lambda *arguments: 0.0)
+    meter = Meter(
+        lambda: speeds.now,
+        lambda part, name: LayeredProbe(speeds, name, part.config.num_hidden_layers),  # type: ignore
+    )
+    builders = {name: row(promise="").build for name in LAYERED}
+    return Trials(tiny_llama(num_hidden_layers=layers), builders, EngineWeights(), [1], meter=meter, **options)
+
+
+@pytest.mark.parametrize(("layers", "best"), [(4, "flat"), (40, "invariant")])
+def test_predictions_from_a_few_layers_are_those_of_the_whole_model(layers: int, best: str) -> None:
+    """The engine with the slowest slice is the fastest one for many layers."""
+    table = layered_trials(layers).run()
+    for name, figures in table.items():
+        step = layered(name, layers, 1)
+        assert figures.step_seconds == pytest.approx(step)
+        if figures.costs:
+            expected = {width: layered(name, layers, width) / step for width in COMPARED_WIDTHS}
+            assert dict(figures.costs) == pytest.approx(expected)
+            assert figures.prefill == pytest.approx(256 / layered(name, layers, 8))
+    assert min(table, key=lambda name: table[name].step_seconds) == best
+
+
+def test_the_buffer_that_empties_caches_is_as_large_as_the_layers_that_are_left_out() -> None:
+    long, short = layered_trials(40), layered_trials(3)
+    for each in (long, short):
+        each.run()
+    block = sum(part.numel() for part in long.model.model.layers[0].parameters())
+    assert long._buffer.numel() == (40 - len(long._plan.order)) * block and short._buffer.numel() == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@torch.no_grad()
+def test_trials_leave_the_model_as_it_was(layers: int) -> None:
+    """A model of one layer cannot be cut."""
+    model, ids = tiny_llama(num_hidden_layers=layers), torch.tensor([[5, 6, 7]])
+    before, names, weights = model(ids).logits, [*vars(model)], [*model.parameters()]
+    measured = Trials(model, {"invariant": InvariantEngine}, EngineWeights(), [1])
+    assert measured.run()["invariant"].step_seconds > 0 and measured.layouts["invariant"]
+    assert torch.equal(model(ids).logits, before) and model.config._attn_implementation == "sdpa"
+    assert [*vars(model)] == names and all(map(torch.Tensor.is_set_to, model.parameters(), weights))
 
 
 def turns(calls: list[tuple[str, int, int]]) -> list[str]:
     """The engines in the order in which the widest pass was measured."""
-    order = [name for name, _, width in calls if width == 9]
-    return [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    return [name for name, _, width in calls if width == max(COMPARED_WIDTHS)]
 
 
-def test_only_the_chosen_engine_is_tested_with_the_chosen_number_of_threads(
+@pytest.mark.parametrize(("step", "count"), [(0.001, MAX_TURNS), (ENOUGH, MIN_TURNS)])
+def test_engines_are_measured_in_turns_until_it_takes_long(step: float, count: int, rows: Callable[..., None]) -> None:
+    rows(first=row(), second=row())
+    engine, speeds = started({"plain": 1.5 * step, "first": step, "second": 1.05 * step})
+    assert engine.use("auto", 1).kind == "first"
+    order = ["plain", "first", "second"]
+    assert turns(speeds.calls) == [name for turn in range(count) for name in order[:: -1 if turn % 2 else 1]]
+
+
+def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(
     rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows(quick=row(), second=row(), slow=row())
-    monkeypatch.setattr("utils.engine.threads.requested_threads", lambda: None)
-    monkeypatch.setattr("utils.engine.threads.candidate_counts", lambda: [1, 2])
-    engine, _ = started({"plain": 0.02, "quick": 0.01, "second": 0.0101, "slow": 0.1})
-    state = engine.use("auto", 0)
-    tests = {
-        name: [event for event in events(engine, name) if "test " in event] for name in ("quick", "second", "slow")
-    }
-    assert state.kind == "quick" and tests == {"quick": [f"test {state.threads}"], "second": [], "slow": []}
-    table = engine.selection.table
-    assert (table["quick"].verified, table["second"].verified) == (True, False)
-
-
-def test_all_candidates_are_tested_on_request(rows: Callable[..., None]) -> None:
-    rows(quick=row(), second=row(), broken=row(test_fails="logits differ"))
-    engine, _ = started({"plain": 0.02, "quick": 0.01, "second": 0.0101, "broken": 0.005})
-    engine.test("auto", 1)
-    table = engine.selection.table
-    assert table["quick"].verified and table["second"].verified
-    assert table["broken"].failed and "logits differ" in table["broken"].problem
-
-
-@pytest.mark.parametrize("failure", ["logits differ", RuntimeError("no kernel for 3 rows"), MemoryError()], ids=repr)
-def test_if_the_fastest_engine_fails_its_test_the_next_one_is_tested(failure: Any, rows: Callable[..., None]) -> None:
-    rows(broken=row(test_fails=failure), quick=parking_row(), last=row())
-    engine, _ = started({"plain": 0.04, "broken": 0.01, "quick": 0.012, "last": 0.014})
-    state = engine.use("auto", 1)
-    assert (state.kind, state.verified, engine._seat.name) == ("quick", True, "quick")
-    assert engine.selection.table["broken"].failed and "test 1" not in events(engine, "last")
-    assert events(engine, "broken")[-1] == "remove"
-    assert engine._seat.engines["quick"].computes  # type: ignore[attr-defined]
-
-
-def test_a_named_engine_that_fails_its_test_is_removed(rows: Callable[..., None]) -> None:
-    rows(broken=row(test_fails="logits differ"))
-    engine, _ = started({"plain": 0.04, "broken": 0.01})
-    with pytest.raises(ValueError, match="logits differ"):
-        engine.use("broken", 1)
-    assert engine._seat.name == "plain" and events(engine, "broken")[-1] == "remove"
-
-
-@pytest.mark.parametrize("chosen", ["parking", "other"])
-def test_finalists_take_turns_without_another_installation(chosen: str, rows: Callable[..., None]) -> None:
-    rows(other=row(), parking=parking_row())
-    engine, speeds = started(TIMES | {chosen: 0.0099})
-    assert engine.use("auto", 1).kind == chosen
-    assert turns(speeds.calls)[:3] == ["plain", "parking", "other"], "the other engine can stay below a parked one"
-    assert turns(speeds.calls).count("parking") > 3, "turns of one pass for each width"
-    for name in ("parking", "other"):
-        assert [event for event in events(engine, name) if event.startswith("install")] == ["install"]
-    assert events(engine, "parking").count("end trials") >= 1
-    parking: Any = engine._seat.engines["parking"]
-    assert (parking.computes, parking.parked, parking.in_trials) == (chosen == "parking", False, False)
-    if chosen == "parking":
-        assert "remove" in events(engine, "other"), "nothing stays below the chosen engine"
-
-
-def test_close_finalists_get_more_turns_than_others(rows: Callable[..., None]) -> None:
-    counts = {}
-    for factor in (1.001, 1.15):
-        rows(other=row(), parking=parking_row())
-        engine, speeds = started({"plain": 0.03, "parking": 0.010, "other": 0.010 * factor})
-        engine.use("auto", 1)
-        counts[factor] = sum(name == "parking" and width == 9 for name, _, width in speeds.calls) - 3
-    assert counts == {1.001: MAX_TURNS, 1.15: MIN_TURNS}
-
-
-def test_plain_layers_take_turns_with_a_parked_engine(rows: Callable[..., None]) -> None:
-    rows(parking=parking_row())
-    engine, _ = started({"plain": 0.010, "parking": 0.0105})
-    assert engine.use("auto", 1).kind == "parking", "its bits are equal"
-    assert events(engine, "parking").count("install") == 1
-    assert "install tested" not in events(engine, "parking")
-
-
-def test_interrupted_trials_release_everything(rows: Callable[..., None]) -> None:
-    rows(other=row(), parking=parking_row())
-    engine = Engine([tiny_llama(vocab_size=96)])
-
-    def speed(name: str, threads: int, width: int) -> float:
-        if name == "parking" and "resume" in events(engine, "parking"):
-            raise KeyboardInterrupt
-        return TIMES[name]
-
-    fix_speeds(engine, speed)
-    with pytest.raises(KeyboardInterrupt):
-        engine.use("auto", 1)
-    parking: Any = engine._seat.engines["parking"]
-    assert (engine._seat.name, parking.computes, parking.parked, parking.in_trials) == ("plain", False, False, False)
-    assert events(engine, "other")[-1] == "remove"
-
-
-def test_the_lower_quartile_is_typical() -> None:
-    assert typical([5.0]) == 5.0 and typical([3.0, 1.0, 2.0]) == 1.0
-    assert typical([8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0]) == 2.0
-
-
-def test_figures_of_samples() -> None:
-    figures = with_samples(EngineFigures(prefill=500.0), {1: [0.5, 0.25], 2: [0.125], 5: [0.75, 0.5]})
-    assert figures.step_seconds == 0.25 and figures.costs == ((2, 1.0), (5, 2.0)), "no pass is cheaper than a step"
-    twice = {1: [0.05], 5: [0.075]}
-    ratio = speed_ratio({"a": EngineFigures(), "b": EngineFigures()}, {"a": {1: [0.1], 5: [0.15]}, "b": twice}, TYPICAL)
-    assert ratio == pytest.approx(2.0)
-
-
-def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(rows: Callable[..., None]) -> None:
     """Half of all passes take up to twice as long. The engines are 6 % apart."""
-    right = 0
+    rows(first=row(), second=row())
+    monkeypatch.setattr(trials.selftest, "deviation", lambda *arguments, **options: "")
+    model, right = whole_llama(), 0
     for seed in range(20):
-        rows(other=row(), parking=parking_row())
-        engine, random = Engine([tiny_llama(vocab_size=96)]), Random(seed)
-        times = {"plain": 0.03, "parking": 0.010, "other": 0.0106}
+        random, times = Random(seed), {"plain": 0.03, "first": 0.0106, "second": 0.010}
 
         def speed(name: str, threads: int, width: int, random: Random = random, times: Any = times) -> float:
             return times[name] * (1 + 0.1 * (width - 1)) * (1 + random.random() * (random.random() < 0.5))
 
-        fix_speeds(engine, speed)
-        right += engine.use("auto", 1).kind == "parking"
-    assert right >= 18 and torch.get_num_threads() == 1
+        measured = Trials(model, {name: row().build for name in times}, EngineWeights(), [1])
+        measured.meter = FixedSpeeds(speed).meter()
+        table = measured.run()
+        right += table["second"].step_seconds < table["first"].step_seconds
+    assert right >= 18
+
+
+def test_more_threads_are_not_tried_after_a_number_that_is_clearly_slower() -> None:
+    speeds = FixedSpeeds(lambda name, threads, width: {1: 1.0, 2: 0.8, 3: 0.95, 4: 0.1}[threads])
+    measured = Trials(whole_llama(), {"plain": row().build}, EngineWeights(), [1, 2, 3, 4], meter=speeds.meter())
+    table = measured.run()
+    assert dict(table["plain"].steps) == pytest.approx({1: 1.0, 2: 0.8, 3: 0.95}) and table["plain"].threads == 2
+
+
+def test_large_models_get_one_number_of_threads_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "LARGE", 1)
+    monkeypatch.setattr(trials.threads, "fastest_count", lambda step, counts: counts[1])
+    speeds = FixedSpeeds(lambda name, threads, width: 1.0)
+    builders = {name: row().build for name in ("plain", "first")}
+    table = Trials(whole_llama(), builders, EngineWeights(), [1, 2], meter=speeds.meter()).run()
+    assert {threads for _, threads, _ in speeds.calls} == {2}
+    assert all(figures.threads == 2 for figures in table.values())
+
+
+def test_an_engine_whose_lean_forward_is_wrong_is_measured_with_that_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = invariant.read_decoder
+    monkeypatch.setattr(invariant, "read_decoder", lambda model: replace(read(model), logit_scale=1.01))
+    measured = Trials(tiny_llama(), {"invariant": InvariantEngine}, EngineWeights(), [1])
+    assert not measured.run()["invariant"].problem and measured.layouts["invariant"]["lean"] == 0

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from utils.engine.openvino_engine import unsupported
 from utils.engine.openvino_segments import OpenVinoKernel
-from utils.engine.openvino_support import unsupported
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
-INTEGERS = pytest.mark.skipif(unsupported("int8") is not None, reason="this processor has no integer products")
+INTEGERS = pytest.mark.skipif(bool(unsupported("int8")), reason="this processor has no integer products")
 ROWS, INPUTS = 48, 192
 
 

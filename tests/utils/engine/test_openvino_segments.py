@@ -1,8 +1,7 @@
 """The parts of a decoder outside attention in OpenVINO: equal to PyTorch, and row by row the same bits."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,9 +21,11 @@ from openvino_specs import (
 from torch import Tensor
 from torch.nn.functional import linear
 
+from utils.engine.decoder_spec import DecoderSpec, Linear
+from utils.engine.openvino_engine import unsupported
 from utils.engine.openvino_segments import BOUND_ROWS, OpenVinoSegments, chunked
-from utils.engine.openvino_support import unsupported
-from utils.engine.weight_blocks import round_int4
+from utils.engine.stored_weights import placeholder
+from utils.engine.weight_blocks import BlockWeight, round_int4
 from utils.engine.weight_format import EngineWeights
 
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -40,7 +41,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "scaled residuals": {"residual_scale": 0.3},
     **{name: {"activation": name} for name in ACTIVATIONS},
 }
-FORMATS = [name for name in ("float32", "bfloat16", "int8", "int4", "gguf") if unsupported(name) is None]
+FORMATS = [name for name in ("float32", "bfloat16", "int8", "int4", "gguf") if not unsupported(name)]
 
 
 class Inputs:
@@ -72,11 +73,35 @@ def expected(spec: Any, inputs: Inputs) -> list[Tensor]:
     return [qkv(spec, 0, inputs.x, (cos, sin)), first, qkv(spec, 1, first, (cos, sin)), second, head]
 
 
-def built(weights: str = "float32", folder: Path | None = None, **changes: Any) -> OpenVinoSegments:
-    spec = tiny_spec(**changes)
-    layers = [part for layer in spec.layers for part in (layer.query, layer.key, layer.value, layer.gate, layer.output)]
-    blocks = {f"{part.name}.weight": round_int4(part.weight) for part in layers} if weights == "gguf" else None
-    return OpenVinoSegments(spec, weights=EngineWeights(weights, blocks), threads=1, folder=folder)
+@dataclass
+class InBlocks:
+    """A source of a weight that a file has in blocks."""
+
+    name: str
+    block: BlockWeight
+
+    def read(self) -> Tensor:
+        return self.block.dense()
+
+
+def with_blocks(spec: DecoderSpec) -> tuple[DecoderSpec, dict[str, BlockWeight]]:
+    """The spec as it is read from a file that has all weights but two in blocks, and these blocks."""
+    blocks: dict[str, BlockWeight] = {}
+
+    def stored(part: Linear) -> Linear:
+        blocks[part.name] = round_int4(part.weight)
+        return replace(part, weight=placeholder(part.weight, InBlocks(part.name, blocks[part.name])))
+
+    names = ("query", "key", "value", "gate", "output")
+    layers = tuple(replace(layer, **{name: stored(getattr(layer, name)) for name in names}) for layer in spec.layers)
+    return replace(spec, layers=layers), blocks
+
+
+def built(weights: str = "float32", **changes: Any) -> OpenVinoSegments:
+    spec, blocks = tiny_spec(**changes), None
+    if weights == "gguf":
+        spec, blocks = with_blocks(spec)
+    return OpenVinoSegments(spec, weights=EngineWeights(weights, blocks), threads=1)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -157,8 +182,8 @@ def test_values_that_change_in_place_between_two_passes_are_seen() -> None:
 def test_another_number_of_threads_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
     segments, inputs = built(), Inputs(3)
     before, compiled = forward(segments, inputs), []
-    original = OpenVinoSegments._compile
-    monkeypatch.setattr(OpenVinoSegments, "_compile", lambda self: (compiled.append(1), original(self)))
+    original = OpenVinoSegments._build
+    monkeypatch.setattr(OpenVinoSegments, "_build", lambda self, report: (compiled.append(1), original(self, report)))
     segments.set_threads(1)
     assert not compiled
     segments.set_threads(2)
@@ -184,4 +209,4 @@ def test_two_rotary_tables_are_not_confused() -> None:
 def test_the_weights_that_are_kept_are_counted() -> None:
     rounded = built("int8")
     assert rounded.nbytes() < 0.5 * built().nbytes()
-    assert (rounded._folder / "head.bin").stat().st_size < 2 * VOCABULARY * HIDDEN  # the head is rounded as well
+    assert rounded._constants[-1].nbytes < 2 * VOCABULARY * HIDDEN, "the head is rounded as well"
