@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ class Shape:
         for layer in range(self.layers):
             yield [(f"model.layers.{layer}.{name}.weight", shape) for name, shape in parts.items()]
 
+    def count(self, vocabulary: int) -> tuple[int, int]:
+        """The numbers of weights of the embeddings, which are the output head too, and of everything else."""
+        outside, *layers = self.weights(vocabulary)
+        head = vocabulary * self.hidden
+        return head, sum(prod(size) for part in (outside, *layers) for _, size in part) - head
+
 
 # By billions of parameters: those of the embedded model's family and of Llama 3, with widths that Q4_K can hold.
 SHAPES = {
@@ -137,7 +144,7 @@ def _write_gguf(path: Path, shape: Shape, tokenizer: Any) -> Path:
     for name, size in tensors:
         stored = kind if len(size) > 1 else gguf.GGMLQuantizationType.F32
         block, nbytes = gguf.GGML_QUANT_SIZES[stored]
-        count = int(np.prod(size)) // block * nbytes
+        count = prod(size) // block * nbytes
         writer.add_tensor_info(
             names.get_name(name, try_suffixes=(".weight",)), size, np.dtype(np.float32), count, raw_dtype=stored
         )
