@@ -119,7 +119,9 @@ def _write_safetensors(folder: Path, shape: Shape, vocabulary: int) -> None:
     for start in range(0, len(groups), LAYERS_PER_FILE):
         name = f"model-{start:05d}.safetensors"
         tensors = {
-            tensor: _random(size, generator) for part in groups[start : start + LAYERS_PER_FILE] for tensor, size in part
+            tensor: _random(size, generator)
+            for part in groups[start : start + LAYERS_PER_FILE]
+            for tensor, size in part
         }
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files |= dict.fromkeys(tensors, name)

@@ -116,7 +116,7 @@ class MemoryWatch:
 class Program:
     """`infer.py` in a child process that reads lines from a pipe. folder: of its cache, settings, records and output.
 
-    seconds: from its start to the reply to its first line. Raises RowStopped if it ends before.
+    seconds: from its start to the reply to its first line; see `wait_for_prompt`.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path, bounds: Bounds) -> None:
@@ -126,19 +126,18 @@ class Program:
         self._output, self._errors = folder / "output.txt", folder / "errors.txt"
         places = {f"XDG_{name}_HOME": str(folder / name.lower()) for name in ("CACHE", "CONFIG", "STATE")}
         command = [sys.executable, str(ROOT / "infer.py"), *arguments, "--json", str(self._records)]
-        started = time.perf_counter()
+        self.seconds, self._started = 0.0, time.perf_counter()
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, env=os.environ | places
             )
         self.watch = MemoryWatch(self._child.pid, bounds)
-        try:
-            self._send("/length")
-            self._wait(lambda: self._output.stat().st_size > 0)
-        except BaseException:
-            self.close()
-            raise
-        self.seconds = time.perf_counter() - started
+
+    def wait_for_prompt(self) -> None:
+        """Wait until it answers lines. Raises RowStopped if it ends before."""
+        self._send("/show")  # replies to most other commands are messages on standard error
+        self._wait(lambda: self._output.stat().st_size > 0)
+        self.seconds = time.perf_counter() - self._started
 
     def resident(self) -> int:
         """Bytes of memory that it holds now."""
@@ -218,6 +217,7 @@ def run_program(arguments: Sequence[str], tokenizer: Any, folder: Path, bounds: 
 def _started(arguments: Sequence[str], folder: Path, bounds: Bounds, figures: Figures) -> Iterator[Program]:
     program = Program(arguments, folder, bounds)
     try:
+        program.wait_for_prompt()
         figures.starts.append(program.seconds)
         yield program
     finally:
@@ -252,7 +252,7 @@ def _add_costs(figures: Figures, record: dict[str, Any]) -> None:
 
 
 def run_peer(worker: Sequence[str], threads: int, tokenizer: Any, bounds: Bounds) -> Figures:
-    """Run prompts in `generate` or llama.cpp. worker: the arguments of worker.py. Its start includes its first token."""
+    """Run prompts in `generate` or llama.cpp, whose start includes one token. worker: the arguments of worker.py."""
     figures, started = Figures(), time.perf_counter()
     peer = Peer([sys.executable, str(WORKER), *worker], "", dict(os.environ))
     watch = MemoryWatch(peer.pid, bounds)

@@ -7,7 +7,6 @@ JSON file of all figures after every row.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
 
 from probes import read_seconds
-from size_models import FORMS, GGUF_FORMS, SAFETENSORS, SHAPES, drafter_of, write_model
+from size_models import FORMS, SAFETENSORS, SHAPES, drafter_of, write_model
 from size_runs import LONG, MEDIUM, WIDTHS, Bounds, Figures, run_peer, run_program
 from transformers import AutoTokenizer
 
@@ -259,5 +258,4 @@ def _sizes(text: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     main()
