@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
-import psutil
+from memory_watch import Bounds, MemoryWatch, end_tree, resident
 from peers import WORKER, Peer, PeerFailed
-from probes import PASSAGE, ROOT, memory_of
+from probes import PASSAGE, ROOT
 
-SAMPLE_SECONDS = 0.1  # between two looks at the memory of a process
 POLL_SECONDS = 0.02
 SHORT = "Tell me about the sea."
 MEDIUM, LONG = 500, 4000  # tokens of the prompts whose prefill is measured
 NEW_TOKENS, NEW_TOKENS_LONG = 16, 2
+TRIAL_TOKENS = 8  # of the prompt and of the text with which numbers of threads are compared
 GROWTH = 1.3 * LONG / MEDIUM  # expected time of a long prefill over that of a medium one: attention grows faster
 WIDTHS = (5, 9)
 
@@ -49,68 +48,8 @@ class Figures:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What ends a row: bytes of memory, and seconds. long_prefill: expected seconds above which it is left out."""
-
-    memory: float
-    seconds: float
-    long_prefill: float
-
-
 class RowStopped(Exception):
     """A process ended before its figures were complete, or was stopped."""
-
-
-def resident(pid: int) -> int:
-    """Bytes of resident memory of a process and of its descendants; 0 if it has ended."""
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                total += process.memory_info().rss
-    return total
-
-
-def end_tree(pid: int) -> None:
-    """Kill a process and its descendants."""
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (*root.children(recursive=True), root):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-class MemoryWatch:
-    """A thread that samples the memory of a process tree, and kills it above a bound or after a time.
-
-    peak: in bytes so far. stopped: why the tree was killed; otherwise empty.
-    """
-
-    def __init__(self, pid: int, bounds: Bounds) -> None:
-        self.peak, self.stopped = 0, ""
-        self._pid, self._bounds, self._started = pid, bounds, time.monotonic()
-        self._end = Event()
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(SAMPLE_SECONDS):
-            # The system's own maximum of the process includes what happened between two samples.
-            self.peak = max(self.peak, resident(self._pid), int(memory_of(self._pid).get("peak", 0)))
-            if self.peak > self._bounds.memory:
-                self.stopped = f"stopped at {self._bounds.memory / 1e9:.1f} GB"
-            elif time.monotonic() - self._started > self._bounds.seconds:
-                self.stopped = f"stopped after {self._bounds.seconds:.0f} s"
-            if self.stopped:
-                end_tree(self._pid)
-                return
 
 
 class Program:
@@ -207,7 +146,7 @@ def run_program(arguments: Sequence[str], tokenizer: Any, folder: Path, bounds: 
         record = program.ask(text, "/speculative off", "/ngram off", f"/length {NEW_TOKENS}")
         _add_run(figures, MEDIUM, record)
         _add_costs(figures, record)
-        if GROWTH * MEDIUM / figures.prefill[MEDIUM] < bounds.long_prefill:
+        if _fits(figures, bounds):
             text, _ = prompt_of(tokenizer, LONG)
             _add_run(figures, LONG, program.ask(text, f"/length {NEW_TOKENS_LONG}"))
     return figures
@@ -248,28 +187,50 @@ def _add_costs(figures: Figures, record: dict[str, Any]) -> None:
     figures.verify = {width: 1 + costs[width - 2] for width in WIDTHS if width - 2 < len(costs)}
     engine = record["engine"]
     bits = "equal bits" if engine["verified"] else "bits not guaranteed"
-    figures.note = f"{engine['kind']}, {engine['threads']} threads, {bits}"
+    figures.note = f"{engine['kind']}, {_threads(engine['threads'])}, {bits}"
 
 
-def run_peer(worker: Sequence[str], threads: int, tokenizer: Any, bounds: Bounds) -> Figures:
-    """Run prompts in `generate` or llama.cpp, whose start includes one token. worker: the arguments of worker.py."""
+def run_peer(worker: Sequence[str], counts: Sequence[int], tokenizer: Any, bounds: Bounds) -> Figures:
+    """Run prompts in `generate` or llama.cpp. worker: the arguments of worker.py. counts: numbers of threads to try.
+
+    Its start includes one token.
+    """
     figures, started = Figures(), time.perf_counter()
     peer = Peer([sys.executable, str(WORKER), *worker], "", dict(os.environ))
     watch = MemoryWatch(peer.pid, bounds)
-    peer.threads = threads
     try:
         with _noted(figures):
-            peer.run("plain", prompt_of(tokenizer, 8)[1], 1)
+            peer.threads = counts[-1]
+            peer.run("plain", prompt_of(tokenizer, TRIAL_TOKENS)[1], 1)
             figures.starts, figures.resident = [time.perf_counter() - started], resident(peer.pid)
+            peer.threads = _best_count(peer, counts, prompt_of(tokenizer, TRIAL_TOKENS)[1])
             _add_peer_run(figures, peer, prompt_of(tokenizer, MEDIUM)[1])
-            if GROWTH * MEDIUM / figures.prefill[MEDIUM] < bounds.long_prefill:
+            if _fits(figures, bounds):
                 _add_peer_run(figures, peer, prompt_of(tokenizer, LONG)[1])
-            figures.note = f"{threads} threads"
+            figures.note = _threads(peer.threads)
     finally:
         peer.close()
         watch.close()
     figures.note, figures.peak = watch.stopped or figures.note, watch.peak
     return figures
+
+
+def _best_count(peer: Peer, counts: Sequence[int], ids: list[int]) -> int:
+    """The number of threads with which a short text is decoded fastest."""
+    rates = {}
+    for count in reversed(counts):  # the largest number is in use already
+        peer.threads = count
+        rates[count] = peer.run("plain", ids, TRIAL_TOKENS).decode_rate or 0.0
+    return max(rates, key=lambda count: rates[count])
+
+
+def _fits(figures: Figures, bounds: Bounds) -> bool:
+    """Whether the long prefill is expected to end in time."""
+    return GROWTH * MEDIUM / figures.prefill[MEDIUM] < bounds.long_prefill
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _add_peer_run(figures: Figures, peer: Peer, ids: list[int]) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -20,14 +21,17 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
 
+from memory_watch import Bounds
 from probes import read_seconds
 from size_models import FORMS, SAFETENSORS, SHAPES, drafter_of, write_model
-from size_runs import LONG, MEDIUM, WIDTHS, Bounds, Figures, run_peer, run_program
+from size_runs import LONG, MEDIUM, WIDTHS, Figures, run_peer, run_program
 from transformers import AutoTokenizer
 
 from utils.bounds import ENGINE_WEIGHTS
 from utils.comparison.records import versions
-from utils.engine.machine import available_memory, machine_facts
+from utils.engine.machine import machine_facts
+from utils.engine.threads import candidate_counts
+from utils.freed_memory import available_memory
 from utils.models.embedded import embedded_folder
 from utils.screen.renderer import Renderer, make_renderer
 
@@ -39,6 +43,7 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
 READ_BYTES = 1_000_000_000
 FREE = 0.85  # the share of free memory that a row may take by default
 PEAK_FACTOR, PEAK_EXTRA = 1.2, 1.5e9  # the bound of peak memory: factor x final weights + extra
+LATE = Figures(note="not run: the time was over")
 HEADINGS = (
     *("billion", "files", "arm", "start 1, s", "start 2, s", "peak, GB", "peak / bound", "resident, GB", "disk, GB"),
     *("step, ms", *(f"v({width})" for width in WIDTHS), f"prefill {MEDIUM}", f"prefill {LONG}", "bandwidth", "note"),
@@ -91,10 +96,12 @@ def main(argv: list[str] | None = None) -> None:
     setting = describe(flags)
     screen.result(first_line(setting))
     results: list[dict[str, Any]] = []
+    end = time.monotonic() + 60 * flags.minutes
     with TemporaryDirectory(dir=flags.work, prefix="bench-sizes-") as work:
         for row, files in planned(flags, tokenizer, Path(work), screen):
+            is_late = time.monotonic() > end
             screen.note(f"{row.size} billion, {row.files}: {row.name} ...")
-            figures = measure(row, files, flags, tokenizer=tokenizer, work=Path(work))
+            figures = measure(row, files, flags, tokenizer=tokenizer, work=Path(work)) if not is_late else LATE
             results.append(result_of(row, figures, files.nbytes(row), setting["read_bytes_per_second"]))
             screen.note(" | ".join(cells(results[-1])))
             write(flags.output, setting, results)
@@ -129,11 +136,11 @@ def arms_of(form: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def measure(row: Row, files: Files, flags: argparse.Namespace, *, tokenizer: Any, work: Path) -> Figures:
     """The figures of a row, in a new cache folder."""
-    bounds, threads = Bounds(flags.limit * 1e9, flags.seconds, flags.longest), machine_facts()["cores"] or 1
+    bounds, counts = Bounds(flags.limit * 1e9, flags.seconds, flags.longest), candidate_counts()
     if row.arm == LLAMA:
-        return run_peer(["llama.cpp", str(files.target)], threads, tokenizer, bounds)
+        return run_peer(["llama.cpp", str(files.target)], counts, tokenizer, bounds)
     if row.arm == GENERATE:
-        return run_peer(["transformers", str(files.target), row.weights], threads, tokenizer, bounds)
+        return run_peer(["transformers", str(files.target), row.weights], counts, tokenizer, bounds)
     pair = ["--target", str(files.target), "--drafter", str(files.drafter), "--engine-weights", row.weights]
     with TemporaryDirectory(dir=work, prefix="program-") as folder:
         return run_program([*pair, "--device", "cpu"], tokenizer, Path(folder), bounds)
@@ -233,6 +240,7 @@ def flags_of(argv: list[str] | None) -> argparse.Namespace:
     free = round(FREE * available_memory() / 1e9, 1)
     add("--limit", type=float, default=free, help=f"GB of memory at which a row is stopped (default: {free})")
     add("--seconds", type=float, default=300, help="seconds after which a process is stopped (default: 300)")
+    add("--minutes", type=float, default=30, help="after which no further row begins (default: 30)")
     help_text = f"leave out {LONG} tokens if their prefill is expected to take longer, in seconds (default: 90)"
     add("--longest", type=float, default=90, help=help_text)
     add("--work", type=Path, help="existing folder for models and caches (default: that of temporary files)")
