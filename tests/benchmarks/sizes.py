@@ -95,14 +95,18 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder(screen.note))
     setting = describe(flags)
     screen.result(first_line(setting))
+    measured: list[tuple[Row, Figures, tuple[int, int]]] = []
     results: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * flags.minutes
     with TemporaryDirectory(dir=flags.work, prefix="bench-sizes-") as work:
         for row, files in planned(flags, tokenizer, Path(work), screen):
             is_late = time.monotonic() > end
-            screen.note(f"{row.size} billion, {row.files}: {row.name} ...")
-            figures = measure(row, files, flags, tokenizer=tokenizer, work=Path(work)) if not is_late else LATE
-            results.append(result_of(row, figures, files.nbytes(row), setting["read_bytes_per_second"]))
+            screen.note(f"{row.size:g} billion, {row.files}: {row.name} ...")
+            figures = LATE if is_late else measure(row, files, flags, tokenizer=tokenizer, work=Path(work))
+            measured.append((row, figures, files.nbytes(row)))
+            # The highest rate counts, because other processes may have used the memory at the same time.
+            setting["read_bytes_per_second"] = max(setting["read_bytes_per_second"], read_rate(setting["cores"]))
+            results = [result_of(*each, setting["read_bytes_per_second"]) for each in measured]
             screen.note(" | ".join(cells(results[-1])))
             write(flags.output, setting, results)
     screen.result(markdown(setting, results))
@@ -117,7 +121,7 @@ def planned(flags: argparse.Namespace, tokenizer: Any, work: Path, screen: Rende
             if not rows:
                 continue
             folder = work / "models"
-            screen.note(f"writing a pair of {size} and {drafter_of(size)} billion random weights, {form} ...")
+            screen.note(f"writing a pair of {size:g} and {drafter_of(size):g} billion random weights, {form} ...")
             sizes = {"target": size, "drafter": drafter_of(size)}
             paths = {name: write_model(folder / name, SHAPES[each], form, tokenizer) for name, each in sizes.items()}
             yield from ((row, Files(**paths)) for row in rows)
@@ -150,15 +154,19 @@ def describe(flags: argparse.Namespace) -> dict[str, Any]:
     """The machine, and what was chosen."""
     facts = machine_facts()
     cores = facts["cores"] or facts["threads"]
-    rate = READ_BYTES / read_seconds(READ_BYTES, cores)
     chosen = {name: getattr(flags, name) for name in ("sizes", "forms", "rows", "limit")}
     return {
         "date": date.today().isoformat(),
         "machine": facts,
         "cores": cores,
-        "read_bytes_per_second": rate,
+        "read_bytes_per_second": read_rate(cores),
         "versions": versions(),
     } | chosen
+
+
+def read_rate(cores: int) -> float:
+    """The bytes that all cores together read from memory in a second."""
+    return READ_BYTES / read_seconds(READ_BYTES, cores)
 
 
 def result_of(row: Row, figures: Figures, nbytes: Sequence[int], rate: float) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from memory_watch import Bounds, MemoryWatch, end_tree, resident
 from size_models import FORMS, GGUF_FORMS, SHAPES, Shape, drafter_of, random_blocks, write_model
 from size_runs import LONG, MEDIUM, Figures, Program, RowStopped, prompt_of, run_program
 
+from utils.decode.model_session import ModelSession
+from utils.engine.stored_weights import data
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
@@ -37,10 +39,11 @@ def test_our_loader_reads_every_form(form: str, tmp_path: Path, own_cache: Path)
     tokenizer = tiny_tokenizer()
     paths = [str(write_model(tmp_path / name, SMALL, form, tokenizer)) for name in ("target", "drafter")]
     pair = load_pair(PairRequest(*paths, device="cpu"), print)
-    weights = pair.target.state_dict()["model.layers.1.mlp.down_proj.weight"]
+    weights = data(pair.target.model.layers[1].mlp.down_proj.weight)
     assert weights.shape == (256, 512)
     assert float(weights.float().std()) == pytest.approx(size_models.SPREAD, rel=0.2)
-    assert torch.isfinite(pair.target(torch.tensor([[5, 6, 7]])).logits).all()
+    pair.engine.use("plain", 1)
+    assert torch.isfinite(ModelSession(pair.target).feed([5, 6, 7], keep=1)).all()
     assert pair.tokenizer("a b")["input_ids"] == tokenizer("a b")["input_ids"]
 
 
@@ -101,8 +104,8 @@ def until(is_done: object, seconds: float = 20) -> None:
 
 
 def test_a_program_that_cannot_start_gives_its_last_message(tmp_path: Path) -> None:
-    program = Program(["--target", str(tmp_path / "missing")], tmp_path, ROOMY)
-    with pytest.raises(RowStopped, match=r"ended with status [12]: .*missing"):
+    program = Program(["--dtype", "float33"], tmp_path, ROOMY)
+    with pytest.raises(RowStopped, match=r"ended with status 2: .*float33"):
         program.wait_for_prompt()
     program.close()
 
@@ -155,7 +158,7 @@ def test_a_prompt_has_the_number_of_tokens_that_was_asked_for() -> None:
 
 def test_rows_of_the_table() -> None:
     row = sizes.Row(1.7, "safetensors", sizes.PROGRAM, "bfloat16")
-    figures = Figures([60.0, 12.5], int(6e9), int(4.5e9), 0, 0.2, {5: 1.2}, {500: 120.0}, "openvino, 2 threads")
+    figures = Figures([60.0, 12.5], int(6e9), int(4.5e9), 0, 0.2, {5: 1.2}, {MEDIUM: 120.0}, "openvino, 2 threads")
     cells = sizes.cells(sizes.result_of(row, figures, (3_400_000_000, 600_000_000), 34e9))
     assert cells == [
         *("1.7", "safetensors", "program, bfloat16", "60.0", "12.5", "6.00", "0.95", "4.50", "0.00"),
