@@ -115,7 +115,8 @@ def write_model(folder: Path, shape: Shape, form: str, tokenizer: Any) -> Path:
 
 def _write_safetensors(folder: Path, shape: Shape, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(shape.hidden)
-    groups, files = list(shape.weights(vocabulary)), {}
+    groups = list(shape.weights(vocabulary))
+    files: dict[str, str] = {}
     for start in range(0, len(groups), LAYERS_PER_FILE):
         name = f"model-{start:05d}.safetensors"
         tensors = {
@@ -160,7 +161,7 @@ def _write_gguf(path: Path, shape: Shape, tokenizer: Any) -> Path:
     return path
 
 
-def random_blocks(size: tuple[int, int], form: str, generator: np.random.Generator) -> np.ndarray:
+def random_blocks(size: tuple[int, ...], form: str, generator: np.random.Generator) -> np.ndarray:
     """The bytes (rows, bytes of a row) of a weight of this size (rows, columns)."""
     length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form.upper()]]
     rows, columns = size

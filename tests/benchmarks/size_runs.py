@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -108,7 +108,7 @@ class Program:
         except BrokenPipeError as error:
             raise RowStopped(self._reason()) from error
 
-    def _wait(self, is_done: Any) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
             if self._child.poll() is not None:
                 raise RowStopped(self._reason())

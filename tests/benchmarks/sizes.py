@@ -8,6 +8,7 @@ JSON file of all figures after every row.
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -274,4 +275,5 @@ def _sizes(text: str) -> list[float]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that models are removed and processes ended
     main()

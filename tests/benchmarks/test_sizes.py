@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,8 +38,8 @@ PEER = {"prompt_tokens": 500, "new_tokens": 16, "first_token_seconds": 2.0, "sec
 @pytest.mark.parametrize("form", FORMS)
 def test_our_loader_reads_every_form(form: str, tmp_path: Path, own_cache: Path) -> None:
     tokenizer = tiny_tokenizer()
-    paths = [str(write_model(tmp_path / name, SMALL, form, tokenizer)) for name in ("target", "drafter")]
-    pair = load_pair(PairRequest(*paths, device="cpu"), print)
+    target, drafter = (str(write_model(tmp_path / name, SMALL, form, tokenizer)) for name in ("target", "drafter"))
+    pair = load_pair(PairRequest(target, drafter, device="cpu"), print)
     weights = data(pair.target.model.layers[1].mlp.down_proj.weight)
     assert weights.shape == (256, 512)
     assert float(weights.float().std()) == pytest.approx(size_models.SPREAD, rel=0.2)
@@ -96,7 +97,7 @@ def test_the_watch_ends_a_tree_above_its_bounds(bounds: Bounds, reason: str) -> 
     assert watch.stopped == reason
 
 
-def until(is_done: object, seconds: float = 20) -> None:
+def until(is_done: Callable[[], bool], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < end
@@ -116,7 +117,8 @@ class Answers:
     started: ClassVar[list["Answers"]] = []
 
     def __init__(self, arguments: object, folder: Path, bounds: Bounds) -> None:
-        self.seconds, self.lines, self.watch = 0.0, [], MemoryWatch(-1, bounds)
+        self.seconds, self.watch = 0.0, MemoryWatch(-1, bounds)
+        self.lines: list[str] = []
         self.started.append(self)
         (folder / "cache").mkdir(exist_ok=True)
         (folder / "cache" / "engine.json").write_text("12345")
@@ -143,7 +145,8 @@ def test_figures_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(size_runs, "Program", Answers)
     figures = run_program([], tiny_tokenizer(), tmp_path, ROOMY)
     assert (figures.starts, figures.peak, figures.resident) == ([8.0, 4.0], 3_000_000_000, 2_000_000_000)
-    assert (figures.disk, figures.step, figures.verify) == (5, pytest.approx(0.1), {5: 1.4, 9: 1.8})
+    assert (figures.disk, figures.verify) == (5, {5: 1.4, 9: 1.8})
+    assert figures.step == pytest.approx(0.1)
     assert figures.prefill == {MEDIUM: 250.0, LONG: 250.0}
     assert figures.note == "openvino, 2 threads, equal bits"
     slow = run_program([], tiny_tokenizer(), tmp_path, Bounds(20e9, 60, long_prefill=10))
