@@ -248,8 +248,8 @@ def flags_of(argv: list[str] | None) -> argparse.Namespace:
     add("--arms", type=_words(ARMS), default=",".join(ARMS), help=f"what runs (default: {','.join(ARMS)})")
     free = round(FREE * available_memory() / 1e9, 1)
     add("--limit", type=float, default=free, help=f"GB of memory at which a row is stopped (default: {free})")
-    add("--seconds", type=float, default=300, help="seconds after which a process is stopped (default: 300)")
-    add("--minutes", type=float, default=30, help="after which no further row begins (default: 30)")
+    add("--seconds", type=float, default=400, help="seconds after which a process is stopped (default: 400)")
+    add("--minutes", type=float, default=25, help="after which no further row begins (default: 25)")
     help_text = f"leave out {LONG} tokens if their prefill is expected to take longer, in seconds (default: 90)"
     add("--longest", type=float, default=90, help=help_text)
     add("--work", type=Path, help="existing folder for models and caches (default: that of temporary files)")
