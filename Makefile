@@ -1,4 +1,5 @@
-# make run | make test | make test-full | make test-servers | make check | make bench: each sets up .venv first, once.
+# make run | make test | make test-full | make test-servers | make check | make bench | make bench-sizes: each sets up .venv
+# first, once.
 # make gpu-check uses .venv if it is there, and otherwise whatever $(PYTHON) has; it installs nothing.
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 LLAMA := xllamacpp==2026.10.11549
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: run test test-full test-servers check bench gpu-check clean
+.PHONY: run test test-full test-servers check bench bench-sizes llama gpu-check clean
 
 run: $(VENV)/.ready
 	@$(BIN)/python infer.py $(ARGS)
@@ -30,12 +31,18 @@ check: $(VENV)/.ready
 	@$(BIN)/mypy
 	@$(MAKE) --no-print-directory test
 
-# llama.cpp is a peer of the benchmark, where its wheel can be had
-bench: $(VENV)/.ready
+# llama.cpp is a peer of the benchmarks, where its wheel can be had
+llama: $(VENV)/.ready
 	@$(BIN)/python -c 'import xllamacpp' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: $(LLAMA) 2>/dev/null || \
 	  echo "$(LLAMA) cannot be installed here: the llama.cpp arms are left out"
+
+bench: llama
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
+# Start, memory, disk and speed by model size and number format, with random weights: less than half an hour.
+bench-sizes: llama
+	@$(BIN)/python tests/benchmarks/sizes.py $(ARGS)
 
 gpu-check:
 	@if [ -e $(VENV)/.ready ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python tests/benchmarks/gpu.py $(ARGS)

@@ -4,6 +4,7 @@ download.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from transformers import LlamaForCausalLM
 def write_gguf(
     path: Path, model: LlamaForCausalLM, tokenizer: Any, *, kind: str = "Q8_0", parts: tuple[str, ...] = (".mlp.",)
 ) -> Path:
-    """Write model and tokenizer; the last token becomes the one merge that the format insists on.
+    """Write model and tokenizer.
 
     Weights with one of `parts` in their names are quantized to `kind`.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    _add_sizes(writer, model.config)
-    _add_tokens(writer, tokenizer)
+    add_sizes(writer, model.config)
+    add_tokens(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
@@ -37,7 +38,8 @@ def write_gguf(
     return path
 
 
-def _add_sizes(writer: Any, config: Any) -> None:
+def add_sizes(writer: Any, config: Any) -> None:
+    """Write the sizes of a Llama."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -49,14 +51,16 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_tokens(writer: Any, tokenizer: Any) -> None:
-    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer) - 1)), "ab"]
+def add_tokens(writer: Any, tokenizer: Any, merges: Sequence[str] = ()) -> None:
+    """Write the tokenizer. Without merges, the last token becomes the one merge that the format insists on."""
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens = tokens if merges else [*tokens[:-1], "ab"]
     special = set(tokenizer.all_special_tokens)
     kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(list(merges) or ["a b"])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)

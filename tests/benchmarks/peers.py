@@ -46,6 +46,11 @@ class Peer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=variables
         )
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def ask(self, arm: str, **request: Any) -> Any:
         """The reply to a request. Raises PeerFailed if there is none."""
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -147,11 +147,17 @@ def program(*arguments: str) -> dict[str, float]:
     assert child.stdout is not None
     child.stdout.readline()
     result = {"seconds": time.perf_counter() - started}
-    with suppress(OSError):
-        lines = (line.split() for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
-        memory = {words[0]: 1024 * float(words[1]) for words in lines if words[0] in ("VmHWM:", "VmRSS:")}
-        result |= {"peak": memory["VmHWM:"], "resident": memory["VmRSS:"]}
+    result |= memory_of(child.pid)
     child.communicate()
     if child.returncode:
         raise SystemExit(f"{' '.join(command)} exited with status {child.returncode}")
     return result
+
+
+def memory_of(process: int) -> dict[str, float]:
+    """Bytes of memory of a process at its peak and now, on Linux. Empty if they are not known."""
+    names = {"VmHWM:": "peak", "VmRSS:": "resident"}
+    with suppress(OSError):
+        lines = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
+        return {names[words[0]]: 1024 * float(words[1]) for words in lines if words[0] in names}
+    return {}

@@ -1,4 +1,5 @@
-"""A process that runs one peer: `worker.py generate TARGET ASSISTANT DTYPE` or `worker.py llama.cpp FILE`.
+"""A process that runs one peer: `worker.py generate TARGET ASSISTANT DTYPE`, `worker.py transformers FOLDER DTYPE` (the
+same without anything of this program) or `worker.py llama.cpp FILE`.
 
 A peer has a process of its own because its environment decides how its threads wait, and users of transformers or of
 llama.cpp do not run it in ours. Requests and replies are lines of JSON on standard input and output.
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 ROOT = Path(__file__).parent.parent.parent
@@ -143,6 +145,14 @@ def _llama_server(file: str) -> Callable[[int, bool], Any]:
     return start
 
 
+def _transformers_model(folder: str, dtype: str) -> Any:
+    """A model as transformers loads it, in the place of a pair. It has no end token, so that texts have full length."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return SimpleNamespace(target=model, drafter=None, end_ids=[-1])
+
+
 def main() -> None:
     """Serve the peer that the command line names."""
     kind, *arguments = sys.argv[1:]
@@ -150,6 +160,9 @@ def main() -> None:
     os.dup2(2, 1)  # libraries that print must not write among the replies
     if kind == "llama.cpp":
         handlers = llama_handlers(_llama_server(*arguments))
+    elif kind == "transformers":
+        sys.path.insert(0, str(ROOT))
+        handlers = generate_handlers(_transformers_model(*arguments))
     else:
         sys.path.insert(0, str(ROOT))
         from utils.pairs.load_pair import load_pair
