@@ -117,12 +117,12 @@ class RowAttention:
         groups: of `row_groups`, or of `prefill_groups` for a prefill.
         """
         if prefill:
-            return self._attend(self.prefill, query, keys, values, groups)
+            return self._attend(self.prefill, query, keys, values, groups=groups)
         with torch_threads(self.threads):
-            return self._attend(self.rows, query, keys, values, groups)
+            return self._attend(self.rows, query, keys, values, groups=groups)
 
     def _attend(
-        self, form: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup]
+        self, form: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, *, groups: Sequence[RowGroup]
     ) -> Tensor:
         parts = []
         for group in groups:
