@@ -63,7 +63,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
-        pair = _pair(request, resolved, target, drafter, _identity(resolved, source, plan))
+        pair = _pair(request, resolved, target, drafter, identity=_identity(resolved, source, plan))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
@@ -123,7 +123,7 @@ def _shipped(blocks: GgufBlocks, source: Source) -> EngineWeights:
 
 
 def _pair(
-    request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter, identity: str
+    request: PairRequest, resolved: PairRequest, target: LoadedTarget, drafter: LoadedDrafter, *, identity: str
 ) -> Pair:
     model, tokenizer, name = target.model, target.tokenizer, target.name
     own_notes = remote_code_notes(model, name) + ignored_settings(model, name) + window_notes(model, name)
