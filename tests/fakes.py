@@ -94,7 +94,7 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
     )
 
 
-def constant_costs(probe: ForwardProbe, *, repeats: int, report: Any) -> tuple[float, tuple[float, ...]]:
+def constant_costs(probe: ForwardProbe, **options: Any) -> tuple[float, tuple[float, ...]]:
     """A decode step of 1 ms, and a tenth more for each draft, instead of timings."""
     return 1e-3, tuple(0.1 * drafts for drafts in range(1, min(probe.max_width, WIDTHS[-1])))
 

@@ -152,9 +152,9 @@ def test_ctrl_c_at_any_report_leaves_the_plain_engine(
 FAST = steady({"plain": 0.02, "invariant": 0.01, "openvino": 0.01})
 
 
-def reported_costs(probe: Any, *, repeats: int, report: Callable[[str], None]) -> Any:
+def reported_costs(probe: Any, *, report: Callable[[str], None], **options: Any) -> Any:
     report("measuring verify passes")
-    return constant_costs(probe, repeats=repeats, report=report)
+    return constant_costs(probe)
 
 
 def test_without_any_engine_there_is_an_error(rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
