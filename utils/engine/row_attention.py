@@ -9,6 +9,7 @@ a single row: then one thread computes the rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -170,9 +171,13 @@ def _move(keys: Tensor, values: Tensor, source: int, place: int) -> tuple[Tensor
 
 
 def chosen_attention(shape: HeadShape) -> RowAttention:
-    """The fastest form of attention whose rows keep their bits here, with the number of threads that is set now. Takes
-    a fraction of a second.
-    """
+    """The fastest form of attention whose rows keep their bits here, with the number of threads that is set now."""
+    return _chosen(shape, torch.get_num_threads())
+
+
+@cache
+def _chosen(shape: HeadShape, threads: int) -> RowAttention:
+    """Takes a fraction of a second."""
     forms = (RowAttention(shape, packed=True), RowAttention(shape, packed=False))
     return next(filter(is_row_invariant, forms), RowAttention(shape, packed=False, threads=1))
 

@@ -124,12 +124,12 @@ def assert_plain(engine: Engine, model: Any) -> None:
 
 
 @pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
-@pytest.mark.parametrize("kind", ["invariant", "openvino"])
+@pytest.mark.parametrize(("name", "kind"), [("auto", "invariant"), ("openvino", "openvino")])
 @torch.no_grad()
 def test_ctrl_c_at_any_report_leaves_the_plain_engine(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trials and preparation of a model whose weights are in files, interrupted at each report in turn."""
+    """The preparation of a model whose weights are in files, interrupted at each report in turn. `auto` has trials."""
     only_engines(monkeypatch, "plain", kind)
     monkeypatch.setattr(selftest, "MAX_WIDTH", 3)
     monkeypatch.setattr(engine_module, "verify_costs", reported_costs)
@@ -140,13 +140,13 @@ def test_ctrl_c_at_any_report_leaves_the_plain_engine(
     for report in count(1):
         engine.report, engine.table = interrupted_at(report), {}
         try:
-            assert engine.use("auto", 1).kind == kind
+            assert engine.use(name, 1).kind == kind
             break
         except KeyboardInterrupt:
             assert_plain(engine, model)
             assert torch.equal(model(ids).logits, reference(ids).logits), "the weights can still be read"
             assert not (tmp_path / "engine.json").exists()
-    assert report > 20 and engine.state.verified and in_files(model) is not (kind == "invariant")
+    assert report > 10 and engine.state.verified
 
 
 FAST = steady({"plain": 0.02, "invariant": 0.01, "openvino": 0.01})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from utils.engine import row_attention
 from utils.engine.row_attention import (
     HeadShape,
     RowAttention,
@@ -89,7 +90,7 @@ def test_a_form_whose_rows_depend_on_their_number_is_not_chosen(monkeypatch: pyt
 
     monkeypatch.setattr(RowAttention, "rows", broken)
     assert not is_row_invariant(RowAttention(SHAPES[0], packed=True))
-    assert not chosen_attention(SHAPES[0]).packed
+    assert not row_attention._chosen.__wrapped__(SHAPES[0], 1).packed
 
 
 @pytest.mark.parametrize("shape", [HeadShape(7, 1, 24, 0.2), HeadShape(8, 2, 36, 0.2), HeadShape(9, 3, 64, 0.125)])
