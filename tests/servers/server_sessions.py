@@ -22,7 +22,7 @@ def server_session(
     if pair is not None:
         monkeypatch.setattr(warm_up, "draft_seconds", constant_drafter(lambda job: 0.0))
         monkeypatch.setattr(engine, "verify_costs", constant_costs)
-    monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
+        monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file)
     return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=6), servers)

@@ -37,11 +37,18 @@ def cache_bytes(model: Any, tokens: int) -> int:
     0 for a model without attention.
     """
     config = model.config.get_text_config(decoder=True)
+    layers = [config] * getattr(config, "num_hidden_layers", 0)
+    if getattr(config, "is_heterogeneous", False):
+        layers = [*config.per_layer_config]
+    return 2 * 4 * sum(map(_key_size, layers)) * min(tokens, context_length(model) or tokens)
+
+
+def _key_size(config: Any) -> int:
+    """The numbers of a token's key in a layer with this config."""
     queries = getattr(config, "num_attention_heads", None) or 0
     heads = getattr(config, "num_key_value_heads", None) or queries
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, queries)
-    layers = getattr(config, "num_hidden_layers", 0)
-    return int(2 * 4 * layers * heads * size * min(tokens, context_length(model) or tokens))
+    return int(heads * size)
 
 
 def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
