@@ -22,6 +22,7 @@ from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
 from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, new_eagle3, save_eagle3, usual_layers
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.target_parts import DraftHead
+from utils.engine.stored_weights import fill
 from utils.errors import UserError
 from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
@@ -104,6 +105,7 @@ def load_student(folder: Path, target: Target) -> HeadStudent | ModelStudent:
             return _eagle3_student(load_eagle3(checkpoint, target.model), folder)
     placement = Placement(str(target.model.device), torch.float32, lambda line: None)
     model = load_model(source, "none", placement)
+    fill([model])  # they are trained
     if (size := vocabulary_size(model)) != (expected := vocabulary_size(target.model)):
         raise UserError(f"The drafter in {folder} has a vocabulary of {size:,} ids and the target one of {expected:,}.")
     return ModelStudent(model)

@@ -125,7 +125,7 @@ class OpenVinoEngine:
     def _unreadable(self, model: PreTrainedModel) -> str:
         if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
             return NOT_HERE
-        spec = None if vars(model).get("forward") else read_decoder(model)  # an installed engine has read it
+        spec = read_decoder(model)
         return spec if isinstance(spec, str) else ""
 
     def _start(self, specs: Sequence[DecoderSpec], report: Report) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import cache_bytes
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_weights import data, source_of
+from utils.engine.stored_weights import RowsOf, data, source_of
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 from utils.text import byte_size
 
@@ -60,10 +60,12 @@ class EngineWeights:
         if block is not None and part:
             start, end = map(int, part.rstrip("]").split(":"))
             block = block.rows(start, end)
-        if source is not None:
+        origin = source.source if isinstance(source, RowsOf) else source
+        if block is None or getattr(origin, "blocks", None) is self.blocks:
             return block
         # A drafter may have the target's parameter names but not its weights, and columns may have been reordered.
-        return block if block is not None and torch.equal(block.dense(), weight) else None
+        loaded = data(weight)
+        return block if block.shape == loaded.shape and torch.equal(block.dense(), loaded) else None
 
 
 def _needs_8_bits(name: str, weight: Tensor, block: BlockWeight) -> bool:

@@ -79,7 +79,7 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
     if not (tensors := _tensors(folder, model, dtype)):
         return None
     size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
-    where.report(f"loading {source.name} ({str(dtype).removeprefix('torch.')}, {size}) ...")
+    where.report(f"loading {source.name} ({where.device}, {str(dtype).removeprefix('torch.')}, {size}) ...")
     for name in _checked(source, tensors, where):
         _place(model, name, tensors[name])
     model.tie_weights()

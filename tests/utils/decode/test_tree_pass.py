@@ -66,9 +66,9 @@ def test_rows_of_a_comb_are_those_of_single_steps(length: int) -> None:
     model = tiny_model("llama")
     for leaf, path in paths():
         row, after = by_comb(model, length, leaf, [20, 21])
-        torch.testing.assert_close(row, by_steps(model, length, path), atol=2e-5, rtol=0)
+        torch.testing.assert_close(row, by_steps(model, length, path), atol=5e-5, rtol=0)
         logits = by_steps(model, length, [*path, 20, 21])[: model.config.vocab_size]
-        torch.testing.assert_close(after[: len(logits)], logits, atol=2e-5, rtol=0)
+        torch.testing.assert_close(after[: len(logits)], logits, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma2"])  # its attention is eager

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
-from transformers import AutoModelForCausalLM, ViTConfig
+from transformers import ViTConfig
 from transformers.utils import logging as transformers_logging
 
 from utils.errors import UserError
-from utils.models import hub
+from utils.models import checkpoints, hub
 from utils.models.load_errors import CAUSES, explained_errors, quiet
 from utils.models.sources import locate
 
@@ -205,7 +205,7 @@ def test_other_errors_become_one_sentence(
             raise ValueError("what the library adds") from error
         raise error
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(checkpoints, "load_from_files", fail)
     assert words in refusal(shelf / "target")
 
 

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from utils.bounds import QUANTIZATIONS
 from utils.decode.layer_cut import first_layers
+from utils.engine.stored_weights import data
 from utils.errors import UserError
 from utils.models import gguf as gguf_files
 from utils.models import quantization
@@ -53,7 +54,7 @@ def test_a_quantized_target_is_similar_to_the_full_one(wide: Path, kind: str) ->
 def test_weights_are_rounded_to_the_nearest_step(wide: Path, kind: str, bits: int) -> None:
     for layer in ("up_proj", "down_proj"):  # one scale per row, and several groups per row
         full, small = (
-            getattr(load(wide, "layers:1", quantize=name).target.model.layers[0].mlp, layer).weight
+            data(getattr(load(wide, "layers:1", quantize=name).target.model.layers[0].mlp, layer).weight)
             for name in ("none", kind)
         )
         assert (small.dequantize() - full).abs().max() <= 1.01 * full.abs().max() / (2**bits - 2)

@@ -11,6 +11,7 @@ from tiny_gguf import write_gguf
 from utils.bounds import ENGINE_WEIGHTS
 from utils.engine.block_kernels import Int4Kernel
 from utils.engine.selftest import prefill_logits
+from utils.engine.stored_weights import fill
 from utils.pairs import load_pair as loading
 from utils.pairs.weights import describe_target
 
@@ -40,7 +41,9 @@ def test_the_blocks_of_the_file_are_used_in_the_target_but_not_in_another_drafte
     drafter = write_gguf(tmp_path / "other.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=("_proj",))
     pair = load(file, drafter, engine_weights="gguf")
     exact = prefill_logits(pair.drafter)
-    before = {name: tensor.clone() for name, tensor in load(file).target.state_dict().items()}
+    plain = load(file).target
+    fill([plain])
+    before = plain.state_dict()
     pair.engine.use("invariant", 1)
     projections = [(name, part) for name, part in pair.target.named_modules() if name.endswith("_proj")]
     assert projections and all(isinstance(part.fused.kernel, Int4Kernel) for _, part in projections)
