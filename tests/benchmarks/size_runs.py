@@ -39,7 +39,7 @@ class Figures:
 
     starts: list[float] = field(default_factory=list)
     peak: int = 0
-    resident: int = 0
+    resident: int | None = None
     disk: int | None = None
     step: float | None = None
     verify: dict[int, float] = field(default_factory=dict)
