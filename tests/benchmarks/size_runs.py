@@ -18,6 +18,9 @@ from memory_watch import Bounds, MemoryWatch, end_tree, resident
 from peers import WORKER, Peer, PeerFailed
 from probes import PASSAGE, ROOT
 
+from utils.config.draft_value_types import CostTable
+from utils.config.value_types import Limits
+
 POLL_SECONDS = 0.02
 SHORT = "Tell me about the sea."
 MEDIUM, LONG = 500, 4000  # tokens of the prompts whose prefill is measured
@@ -36,7 +39,7 @@ class Figures:
 
     starts: list[float] = field(default_factory=list)
     peak: int = 0
-    resident: int = 0
+    resident: int | None = None
     disk: int | None = None
     step: float | None = None
     verify: dict[int, float] = field(default_factory=dict)
@@ -183,8 +186,8 @@ def _add_run(figures: Figures, length: int, record: dict[str, Any]) -> None:
 
 def _add_costs(figures: Figures, record: dict[str, Any]) -> None:
     """Add the costs of verify passes, in decode steps, and the engine."""
-    costs = [float(cost) for cost in record["settings"]["costs"].partition(";")[0].split()[1:]]
-    figures.verify = {width: 1 + costs[width - 2] for width in WIDTHS if width - 2 < len(costs)}
+    costs = CostTable().parse(record["settings"]["costs"], None, Limits())
+    figures.verify = {width: 1 + costs.verify_cost(width - 1) for width in WIDTHS} if costs and costs.verify else {}
     engine = record["engine"]
     bits = "equal bits" if engine["verified"] else "bits not guaranteed"
     figures.note = f"{engine['kind']}, {_threads(engine['threads'])}, {bits}"

@@ -132,7 +132,7 @@ class Answers:
     def ask(self, prompt: str, *settings: str) -> dict[str, object]:
         self.lines += settings
         engine = {"kind": "openvino", "threads": 2, "verified": True}
-        costs = "verify 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8; model 0.2"
+        costs = "at 200 1.1; verify 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8; model 0.2"
         return PEER | {"engine": engine, "settings": {"costs": costs}}
 
     def close(self) -> None:
