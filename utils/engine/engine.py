@@ -32,7 +32,7 @@ from utils.engine.fingerprint import result_key
 from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, times_have_changed, verify_costs
 from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreported
 from utils.engine.stored_results import ResultFile, StoredResult
-from utils.engine.trials import FAILED, PLAIN, Meter, Trials, reason_of
+from utils.engine.trials import FAILED, PLAIN, Meter, Trials, install_compared, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -378,10 +378,13 @@ class Engine:
                 ]
             engine.set_threads(count)
             self.report(f"engine {name}: installing")
-            failure = engine.install(threads.usual_counts(), lambda text: self.report(f"engine {name}: {text}"))
-            if not failure and name != PLAIN:
-                differing = (reference.difference(model) for model, reference in self._references)
-                failure = next(filter(None, differing), "") or test(engine)
+            install = partial(
+                engine.install, threads.usual_counts(), lambda text: self.report(f"engine {name}: {text}")
+            )
+            if name == PLAIN:
+                failure = install()
+            else:
+                failure = install_compared(engine, self._target, install, self._differs) or test(engine)
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
             if name == PLAIN:
@@ -396,6 +399,10 @@ class Engine:
         else:
             self._engine, self._layouts[name] = engine, engine.layouts
         return failure
+
+    def _differs(self) -> str:
+        """How logits of the first layers differ from those of transformers."""
+        return next(filter(None, (reference.difference(model) for model, reference in self._references)), "")
 
     def _self_test(self, name: str, count: int, complete: bool, engine: LayerEngine) -> str:
         failure = engine.self_test(count, self.report, complete=complete)

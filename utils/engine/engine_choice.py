@@ -25,7 +25,7 @@ class EngineFigures:
     self-test; that may have a passing reason, such as memory. promise: see LayerEngine. verified: whether the self-test
     has passed with this number of threads. threads: the fastest number. steps: (number of threads, seconds of a decode
     step). step_seconds: with `threads`. costs: (verify width, time of a verify pass in decode steps). prefill: tokens
-    per second of a prompt of PREFILL_TOKENS. nbytes: of the weights of all models in memory. estimated: whether the
+    per second of a prompt of PREFILL_TOKENS. nbytes: that the weights of all models need. estimated: whether the
     times were computed from those of a few layers. measured_on: a day. Figures that were not measured are 0 or empty.
     """
 

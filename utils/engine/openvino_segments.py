@@ -313,5 +313,5 @@ class OpenVinoSegments:
         return self._requests(len(x), prefill=False).logits(x)
 
     def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(part.nbytes for part in self._constants)
+        """Bytes of the weights. Those of float32 constants are half as many where OpenVINO packs them in bfloat16."""
+        return sum(part.nbytes for part in self._constants) // (2 if self._weights.format == "bfloat16" else 1)

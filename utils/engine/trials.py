@@ -198,17 +198,10 @@ class Trials:
     def _installed(self, engine: LayerEngine, part: PreTrainedModel, reference: torch.Tensor) -> str:
         """Install an engine on a slice. Returns why its logits are not those of the reference."""
         counts = sorted({*self.thread_counts, *threads.usual_counts()})
-        failure = engine.install(counts, self.report)
         if part is self._read:  # it computes the reference
-            return failure
-        if failure or not (failure := selftest.deviation(part, reference, exact=self.weights.as_loaded)):
-            return failure
-        if "lean" not in engine.layouts and vars(part).get("forward") is not None:
-            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
-            engine.layouts["lean"] = 0
-            failure = engine.install(counts, self.report)
-            return failure or selftest.deviation(part, reference, exact=self.weights.as_loaded)
-        return failure
+            return engine.install(counts, self.report)
+        differs = partial(selftest.deviation, part, reference, exact=self.weights.as_loaded)
+        return install_compared(engine, part, partial(engine.install, counts, self.report), differs)
 
     def _steps(self, candidate: _Candidate) -> Iterator[tuple[int, float]]:
         """Seconds of a decode step of the whole model by number of threads, in ascending order."""
@@ -297,6 +290,20 @@ class Trials:
             tokens = probe.prefill(PREFILL_TOKENS)
             times.append((self.meter.clock() - start) * PREFILL_TOKENS / tokens)
         return min(times)
+
+
+def install_compared(
+    engine: LayerEngine, model: PreTrainedModel, install: Callable[[], str], differs: Callable[[], str]
+) -> str:
+    """Install an engine and compare its logits. Returns why it failed.
+
+    If a forward pass of its own has other logits, that of transformers over the same kernels may have the right ones.
+    """
+    if (failure := install() or differs()) and "lean" not in engine.layouts and vars(model).get("forward") is not None:
+        engine.remove()
+        engine.layouts["lean"] = 0
+        failure = install() or differs()
+    return failure
 
 
 def reason_of(error: Exception) -> str:

@@ -1,10 +1,13 @@
 """Models whose weights stay in safetensors files, and files that are changed."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import tiny_llama, tiny_tokenizer
+from tiny_gguf import write_gguf
 from transformers import PreTrainedModel
 
 from utils.engine.stored_weights import in_files
@@ -32,3 +35,19 @@ def overwrite(path: Path, content: bytes) -> None:
     with path.open("r+b") as file:
         file.write(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def changed_bytes(path: Path, name: str) -> bytes:
+    """The content of a safetensors file with one tensor negated."""
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    first, last = json.loads(content[8 : 8 + size])[name]["data_offsets"]
+    weight = torch.frombuffer(content, dtype=torch.float32, count=(last - first) // 4, offset=8 + size + first)
+    weight.neg_()
+    return bytes(content)
+
+
+def write_wide_gguf_of(path: Path, seed: int) -> Path:
+    """Like `write_wide_gguf`, of another model of the same size."""
+    model = tiny_llama(seed, vocab_size=300, hidden_size=64, intermediate_size=256)
+    return write_gguf(path, model, tiny_tokenizer())

@@ -10,12 +10,19 @@ from utils.engine.stored_results import ResultFile, entry_digest
 from utils.engine.weight_format import EngineWeights
 
 
-def start(file: ResultFile, *, threads: int = 1, name: str = "auto", int8: bool = False, **model: Any) -> Engine:
-    """What a start of the program does, with the same models each time unless `model` says otherwise."""
-    started = Engine([tiny_llama(**{"vocab_size": 96} | model)], weights=EngineWeights("int8" if int8 else "float32"))
-    started.results = file
-    started.use(name, threads)
-    return started
+def prepared(file: ResultFile, *, int8: bool = False, identity: str = "the files", **model: Any) -> Engine:
+    """An engine before its start, with the same models each time unless `model` says otherwise."""
+    weights = EngineWeights("int8" if int8 else "float32")
+    engine = Engine([tiny_llama(**{"vocab_size": 96} | model)], weights=weights, identity=identity)
+    engine.results = file
+    return engine
+
+
+def start(file: ResultFile, *, threads: int = 1, name: str = "auto", **options: Any) -> Engine:
+    """What a start of the program does."""
+    engine = prepared(file, **options)
+    engine.use(name, threads)
+    return engine
 
 
 def edit(file: ResultFile, changes: Any, *, signed: bool = True) -> None:
@@ -29,4 +36,4 @@ def edit(file: ResultFile, changes: Any, *, signed: bool = True) -> None:
 
 def only_entry(file: ResultFile) -> dict[str, Any]:
     (entry,) = json.loads(file.path.read_text())["entries"].values()
-    return entry
+    return entry  # type: ignore[no-any-return]

@@ -11,12 +11,14 @@ from fakes import Screen, checked, open_session, tiny_pair
 from fixed_speeds import prefer
 from logit_paths import assert_bits_of_single_steps
 from tiny import tiny_llama, tiny_mamba, tiny_t5
+from torch import nn
 
 from utils.bounds import ENGINES
-from utils.engine import Engine, openvino_support, selftest
+from utils.engine import Engine
 from utils.engine.block_kernels import Int8Kernel
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
+from utils.engine.openvino_engine import unsupported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.repl.runner import Verdict
@@ -51,7 +53,7 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("build", "reason"), UNSUPPORTED)
 def test_unsupported_models_stay_plain_for_a_reason(build: Any, reason: str) -> None:
     engine = Engine([build()])
-    if reason == "eager" and openvino_support.unsupported("float32") is None:  # it has an attention of its own
+    if reason == "eager" and not unsupported("float32"):  # it has an attention of its own
         assert engine.use("auto", 1).kind in ("plain", "openvino")
     else:
         assert engine.use("auto", 1).kind == "plain" and reason in engine.state.reason
@@ -69,18 +71,13 @@ def test_one_layer_engine_replaces_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(model.lm_head.weight, weight) and model.config._attn_implementation == "sdpa"
 
 
-def test_an_interrupted_installation_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: Any, **options: Any) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(selftest, "width_dependence", interrupt)
-    model = tiny_llama()
+@pytest.mark.skipif(bool(unsupported("bfloat16")), reason="OpenVINO does not compute bfloat16 here")
+def test_engines_follow_each_other_where_one_cannot_read_the_layers_of_another() -> None:
+    model = llama().bfloat16()
     engine = Engine([model])
-    with pytest.raises(KeyboardInterrupt):
-        engine.use("invariant", 1)
-    assert engine.state.kind == "plain"
-    assert not any(isinstance(part, EngineLinear) for part in model.modules())
-    assert model.config._attn_implementation == "sdpa"
+    for name in ("invariant", "openvino", "invariant", "plain"):
+        assert engine.use(name, 1).kind == name
+    assert type(model.lm_head) is nn.Linear and "forward" not in vars(model)
 
 
 def test_int8_weights_cannot_be_taken_back() -> None:
@@ -103,7 +100,7 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
     record = checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
     table = record["engine"].pop("table")
     assert record["engine"].pop("faster_baseline") is None
-    assert table["invariant"]["verified"] and table["invariant"]["nbytes"] >= table["plain"]["nbytes"] > 0
+    assert table["invariant"]["verified"] and not table["plain"]["verified"]
     assert record["engine"] == {
         "kind": "invariant",
         "weights": "float32",

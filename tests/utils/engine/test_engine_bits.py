@@ -68,6 +68,7 @@ def test_a_lean_forward_that_differs_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_logits_are_those_of_the_plain_engine(name: str) -> None:
+    torch.set_num_threads(1)
     model, context = MODELS[name](), [7 * index % 96 for index in range(50)]
     plain = stepwise_logits(model, context)
     before = {key: value.clone() for key, value in model.state_dict().items()}

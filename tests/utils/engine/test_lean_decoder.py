@@ -1,5 +1,6 @@
 """The lean forward: hidden states, arguments that are left to transformers, and prefills whatever rows follow."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from utils.engine.kernels import PackedKernel
 IDS = [(7 * index + 3) % 150 for index in range(120)]
 
 
+@cache
 def lean_model(name: str = "qwen3") -> Any:
+    """Tests leave it as it is."""
     model = tiny_model(name)
     assert Engine([model]).use("invariant", 1).verified and engine_forward(model)
     return model
@@ -46,9 +49,9 @@ def test_other_kinds_of_output_are_left_to_transformers() -> None:
     assert isinstance(lean(input_ids=ids, return_dict=False), tuple)
 
 
-def test_rounded_weights_never_fall_back_to_the_original_ones() -> None:
+def test_rounded_weights_never_fall_back_to_the_original_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lean_model()
-    vars(engine_forward(model))["_original"] = None
+    monkeypatch.setitem(vars(engine_forward(model)), "_original", None)
     with pytest.raises(NotImplementedError), torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[0, 1]]))
 

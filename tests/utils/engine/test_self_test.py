@@ -10,12 +10,14 @@ from fakes import Screen, checked, open_session, tiny_pair
 from fixed_speeds import only_engines, prefer
 from tiny import tiny_llama
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine, attention, invariant, selftest
 from utils.engine.kernels import PackedKernel
-from utils.engine.module_swap import EngineLinear, restore_linears
-from utils.engine.row_attention import RowAttention
+from utils.engine.module_swap import EngineLinear
+from utils.engine.row_attention import HeadShape, RowAttention, chosen_attention
 from utils.engine.torch_segments import TorchSegments
+from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 
@@ -64,13 +66,14 @@ ERRORS = [
     ("rows", r"\b7 tokens", True),
     ("linear", r"\b6 tokens", False),
     ("attention", r"\b7 tokens", False),
-    ("scale", invariant.DIFFERENT_LOGITS, True),
+    ("scale", selftest.DIFFERENT_LOGITS, True),
 ]
 
 
 @pytest.mark.parametrize(("part", "reason", "lean"), ERRORS)
 def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     only_engines(monkeypatch, "plain", "invariant")
+    chosen_attention(HeadShape(4, 2, 8, 8**-0.5))  # before rows are broken
     break_rows(part, monkeypatch)
     if not lean:  # transformers' forward over the same kernels
         monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
@@ -83,43 +86,71 @@ def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monk
     assert not any(isinstance(part, EngineLinear) for part in model.modules())
 
 
-def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested: list[tuple[Any, bool]] = []
+def recorded_tests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool, bool]]:
+    """The model, `every_width` and `complete` of each self-test, which passes."""
+    tested: list[tuple[Any, bool, bool]] = []
 
-    def record(model: Any, counts: list[int], *, every_width: bool, report: Any) -> str:
-        tested.append((model, every_width))
+    def record(model: Any, count: int, *, every_width: bool, complete: bool, report: Any) -> str:
+        tested.append((model, every_width, complete))
         return ""
 
     monkeypatch.setattr(selftest, "width_dependence", record)
-    target, other = tiny_llama(), tiny_llama(seed=1)
-    for drafter, every_width in ((other, True), (first_layers(target, 1), False)):
+    return tested
+
+
+def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested, target = recorded_tests(monkeypatch), tiny_llama()
+    for drafter, every_width in ((tiny_llama(seed=1), True), (first_layers(target, 1), False)):
         tested.clear()
-        Engine([target, drafter]).use("invariant", 1)
-        assert tested == [(target, True), (drafter, every_width)]
-        restore_linears([target, drafter])
-
-
-def test_a_new_number_of_threads_is_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    try:
-        engine = Engine([tiny_llama()])
+        engine = Engine([target, drafter])
         engine.use("invariant", 1)
-        tested: list[list[int]] = []
+        assert tested == [(target, True, False), (drafter, every_width, False)]
+        tested.clear()
+        engine.test("invariant", 1)
+        assert tested == [(target, True, True), (drafter, every_width, True)]
+        engine.use("plain", 1)
 
-        def fail(model: Any, counts: list[int], *, every_width: bool, report: Any) -> str:
-            tested.append(counts)
-            return "logits differ"
 
-        monkeypatch.setattr(selftest, "width_dependence", fail)
-        assert engine.use("invariant", 1).verified
-        assert tested == []
-        state = engine.use("invariant", 7)
-        assert tested == [[7]]
-        assert (state.threads, state.verified, state.reason) == (7, False, "logits differ")
-        state = engine.use("invariant", 1)  # back to a tested number: it is still verified
-        assert (state.threads, state.verified, state.reason) == (1, True, "")
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complete: bool) -> None:
+    model, texts = llama(num_hidden_layers=3), list[str]()
+    engine = invariant.InvariantEngine([model], [], EngineWeights())
+    engine.set_threads(1)
+    assert engine.install([1]) == ""
+    assert selftest.width_dependence(model, 1, every_width=True, complete=complete, report=texts.append) == ""
+    every = [f"testing the engine: a verify pass of {width} tokens, 1 thread" for width in range(2, MAX_WIDTH + 1)]
+    few = [every[width - 2] for width in (selftest.WIDTHS if complete else selftest.START_WIDTHS)]
+    prefill = "testing the engine: a prefill, 1 thread"
+    assert texts == [*every, prefill, *few, prefill]
+
+
+@pytest.mark.parametrize("wrong", ["target", "drafter"])
+def test_logits_of_the_first_layers_are_compared_with_transformers(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each model with weights of its own; the error is in an engine, so that the reference does not have it."""
+    target, drafter = llama(), llama(seed=1)
+    install = invariant.swap_linears
+
+    def broken(models: Any, *arguments: Any) -> int:
+        left = install(models, *arguments)
+        norm = (target if wrong == "target" else drafter).model.layers[1].post_attention_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight * 1.01, requires_grad=False)
+        return left
+
+    monkeypatch.setattr(invariant, "swap_linears", broken)
+    monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
+    with pytest.raises(UserError, match=selftest.DIFFERENT_LOGITS):
+        Engine([target, drafter]).use("invariant", 1)
+
+
+@pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1.3, False)])
+def test_rounded_weights_may_differ_a_little_from_the_reference(factor: float, accepted: bool) -> None:
+    """Kernels for rounded weights round their inputs as well. A wrong weight changes far more."""
+    model, weights = llama(hidden_size=64), EngineWeights("int8")
+    reference = selftest.Reference.of(model, weights)
+    engine = invariant.InvariantEngine([model], [], weights)
+    assert engine.install([1]) == ""
+    model.model.layers[0].mlp.down_proj.fused.kernel._scale.mul_(factor)
+    assert (reference.difference(model) == "") is accepted
 
 
 def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +159,10 @@ def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monke
     session = open_session(view, pair, records=file)
     checked(session, file, "/engine auto", "/threads 1", "/length 5", "Hello there")
     costs = session.settings.costs
-    break_rows("head", monkeypatch)
-    assert session.handle("/engine test") is Verdict.DONE
+    with monkeypatch.context() as broken:
+        break_rows("head", broken)
+        assert session.handle("/engine test") is Verdict.DONE
     assert (pair.engine.state.kind, pair.engine.state.verified) == ("plain", False)
     assert pair.engine.state.sentence() in view.take()[1] and session.settings.costs == costs
-    monkeypatch.undo()
     record = checked(session, file, "/engine test", "Hello there")
     assert record["engine"]["verified"] and record["settings"]["engine"] == "auto"

@@ -1,16 +1,24 @@
-"""Results of the self-test from one start to the next: what is used, rechecked and kept."""
+"""Results of trials and self-tests from one start to the next: what is used, rechecked, kept, and not trusted."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from fake_engines import events, row, started
 from fixed_speeds import only_engines, prefer
-from stored_starts import start
+from stored_starts import edit, only_entry, start
 from tiny import tiny_mamba
 
 from utils.engine import Engine, engine, selftest
+from utils.engine.engine_choice import Workload
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_results import MAX_ENTRIES, EntryFile, ResultFile
+from utils.engine.stored_results import MAX_BYTES, MAX_ENTRIES, EntryFile, ResultFile
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +71,7 @@ def test_a_test_that_is_asked_for_is_made_even_if_the_file_cannot_be_written(
 
 def test_costs_of_models_that_stay_plain_are_stored_too(file: ResultFile) -> None:
     def plain() -> Engine:
-        started = Engine([tiny_mamba(vocab_size=96)])
+        started = Engine([tiny_mamba(vocab_size=96)], identity="the files")
         started.results = file
         started.use("auto", 1)
         return started
@@ -87,3 +95,118 @@ def test_only_the_newest_results_are_kept(file: ResultFile) -> None:
     assert file.get(key) is None and file.get("0") == file.get(str(MAX_ENTRIES - 1)) == result
     file.drop("0")
     assert file.get("0") is None and file.get("1") == result
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 100_000, b"null", b'{"format": 3}', b" " * (MAX_BYTES + 1), b"9" * 5000]
+)
+def test_a_damaged_or_foreign_file_counts_as_absent_and_is_replaced(content: bytes, file: ResultFile) -> None:
+    entries = EntryFile(file.path, "results", 1, 2)
+    file.path.parent.mkdir()
+    file.path.write_bytes(content)
+    assert entries.get("key") is None and entries.put("key", {"a": 1})
+    assert (EntryFile(file.path, "results", 1, 2).get("key") or {})["a"] == 1
+    assert EntryFile(file.path, "results", 2, 2).get("key") is None, "of another version"
+
+
+@pytest.mark.parametrize(
+    ("change", "signed"),
+    [({"layouts": {}}, False), ({"threads": 2}, False), ({"unknown": 1}, True), ({"table": 3}, True)],
+)
+def test_a_damaged_entry_counts_as_absent(change: Any, signed: bool, file: ResultFile, tests: mock.Mock) -> None:
+    """Also a valid value that is not the one that was written."""
+    start(file)
+    edit(file, change, signed=signed)
+    assert not start(file).state.tested_on and tests.call_count == 2
+    assert only_entry(file)["kind"] == "invariant" and only_entry(file)["threads"] == 1
+
+
+@pytest.mark.parametrize("layouts", [{}, {"32x32": 0}, {"96x32": 7}, {"96x32": 1024}, {"not a shape": 1}])
+def test_layouts_that_do_not_fit_give_no_wrong_guarantee(layouts: dict[str, int], file: ResultFile) -> None:
+    first, context = start(file), torch.tensor([[5 * index % 96 for index in range(20)]])
+    logits = first._target(context).logits
+    own = only_entry(file)["layouts"]
+    edit(file, {"layouts": own | {"invariant": own["invariant"] | layouts if layouts else {}}})
+    again = start(file)
+    assert again.state.verified
+    assert torch.allclose(again._target(context).logits, logits, atol=1e-4)
+
+
+def test_a_number_of_threads_that_was_not_tested_is_not_verified(file: ResultFile) -> None:
+    start(file)
+    edit(file, {"tested_counts": []})
+    assert not start(file).state.verified
+
+
+def test_a_file_that_cannot_be_written_costs_only_time(tmp_path: Path, tests: mock.Mock) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken" / "engine.json", tmp_path):
+        assert start(ResultFile(path)).state.verified and start(ResultFile(path)).state.verified
+    assert tests.call_count == 4 and [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.fixture
+def fakes(rows: Callable[..., None]) -> Callable[..., None]:
+    """Replaces the table of engines. Fake engines pass the recheck of a stored result."""
+    mock.patch.object(selftest, "one_width_differs", return_value="").start()
+    return rows
+
+
+def test_the_table_is_stored_and_nothing_is_measured_again(fakes: Callable[..., None], tmp_path: Path) -> None:
+    fakes(quick=row(), second=row())
+    times, file = {"plain": 0.02, "quick": 0.01, "second": 0.0101}, tmp_path / "engine.json"
+    engine, _ = started(times, file)
+    first = engine.use("auto", 1)
+    again, speeds = started(times, file)
+    state = again.use("auto", 1)
+    assert (state.kind, state.threads, state.verified) == (first.kind, first.threads, True) and state.tested_on
+    assert again.table == engine.table and not speeds.calls
+    assert events("quick") == ["install", "test 1", "install"] and events("second") == []
+
+
+def test_a_result_keeps_its_day(fakes: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes(quick=row())
+    times, file = {"plain": 0.02, "quick": 0.01}, tmp_path / "engine.json"
+    started(times, file)[0].use("auto", 1)
+    today, later = date.today(), date.today() + timedelta(days=40)
+    monkeypatch.setattr("utils.engine.engine.date", type("Later", (date,), {"today": lambda: later}))
+    for _ in range(2):
+        again, speeds = started(times, file)
+        assert again.use("auto", 1).tested_on == today.isoformat() and not speeds.calls
+        again.store()
+
+
+def test_a_failure_is_tried_again_on_another_day(
+    fakes: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"plain": 0.02, "quick": 0.01}
+    fakes(quick=row(trial_fails=MemoryError()))
+    started(times, tmp_path / "engine.json")[0].use("auto", 1)
+    fakes(quick=row())
+    today, speeds = started(times, tmp_path / "engine.json")
+    assert today.use("auto", 1).kind == "plain" and not speeds.calls
+    assert today.table["quick"].failed
+    today.store()  # which must not make the failure younger
+    tomorrow = date.today() + timedelta(days=1)
+    monkeypatch.setattr("utils.engine.engine.date", type("Later", (date,), {"today": lambda: tomorrow}))
+    assert started(times, tmp_path / "engine.json")[0].use("auto", 1).kind == "quick"
+
+
+def test_a_start_with_other_strategies_chooses_anew_from_the_stored_figures(
+    fakes: Callable[..., None], tmp_path: Path
+) -> None:
+    fakes(quick=row(), flat=row())
+    times, file = {"plain": 0.05, "quick": 0.01, "flat": 0.012}, tmp_path / "engine.json"
+    first, _ = started(times, file)
+    assert first.use("auto", 1).kind == "quick"
+    first.table |= {
+        "quick": replace(first.table["quick"], costs=((2, 1.9), (5, 3.0), (9, 5.0))),
+        "flat": replace(first.table["flat"], costs=((2, 1.0), (5, 1.0), (9, 1.0))),
+    }
+    first.workload = Workload(1, 0)
+    first.store()
+    for workload, expected in ((Workload(1, 0), "quick"), (Workload(0, 2), "flat"), (Workload(0, 2), "flat")):
+        again, speeds = started(times, file)
+        again.workload = workload
+        assert again.use("auto", 1).kind == expected and not speeds.calls
+        assert again.table["quick"].costs == first.table["quick"].costs

@@ -1,0 +1,89 @@
+"""The openvino engine: what it needs of a machine, what it holds, and models that share weights."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+from tiny import tiny_llama
+
+from utils.decode.engine_forward import engine_forward
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
+from utils.engine import openvino_engine
+from utils.engine.openvino_engine import OpenVinoEngine, unsupported
+from utils.engine.weight_format import EngineWeights
+
+RUNS_HERE = pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
+CONTEXT = [5 * index % 64 for index in range(30)]
+
+
+def logits(model: Any) -> torch.Tensor:
+    return ModelSession(model).feed(CONTEXT, keep=4)
+
+
+@RUNS_HERE
+def test_a_drafter_of_the_first_layers_is_computed_by_the_graphs_of_the_target() -> None:
+    target = tiny_llama(num_hidden_layers=3)
+    for drafter, parts in ((first_layers(target, 1), 1), (tiny_llama(1), 2)):
+        expected = [logits(model) for model in (target, drafter)]
+        engine = OpenVinoEngine([target, drafter], [], EngineWeights())
+        assert engine.install([1]) == "" and len(engine._segments) == parts
+        for model, exact in zip((target, drafter), expected, strict=True):
+            assert engine_forward(model) is not None and torch.allclose(logits(model), exact, atol=1e-4)
+        engine.remove()
+        assert not any("forward" in vars(model) for model in (target, drafter))
+
+
+@RUNS_HERE
+def test_the_memory_that_it_needs_is_that_of_its_graphs() -> None:
+    model = tiny_llama(hidden_size=128, intermediate_size=256)
+    formats = [name for name in ("float32", "bfloat16", "int8", "int4") if not unsupported(name)]
+    for name in formats:
+        engine = OpenVinoEngine([model], [], EngineWeights(name))
+        if engine.unsupported() or engine.weights != name:
+            continue
+        assert engine.install([1]) == ""
+        held = sum(part.nbytes() for part in engine._segments)
+        engine.remove()
+        assert 0.9 * engine.need() <= held <= 1.25 * engine.need(), name
+
+
+@RUNS_HERE
+def test_openvino_is_imported_without_its_telemetry() -> None:
+    code = (
+        "import sys; from utils.engine import openvino_graph; assert openvino_graph.ov.Core\n"
+        "assert not [name for name in sys.modules if name.startswith('openvino_telemetry')]\n"
+        "import openvino_telemetry"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("limit", "refused"),
+    [
+        ("AVX2", {"int8", "int4", "gguf", "bfloat16"}),
+        ("avx2_vnni", {"bfloat16"}),
+        ("AVX512_CORE", set()),
+        ("DEFAULT", set()),
+    ],
+)
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_formats_whose_instructions_are_turned_off_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, limit: str, refused: set[str]
+) -> None:
+    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx512_bf16", "avx512_vnni"])
+    monkeypatch.setenv(variable, limit)
+    assert {name for name in ("float32", "int8", "int4", "gguf", "bfloat16") if unsupported(name)} == refused
+
+
+def test_formats_need_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx2", "fma"])
+    assert unsupported("float32") == ""
+    assert unsupported("int8") == "int8 weights need a processor with avx512_vnni or avx_vnni"
+    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx2", "avx_vnni"])
+    assert [not unsupported(name) for name in ("int8", "int4", "gguf", "bfloat16")] == [True, True, True, False]
+    monkeypatch.setattr(openvino_engine, "find_spec", lambda name: None)
+    assert unsupported("float32") == "the package openvino is not installed"

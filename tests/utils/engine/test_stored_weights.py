@@ -1,0 +1,198 @@
+"""Weights that stay in the user's files: the same bits as weights in memory, and files that change."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import tiny_model
+from shelf import load, write_wide_gguf
+from stored_models import changed_bytes, from_files, loaded, overwrite, write_wide_gguf_of
+from tiny import save_folder, tiny_llama, tiny_tokenizer
+from torch import nn
+
+from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
+from utils.engine import Engine
+from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.layer_engine import unreported
+from utils.engine.openvino_engine import unsupported
+from utils.engine.stored_results import ResultFile
+from utils.engine.stored_weights import fill, in_files, release, source_of
+from utils.engine.weight_format import EngineWeights, tensor_bytes
+from utils.errors import UserError
+from utils.pairs.pair import Pair
+
+CONTEXT = [5 * index % 96 for index in range(90)]
+NEEDS_OPENVINO = pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
+NEEDS_INTEGERS = pytest.mark.skipif(bool(unsupported("int8")), reason="OpenVINO does not compute int8 here")
+NEEDS_BFLOAT16 = pytest.mark.skipif(bool(unsupported("bfloat16")), reason="OpenVINO does not compute bfloat16 here")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def computed(model: Any, engine: str, weights: EngineWeights) -> torch.Tensor:
+    """Logits of a prefill, decode steps and a verify pass."""
+    row = LAYER_ENGINES[engine].build([model], [], weights)
+    assert row.unsupported() == "" and row.install([1], unreported) == ""
+    session = ModelSession(model)
+    logits = torch.cat(
+        [session.feed(CONTEXT[:80], keep=2), session.feed(CONTEXT[:81], keep=1), session.feed(CONTEXT, 9)]
+    )
+    row.remove()
+    return logits
+
+
+FUSED, TIED = partial(tiny_model, "phi3"), partial(tiny_model, "qwen3")
+UNTIED = partial(tiny_model, "llama with biases")
+CASES = [
+    ("plain", FUSED, "float32", torch.float32),
+    ("plain", TIED, "float32", torch.bfloat16),
+    ("invariant", FUSED, "float32", torch.float32),
+    ("invariant", TIED, "float32", torch.float32),
+    ("invariant", UNTIED, "float32", torch.bfloat16),
+    ("invariant", FUSED, "int8", torch.float32),
+    ("invariant", UNTIED, "int4", torch.float32),
+    pytest.param("openvino", FUSED, "float32", torch.float32, marks=NEEDS_OPENVINO),
+    pytest.param("openvino", TIED, "float32", torch.float32, marks=NEEDS_OPENVINO),
+    pytest.param("openvino", TIED, "float32", torch.bfloat16, marks=NEEDS_BFLOAT16),
+    pytest.param("openvino", FUSED, "float32", torch.bfloat16, marks=NEEDS_BFLOAT16),
+    pytest.param("openvino", FUSED, "int8", torch.float32, marks=NEEDS_INTEGERS),
+    pytest.param("openvino", UNTIED, "int4", torch.float32, marks=NEEDS_INTEGERS),
+]
+
+
+@pytest.mark.parametrize(("engine", "build", "kind", "dtype"), CASES)
+def test_weights_in_files_give_the_bits_of_weights_in_memory(
+    engine: str, build: Any, kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, weights = build().to(dtype), EngineWeights(kind)
+    stored = from_files(tmp_path, model, dtype)
+    expected = computed(model, engine, weights)
+    for _ in range(2):  # an engine that is removed can be installed again
+        assert torch.equal(computed(stored, engine, weights), expected)
+        assert in_files(stored)
+
+
+def test_a_stored_format_is_converted_to_that_of_the_model(tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=96).bfloat16()
+    model.save_pretrained(tmp_path)
+    expected = computed(model.float(), "invariant", EngineWeights())
+    assert torch.equal(computed(loaded(tmp_path), "invariant", EngineWeights()), expected)
+
+
+@torch.no_grad()
+def test_the_forward_pass_of_transformers_reads_what_is_in_files(tmp_path: Path) -> None:
+    model, ids = tiny_llama(vocab_size=96), torch.tensor([[5, 6, 7]])
+    stored = from_files(tmp_path, model)
+    assert tensor_bytes([stored]) < 0.5 * tensor_bytes([model])
+    assert torch.equal(stored(ids).logits, model(ids).logits) and not in_files(stored)
+    release([stored])
+    assert in_files(stored) and torch.equal(stored(ids).logits, model(ids).logits)
+
+
+def test_models_that_share_a_placeholder_share_its_weight(tmp_path: Path) -> None:
+    model = from_files(tmp_path, tiny_llama(vocab_size=96))
+    cut = first_layers(model, 1)
+    layers = model.model.layers[0].mlp.up_proj, cut.model.layers[0].mlp.up_proj
+    assert layers[0] is not layers[1] and layers[0].weight is layers[1].weight
+    fill([model, cut])
+    assert layers[0].weight is layers[1].weight and not layers[0].weight.is_meta
+    release([model, cut])
+    assert layers[0].weight is layers[1].weight and source_of(layers[0].weight) is not None
+
+
+def test_engines_say_how_much_memory_they_need_for_weights_in_files(tmp_path: Path) -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=256)
+    linears = {id(part.weight): part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear)}
+    stored, total = from_files(tmp_path, model), sum(linears.values())
+    head = model.lm_head.weight.nbytes  # which is in memory
+    needs = {
+        (name, kind): LAYER_ENGINES[name].build([stored], [], EngineWeights(kind)).need()
+        for name, kind in (
+            ("plain", "float32"),
+            ("invariant", "float32"),
+            ("openvino", "float32"),
+            ("openvino", "int8"),
+        )
+    }
+    assert needs["plain", "float32"] == needs["invariant", "float32"] == total - head
+    assert needs["openvino", "float32"] == total and needs["openvino", "int8"] == pytest.approx(total / 4, rel=0.02)
+
+
+def change(path: Path) -> None:
+    """Negate the values of a weight. Size and time of the file stay."""
+    overwrite(path, changed_bytes(path, "model.layers.1.self_attn.o_proj.weight"))
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("what", [change, remove])
+@pytest.mark.parametrize("engine", ["plain", "invariant", pytest.param("openvino", marks=NEEDS_OPENVINO)])
+def test_a_file_that_changed_after_loading_is_an_error(engine: str, what: Any, tmp_path: Path) -> None:
+    model = from_files(tmp_path, tiny_llama(vocab_size=96))
+    started = Engine([model])
+    what(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="has changed since it was loaded"):
+        started.use(engine, 1)
+    assert started.state.kind == "plain" and not started.state.verified
+    with pytest.raises(UserError, match="has changed since it was loaded"):
+        model(torch.tensor([[5, 6, 7]]))
+
+
+def started(folder: Path, results: ResultFile, kind: str, weights: str) -> Pair:
+    pair = load(folder, engine_weights=weights)
+    pair.engine.results = results
+    assert pair.engine.use(kind, 1).verified
+    return pair
+
+
+def logits(pair: Pair) -> torch.Tensor:
+    return ModelSession(pair.target).feed(CONTEXT[:20], keep=3)
+
+
+@pytest.mark.parametrize("kind", ["invariant", pytest.param("openvino", marks=NEEDS_INTEGERS)])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_weights_that_were_overwritten_in_place_are_those_of_the_next_start(
+    kind: str, weights: str, tmp_path: Path, file: ResultFile, own_cache: Path
+) -> None:
+    """Results that were stored for the former weights are not used. A head is negated: many digests do not see that."""
+    folder = save_folder(tmp_path / "model", tiny_llama(vocab_size=300), tiny_tokenizer())
+    first = logits(started(folder, file, kind, weights))
+    again = started(folder, file, kind, weights)
+    assert again.engine.state.tested_on and torch.equal(logits(again), first)
+    change(folder / "model.safetensors")
+    changed = started(folder, file, kind, weights)
+    model = tiny_llama(vocab_size=300)
+    model.model.layers[1].self_attn.o_proj.weight.data.neg_()
+    engine = LAYER_ENGINES[kind].build([model], [], EngineWeights(weights))
+    assert engine.install([1], unreported) == ""
+    expected = ModelSession(model).feed(CONTEXT[:20], keep=3)
+    assert torch.equal(logits(changed), expected) and not torch.allclose(expected, first, atol=1e-2)
+    assert not changed.engine.state.tested_on
+
+
+@pytest.mark.parametrize("weights", ["float32", "gguf"])
+def test_a_gguf_file_that_was_replaced_is_noticed(
+    weights: str, tmp_path: Path, file: ResultFile, own_cache: Path
+) -> None:
+    path = write_wide_gguf(tmp_path / "model.gguf")
+    other = write_wide_gguf_of(tmp_path / "other.gguf", seed=1)
+    pair = started(path, file, "invariant", weights)
+    first = logits(pair)
+    assert torch.equal(logits(started(path, file, "invariant", weights)), first)
+    overwrite(path, other.read_bytes())
+    if weights == "gguf":
+        with pytest.raises(UserError, match="has changed since it was loaded"):
+            pair.engine.use("invariant", 1)
+    changed = started(path, file, "invariant", weights)
+    expected = logits(started(other, file, "invariant", weights))
+    assert torch.equal(logits(changed), expected) and not torch.allclose(expected, first, atol=1e-2)
+    assert not changed.engine.state.tested_on
