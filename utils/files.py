@@ -149,3 +149,11 @@ def file_state(path: Path) -> str:
         header = hashlib.sha256(file.read(HEADER)).hexdigest()[:16]
     times = f"{status.st_mtime_ns}, {status.st_ctime_ns}"
     return f"{path}, {status.st_size} bytes, {times}, inode {status.st_ino}, {header}"
+
+
+def has_changed(path: Path, state: str) -> bool:
+    """Return whether a file is not the one any more whose `file_state` was taken. It may be gone."""
+    try:
+        return file_state(path) != state
+    except OSError:
+        return True

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
-from utils.files import file_state
+from utils.files import file_state, has_changed
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
 from utils.models.hub import cached_folder
@@ -46,7 +46,7 @@ class FileTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        if file_state(self.path) != self.state:
+        if has_changed(self.path, self.state):
             raise UserError(CHANGED.format(self.path))
         # Closing the file ends its mapping, so that its pages do not count as memory of this process.
         with safe_open(self.path, framework="pt") as file:

@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from utils.engine.weight_blocks import BlockWeight
 from utils.errors import UserError
-from utils.files import file_state
+from utils.files import file_state, has_changed
 
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
@@ -72,7 +72,7 @@ class GgufBlocks(Mapping[str, BlockWeight]):
     def __getitem__(self, name: str) -> BlockWeight:
         """Raises UserError if the file has changed."""
         stored = self.index.tensors[name]
-        if file_state(self._path) != self.origin:
+        if has_changed(self._path, self.origin):
             raise UserError(CHANGED.format(self._path))
         data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
         block = unpacked(stored.kind, data.reshape(stored.rows, -1))

@@ -11,6 +11,7 @@ from shelf import load, write_wide_gguf
 from stored_models import changed_bytes, from_files, loaded, overwrite, write_wide_gguf_of
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
@@ -41,9 +42,8 @@ def computed(model: Any, engine: str, weights: EngineWeights) -> torch.Tensor:
     row = LAYER_ENGINES[engine].build([model], [], weights)
     assert row.unsupported() == "" and row.install([1], unreported) == ""
     session = ModelSession(model)
-    logits = torch.cat(
-        [session.feed(CONTEXT[:80], keep=2), session.feed(CONTEXT[:81], keep=1), session.feed(CONTEXT, 9)]
-    )
+    ends = [(80, 2), (81, 1), (90, 9)]
+    logits = torch.cat([session.feed(CONTEXT[:end], keep=keep) for end, keep in ends])
     row.remove()
     return logits
 
@@ -71,8 +71,8 @@ CASES = [
 def test_weights_in_files_give_the_bits_of_weights_in_memory(
     engine: str, build: Any, kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model, weights = build().to(dtype), EngineWeights(kind)
-    stored = from_files(tmp_path, model, dtype)
+    stored, weights = from_files(tmp_path, build().to(dtype), dtype), EngineWeights(kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     expected = computed(model, engine, weights)
     for _ in range(2):  # an engine that is removed can be installed again
         assert torch.equal(computed(stored, engine, weights), expected)
@@ -80,9 +80,9 @@ def test_weights_in_files_give_the_bits_of_weights_in_memory(
 
 
 def test_a_stored_format_is_converted_to_that_of_the_model(tmp_path: Path) -> None:
-    model = tiny_llama(vocab_size=96).bfloat16()
-    model.save_pretrained(tmp_path)
-    expected = computed(model.float(), "invariant", EngineWeights())
+    tiny_llama(vocab_size=96).bfloat16().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = computed(model, "invariant", EngineWeights())
     assert torch.equal(computed(loaded(tmp_path), "invariant", EngineWeights()), expected)
 
 
@@ -112,15 +112,8 @@ def test_engines_say_how_much_memory_they_need_for_weights_in_files(tmp_path: Pa
     linears = {id(part.weight): part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear)}
     stored, total = from_files(tmp_path, model), sum(linears.values())
     head = model.lm_head.weight.nbytes  # which is in memory
-    needs = {
-        (name, kind): LAYER_ENGINES[name].build([stored], [], EngineWeights(kind)).need()
-        for name, kind in (
-            ("plain", "float32"),
-            ("invariant", "float32"),
-            ("openvino", "float32"),
-            ("openvino", "int8"),
-        )
-    }
+    rows = [("plain", "float32"), ("invariant", "float32"), ("openvino", "float32"), ("openvino", "int8")]
+    needs = {(name, kind): LAYER_ENGINES[name].build([stored], [], EngineWeights(kind)).need() for name, kind in rows}
     assert needs["plain", "float32"] == needs["invariant", "float32"] == total - head
     assert needs["openvino", "float32"] == total and needs["openvino", "int8"] == pytest.approx(total / 4, rel=0.02)
 
