@@ -1,12 +1,9 @@
 """The openvino engine: what it needs of a machine, what it holds, and models that share weights."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from paths import ROOT
 from tiny import tiny_llama
 
 from utils.decode.engine_forward import engine_forward
@@ -49,16 +46,6 @@ def test_the_memory_that_it_needs_is_that_of_its_graphs() -> None:
         held = sum(part.nbytes() for part in engine._segments)
         engine.remove()
         assert 0.9 * engine.need() <= held <= 1.25 * engine.need(), name
-
-
-@RUNS_HERE
-def test_openvino_is_imported_without_its_telemetry() -> None:
-    code = (
-        "import sys; from utils.engine import openvino_graph; assert openvino_graph.ov.Core\n"
-        "assert not [name for name in sys.modules if name.startswith('openvino_telemetry')]\n"
-        "import openvino_telemetry"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

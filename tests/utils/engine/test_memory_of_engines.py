@@ -1,0 +1,123 @@
+"""Memory: what an engine takes while it starts, and engines for which memory does not suffice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_engines import events, row, started, whole_llama
+from fixed_speeds import fix_speeds, steady
+from paths import ROOT
+from stored_models import from_files
+from tiny import tiny_llama
+
+from utils.engine import Engine, weight_format
+from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.openvino_engine import unsupported
+from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
+
+CASES = ["invariant:float32", "invariant:int8"]
+CASES += [f"openvino:{name}" for name in ("float32", "int8", "bfloat16") if not unsupported(name)]
+# Keys and values of the sessions of a self-test (12 MB each), buffers of OpenVINO's requests (60 MB), two layers that
+# are being read and rounded (7 MB each, a few times over), and machine code for new shapes.
+OVERHEAD = 130_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory a process had at most")
+def test_an_engine_never_holds_the_weights_twice(tmp_path: Path) -> None:
+    """A model of 115 MB in float32, in a process of its own."""
+    sizes = {"vocab_size": 512, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 16}
+    models = {
+        "small": tiny_llama(initializer_range=0.1),
+        "large": tiny_llama(**sizes, num_attention_heads=6, num_key_value_heads=6, initializer_range=0.02),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    folders = [str(tmp_path / name) for name in models]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "utils" / "engine")))
+    program = [sys.executable, str(Path(__file__).with_name("peak_memory.py")), *folders, *CASES]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(program, check=True, capture_output=True, text=True, env=environment).stdout
+    loaded = sum(part.nbytes for part in models["large"].parameters())
+    shares = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25}
+    for case, found in json.loads(output).items():
+        final = shares[case.partition(":")[2]] * loaded
+        assert final <= 1.05 * found["weights"] <= 1.2 * final, case
+        assert found["peak"] <= 1.2 * final + OVERHEAD, (case, found)
+
+
+def with_memory(engine: Engine, count: int) -> Engine:
+    engine.available = lambda: count
+    return engine
+
+
+@pytest.fixture
+def no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a tiny model count for something."""
+    monkeypatch.setattr(weight_format, "BUFFERS", 0)
+    monkeypatch.setattr(weight_format, "CONTEXT", 1)
+
+
+def working(engine: Engine) -> int:
+    return weight_format._working_bytes(engine._models)
+
+
+@pytest.mark.parametrize("name", ["auto", "plain", "invariant"])
+def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
+    name: str, tmp_path: Path, no_overhead: None
+) -> None:
+    model = tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=16)
+    total = sum(part.nbytes for part in model.parameters())  # 34.1 MB
+    engine = with_memory(Engine([from_files(tmp_path, model)]), total // 2)
+    installed: list[str] = []
+    engine.report = installed.append
+    with pytest.raises(
+        UserError, match=r"needs 3\d\.\d MB of memory, and 1\d\.\d MB are available\. What would fit"
+    ) as error:
+        engine.use(name, 1)
+    message = str(error.value)
+    assert "--engine-weights int8" in message and "--engine-weights int4" in message and "--dtype" not in message
+    assert not installed and engine.state.kind == "plain", "nothing was read"
+    with pytest.raises(UserError, match="Use a smaller model"):
+        with_memory(engine, total // 50).use(name, 1)
+    rounded = with_memory(Engine([engine._target], weights=EngineWeights("int8")), total // 2)
+    assert rounded.use("invariant", 1).verified
+    assert with_memory(engine, 2 * total).use("plain", 1).kind == "plain"
+
+
+def test_auto_skips_only_what_does_not_fit(rows: Callable[..., None]) -> None:
+    rows(big=row(size=10**9), quick=row(size=10**6))
+    engine, speeds = started({"plain": 0.02, "big": 0.001, "quick": 0.01})
+    with_memory(engine, working(engine) + 10**8)
+    assert engine.use("auto", 1).kind == "quick"
+    assert "needs 1.2 GB of memory" in engine.table["big"].problem and not engine.table["big"].failed
+    assert events("big") == [] and "big" not in {name for name, *_ in speeds.calls}
+    with pytest.raises(UserError, match=r"needs 1\.2 GB of memory, and .* are available"):
+        engine.use("big", 1)
+    assert engine.state.kind == "quick", "the engine in use stays"
+
+
+def test_memory_that_the_engine_in_use_holds_counts_as_free(rows: Callable[..., None]) -> None:
+    rows(first=row(size=10**9), second=row(size=10**9))
+    engine = Engine([whole_llama()])
+    fix_speeds(engine, steady({"plain": 1.0, "first": 0.1, "second": 0.2}))
+    free = working(engine) + 10**9
+    assert with_memory(engine, free).use("first", 1).kind == "first"
+    assert with_memory(engine, free - 10**9 + 10**6).use("second", 1).kind == "second"
+    with pytest.raises(UserError, match="available"):
+        with_memory(Engine([whole_llama()]), free - 10**9 + 10**6).use("second", 1)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(kind: str, tmp_path: Path) -> None:
+    model = from_files(tmp_path, tiny_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4))
+    engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(kind))
+    before, need = engine.nbytes(), engine.need()
+    assert engine.install([1], lambda text: None) == ""
+    assert 0.7 * need <= engine.nbytes() - before <= 1.1 * need
