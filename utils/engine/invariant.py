@@ -22,7 +22,7 @@ from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, s
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill, release
 from utils.engine.torch_segments import TorchSegments, products_of
-from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, freed_bytes, kernel_bytes, tensor_bytes, weight_format
 
 LEAN = "lean"  # among the layouts: 0 if the lean forward pass has other logits than transformers' own
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
@@ -60,9 +60,7 @@ class InvariantEngine:
 
     def need(self) -> int:
         """Return the bytes of packed weights, less those that packing frees."""
-        kept = 2 if self._format.format in ("int4", "gguf") else 1  # their kernels also keep what a prefill unpacks
-        freed = freed_bytes(self._models)
-        return max(0, kept * decoder_bytes(self._models, self._format) - freed)
+        return max(0, kernel_bytes(self._models, self._format) - freed_bytes(self._models))
 
     def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
         """Replace linear layers and attention."""

@@ -101,13 +101,16 @@ def tensor_bytes(parts: Iterable[nn.Module]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The weight of a linear layer. nbytes: as loaded. is_held: in memory. is_tied: also an embedding."""
+    """The weight of a linear layer. nbytes: as loaded. is_held: in memory. is_tied: also an embedding. is_head: of the
+    output head.
+    """
 
     name: str
     count: int
     nbytes: int
     is_held: bool
     is_tied: bool
+    is_head: bool
 
 
 def placeholder_bytes(models: Sequence[PreTrainedModel]) -> int:
@@ -120,6 +123,13 @@ def decoder_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> 
     return sum(_bytes(matrix, weights) for matrix in _matrices(models))
 
 
+def kernel_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
+    """Return the bytes of all linear weights in PyTorch's kernels, which compute rounded output heads in float32."""
+    matrices = _matrices(models)
+    own = (4 * matrix.count if matrix.is_head else _kernel_bytes(matrix, weights) for matrix in matrices)
+    return sum(matrix.nbytes for matrix in matrices) if weights.as_loaded else sum(own)
+
+
 def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
     """Return the bytes of linear weights in memory that packing frees: all that no embedding needs."""
     return sum(matrix.nbytes for matrix in _matrices(models) if matrix.is_held and not matrix.is_tied)
@@ -130,7 +140,7 @@ def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module
     other = set() if besides is None else {id(weight) for weight in besides.parameters()}
     linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return sum(
-        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, is_held=False, is_tied=False), weights)
+        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, False, False, False), weights)
         for name, part in linears
         if part.weight.is_meta and id(part.weight) not in other
     )
@@ -172,7 +182,8 @@ def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
         key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         is_held = weight is None or not weight.is_meta
-        found[key] = _Matrix(name, count, count * size, is_held=is_held, is_tied=id(weight) in tied)
+        is_head = part is model.get_output_embeddings()
+        found[key] = _Matrix(name, count, count * size, is_held, is_tied=id(weight) in tied, is_head=is_head)
     return [*found.values()]
 
 
@@ -184,6 +195,16 @@ def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
         bits, group = weights.blocks.form_of(matrix.name)  # type: ignore[union-attr]
         share = (0.5 if bits <= 4 else 1.0) + 8.0 / group
     return int(matrix.count * share)
+
+
+def _kernel_bytes(matrix: _Matrix, weights: EngineWeights) -> int:
+    """Integers in groups are held twice: packed, and as a long prefill unpacks them."""
+    if weights.format not in ("int4", "gguf"):
+        return _bytes(matrix, weights)
+    bits = 4
+    with suppress(AttributeError, KeyError, TypeError):
+        bits, _ = weights.blocks.form_of(matrix.name)  # type: ignore[union-attr]
+    return int(matrix.count * (1.25 + (0.625 if bits <= 4 else 1.25)))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -116,7 +116,7 @@ def test_memory_that_the_engine_in_use_holds_counts_as_free(rows: Callable[..., 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
 def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(kind: str, tmp_path: Path) -> None:
-    model = from_files(tmp_path, tiny_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4))
+    model = from_files(tmp_path, tiny_llama(vocab_size=1024, hidden_size=128, intermediate_size=256))
     engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(kind))
     before, need = engine.nbytes(), engine.need()
     assert engine.install([1], lambda text: None) == ""
