@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     measured: list[tuple[Row, Figures, tuple[int, int]]] = []
     results: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * flags.minutes
+    if flags.work is not None:
+        flags.work.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=flags.work, prefix="bench-sizes-") as work:
         for row, files in planned(flags, tokenizer, Path(work), screen):
             is_late = time.monotonic() > end

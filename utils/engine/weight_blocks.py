@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 INT4_GROUP = 32
+_ROUNDED_AT_ONCE = 1 << 18  # weights
 _RANGES = (1.0, 0.93, 0.86)  # of a group, that round_int4 tries
 
 
@@ -93,7 +94,15 @@ def round_int4(weight: Tensor) -> BlockWeight:
     best (least squares), for the whole and for narrower ranges, if that lowers its squared error. Scales and the
     middles of the groups are values of bfloat16, because kernels of PyTorch take no others.
     """
-    groups = weight.detach().float().unflatten(1, (-1, INT4_GROUP))  # (N, K / group, group)
+    # A few rows at a time, so that what is computed on the way stays in the processor's cache.
+    parts = [_rounded_rows(rows) for rows in weight.detach().split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))]
+    values, scales, minimums = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return BlockWeight(values, scales, minimums, group=INT4_GROUP, bits=4)
+
+
+def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The values (N, K), scales and minimums (N, K / group) of rows (N, K)."""
+    groups = rows.float().unflatten(1, (-1, INT4_GROUP))  # (N, K / group, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     best = _on_grid(groups, (high - low) / 15, low)
     for width in _RANGES:
@@ -101,8 +110,7 @@ def round_int4(weight: Tensor) -> BlockWeight:
         fitted = _on_grid(groups, *_least_squares(groups, _integers(groups, 2 * half / 15, middle - half)))
         better = fitted.error < best.error
         best = _Grid(*(torch.where(better, new, old) for new, old in zip(fitted, best, strict=True)))
-    values = best.values.to(torch.uint8).flatten(1)
-    return BlockWeight(values, best.scales[..., 0], best.minimums[..., 0], group=INT4_GROUP, bits=4)
+    return best.values.to(torch.uint8).flatten(1), best.scales[..., 0], best.minimums[..., 0]
 
 
 class _Grid(NamedTuple):
