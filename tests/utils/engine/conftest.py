@@ -27,6 +27,14 @@ def _constant_costs() -> None:
     """Engines measure nothing after their trials. A fixture in tests/conftest.py stops the patch."""
     costs = tuple(0.1 * drafts for drafts in range(1, 17))
     mock.patch.object(engine, "verify_costs", lambda *arguments, **options: (1e-3, costs)).start()
+    mock.patch.object(engine, "release_memory").start()  # the collection of garbage takes longer than tiny models
+
+
+@pytest.fixture(autouse=True)
+def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test tests every width only where it is the subject."""
+    if request.module.__name__ != "test_self_test":
+        monkeypatch.setattr(selftest, "MAX_WIDTH", 7)
 
 
 @pytest.fixture

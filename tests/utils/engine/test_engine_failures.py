@@ -16,7 +16,7 @@ from fixed_speeds import fix_speeds, only_engines, steady
 from stored_models import from_files
 from tiny import tiny_llama
 
-from utils.engine import Engine, selftest
+from utils.engine import Engine
 from utils.engine import engine as engine_module
 from utils.engine.engine import INTERRUPTED
 from utils.engine.engine_table import LAYER_ENGINES, PlainEngine
@@ -131,7 +131,6 @@ def test_ctrl_c_at_any_report_leaves_the_plain_engine(
 ) -> None:
     """The preparation of a model whose weights are in files, interrupted at each report in turn. `auto` has trials."""
     only_engines(monkeypatch, "plain", kind)
-    monkeypatch.setattr(selftest, "MAX_WIDTH", 3)
     monkeypatch.setattr(engine_module, "verify_costs", reported_costs)
     ids, reference = torch.tensor([[3, 4, 5, 60]]), tiny_llama()
     model = from_files(tmp_path, reference)
