@@ -343,6 +343,9 @@ class Engine:
     def _note_test(self, name: str, failure: str) -> None:
         row = replace(self.table.get(name, EngineFigures()), verified=not failure and bool(self._engine.promise))
         self.table[name] = replace(row, problem=FAILED.format(failure), failed=True) if failure else row
+        if failure:  # those that were given up because they are slower are candidates again
+            given_up = {other for other, row in self.table.items() if row.step_seconds and not row.failed}
+            self.table |= {other: replace(self.table[other], problem="") for other in given_up}
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""

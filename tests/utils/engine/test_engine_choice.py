@@ -131,6 +131,12 @@ def test_a_candidate_that_is_much_slower_is_given_up_after_its_decode_step(rows:
     assert engine.table["middle"].costs
 
 
+def test_slower_candidates_are_taken_if_the_faster_ones_fail(rows: Callable[..., None]) -> None:
+    rows(quick=row(test_fails="a verify pass differs"), slow=row())
+    engine, _ = started({"plain": 0.05, "quick": 0.01, "slow": 0.023})
+    assert engine.use("auto", 1).kind == "slow" and engine.table["quick"].failed and not engine.table["slow"].problem
+
+
 def test_a_single_candidate_is_not_measured(rows: Callable[..., None]) -> None:
     rows(unsuited=row(unsupported=lambda self: "no CPU"))
     engine, speeds = started({"plain": 0.01})
