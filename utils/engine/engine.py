@@ -19,14 +19,7 @@ from transformers import PreTrainedModel
 
 from utils.distributed import broadcast, is_tensor_parallel
 from utils.engine import selftest, threads
-from utils.engine.engine_choice import (
-    TYPICAL,
-    Choice,
-    EngineFigures,
-    FasterEngine,
-    choose,
-    faster_baseline,
-)
+from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.fingerprint import result_key
 from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, times_have_changed, verify_costs
