@@ -146,10 +146,7 @@ class OpenVinoEngine:
     def _built(self, model: PreTrainedModel, spec: DecoderSpec, report: Report) -> Any:
         from utils.engine.openvino_segments import OpenVinoSegments  # takes half a second
 
-        blocks = self._weights.blocks if model is self._models[0] else None
-        # The blocks of a file are those of the target.
-        kind = "int8" if self.weights == "gguf" and not blocks else self.weights
-        weights = EngineWeights(kind, blocks)
+        weights = self._weights if model is self._models[0] else self._weights.for_drafter()
         return OpenVinoSegments(spec, weights=weights, threads=self._threads, report=report)
 
     def _swap_helpers(self) -> None:

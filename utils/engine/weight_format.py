@@ -20,16 +20,24 @@ class EngineWeights:
     """What --engine-weights asks for.
 
     format: "float32" (weights as they were loaded), "bfloat16", "int8", "int4" or "gguf". blocks: for "gguf", weights
-    of the target by the names of its layers, such as "model.layers.0.mlp.up_proj".
+    of the target by the names of its layers, such as "model.layers.0.mlp.up_proj". drafter_blocks: the same of a
+    drafter from a GGUF file of its own.
     """
 
     format: str = "float32"
     blocks: Mapping[str, BlockWeight] | None = None
+    drafter_blocks: Mapping[str, BlockWeight] | None = None
 
     @property
     def as_loaded(self) -> bool:
         """Whether weights are computed in the format in which they were loaded. Any other rounds them for good."""
         return self.format == "float32"
+
+    def for_drafter(self) -> "EngineWeights":
+        """Return the format of a drafter with weights of its own: int8 if its file has no blocks."""
+        if self.format != "gguf":
+            return self
+        return EngineWeights("int8" if self.drafter_blocks is None else "gguf", self.drafter_blocks)
 
     def form(self, name: str, weight: Tensor, *, is_head: bool) -> Tensor | BlockWeight:
         """Return a weight (N, K) as it is computed in this format. It is read if it is in a file.
@@ -53,19 +61,24 @@ class EngineWeights:
         return form.dense() if isinstance(form, BlockWeight) else form.to(weight.dtype)
 
     def _shipped(self, name: str, weight: Tensor) -> BlockWeight | None:
-        """The blocks of the file, or None for a weight that is not stored in blocks."""
+        """The blocks of a file, or None for a weight that is not stored in blocks."""
         layer, _, part = name.partition("[")
         source = source_of(weight)
-        block = (self.blocks or {}).get(layer if source is None else source.name)  # cut models have other names
-        if block is not None and part:
-            start, end = map(int, part.rstrip("]").split(":"))
-            block = block.rows(start, end)
-        origin = source.source if isinstance(source, RowsOf) else source
-        if block is None or getattr(origin, "blocks", None) is self.blocks:
-            return block
-        # A drafter may have the target's parameter names but not its weights, and columns may have been reordered.
-        loaded = data(weight)
-        return block if block.shape == loaded.shape and torch.equal(block.dense(), loaded) else None
+        layer = layer if source is None else source.name  # cut models have other names
+        own = getattr(source.source if isinstance(source, RowsOf) else source, "blocks", None)
+        for blocks in (self.blocks, self.drafter_blocks) if own is None else (own,):
+            block = (blocks or {}).get(layer)
+            if block is not None and part:
+                start, end = map(int, part.rstrip("]").split(":"))
+                block = block.rows(start, end)
+            # Another model may have the same names but not these weights, and columns may have been reordered.
+            if block is not None and (own is not None or _is_equal(block, weight)):
+                return block
+        return None
+
+
+def _is_equal(block: BlockWeight, weight: Tensor) -> bool:
+    return block.shape == weight.shape and torch.equal(block.dense(), data(weight))
 
 
 def _needs_8_bits(name: str, weight: Tensor, block: BlockWeight) -> bool:
@@ -102,15 +115,16 @@ def tensor_bytes(parts: Iterable[nn.Module]) -> int:
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """The weight of a linear layer. nbytes: as loaded. is_held: in memory. is_tied: also an embedding. is_head: of the
-    output head.
+    output head. is_drafter: of a drafter with weights of its own.
     """
 
     name: str
     count: int
     nbytes: int
-    is_held: bool
-    is_tied: bool
-    is_head: bool
+    is_held: bool = False
+    is_tied: bool = False
+    is_head: bool = False
+    is_drafter: bool = False
 
 
 def placeholder_bytes(models: Sequence[PreTrainedModel]) -> int:
@@ -140,7 +154,7 @@ def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module
     other = set() if besides is None else {id(weight) for weight in besides.parameters()}
     linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return sum(
-        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, False, False, False), weights)
+        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes), weights)
         for name, part in linears
         if part.weight.is_meta and id(part.weight) not in other
     )
@@ -175,7 +189,7 @@ def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
     parts = [(name, part, model) for model in models for name, part in model.named_modules()]
     tied = {id(part.weight) for _, part, _ in parts if isinstance(part, nn.Embedding)}
     found: dict[object, _Matrix] = {}
-    for name, part, model in parts:
+    for name, part, model in reversed(parts):  # those of the target replace those that a drafter shares
         if not isinstance(part, EngineLinear | nn.Linear):
             continue
         weight = part.original[0] if isinstance(part, EngineLinear) else part.weight
@@ -183,28 +197,36 @@ def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         is_held = weight is None or not weight.is_meta
         is_head = part is model.get_output_embeddings()
-        found[key] = _Matrix(name, count, count * size, is_held, is_tied=id(weight) in tied, is_head=is_head)
+        is_drafter = model is not models[0]
+        found[key] = _Matrix(name, count, count * size, is_held, id(weight) in tied, is_head, is_drafter)
     return [*found.values()]
 
 
 def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
     if weights.as_loaded:
         return matrix.nbytes
-    share = BYTES[weights.format]
-    with suppress(AttributeError, KeyError, TypeError):  # blocks of a GGUF file know their own size
-        bits, group = weights.blocks.form_of(matrix.name)  # type: ignore[union-attr]
-        share = (0.5 if bits <= 4 else 1.0) + 8.0 / group
+    weights = weights.for_drafter() if matrix.is_drafter else weights
+    bits, group = _block_form(matrix, weights)
+    share = (0.5 if bits <= 4 else 1.0) + 8.0 / group if bits else BYTES[weights.format]
     return int(matrix.count * share)
 
 
 def _kernel_bytes(matrix: _Matrix, weights: EngineWeights) -> int:
     """Integers in groups are held twice: packed, and as a long prefill unpacks them."""
+    if matrix.is_drafter and weights.format == "gguf" and weights.drafter_blocks is None:
+        return matrix.nbytes  # computed as it was loaded
+    weights = weights.for_drafter() if matrix.is_drafter else weights
     if weights.format not in ("int4", "gguf"):
         return _bytes(matrix, weights)
-    bits = 4
+    bits, _ = _block_form(matrix, weights)
+    return int(matrix.count * (1.25 + (1.25 if bits > 4 else 0.625)))
+
+
+def _block_form(matrix: _Matrix, weights: EngineWeights) -> tuple[int, int]:
+    """The bits of a weight in a GGUF file and the size of its groups. Zeros if it is in none."""
     with suppress(AttributeError, KeyError, TypeError):
-        bits, _ = weights.blocks.form_of(matrix.name)  # type: ignore[union-attr]
-    return int(matrix.count * (1.25 + (0.625 if bits <= 4 else 1.25)))
+        return weights.blocks.form_of(matrix.name)  # type: ignore[union-attr,no-any-return]
+    return 0, 0
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

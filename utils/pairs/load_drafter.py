@@ -23,6 +23,8 @@ from utils.models.devices import Placement
 from utils.models.embedded import EMBEDDED_HEAD
 from utils.models.feature_drafter import FeatureDrafter, Origin
 from utils.models.gguf import convert_if_gguf
+from utils.models.gguf_blocks import GgufBlocks
+from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.head_file import is_head, load_head
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
@@ -50,7 +52,9 @@ class LoadedTarget:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated."""
+    """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated. blocks: of its
+    GGUF file, if engines multiply with them.
+    """
 
     model: PreTrainedModel | FeatureDrafter | None = None
     name: str | None = None
@@ -59,6 +63,7 @@ class LoadedDrafter:
     quantize: str | None = None
     compatibility: Compatibility | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    blocks: GgufBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
     if plan.published:
         return _load_published(*plan.published, target)
     if plan.source:
-        return _load_model(convert_if_gguf(plan.source, plan.placement), plan, target)
+        return _load_model(plan.source, plan, target)
     return _cut_layers(target, plan.layers)
 
 
@@ -202,7 +207,14 @@ def _check_one_device(target: LoadedTarget, kind: str) -> None:
 
 
 def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
-    model, tokenizer = load_model(source, plan.quantize, plan.placement), load_tokenizer(source)
+    where, in_blocks = plan.placement, None
+    if where.engine_weights == "gguf" and source.gguf and where.device == "cpu" and plan.quantize == "none":
+        in_blocks = load_in_blocks(source, where)
+    if isinstance(in_blocks, InBlocks):
+        model, tokenizer = in_blocks.model, in_blocks.tokenizer
+    else:
+        source = convert_if_gguf(source, where)
+        model, tokenizer = load_model(source, plan.quantize, where), load_tokenizer(source)
     with explained_errors(source.name), quiet():
         compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
     compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)
@@ -217,6 +229,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         compatibility,
         # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.
         tokenizer if compatibility.needs_translation else None,
+        in_blocks.blocks if isinstance(in_blocks, InBlocks) else None,
     )
 
 

@@ -142,7 +142,7 @@ def _pair(
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        engine=_engine(model, drafter.model, target.weights, identity),
+        engine=_engine(model, drafter.model, replace(target.weights, drafter_blocks=drafter.blocks), identity),
         notes=own_notes + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,
