@@ -11,7 +11,7 @@ the run so far, its prompt included, and by what earlier drafts have gained. The
 prompt as well; until then the drafter computes nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from utils.metrics.costs import Costs
@@ -33,7 +33,6 @@ PRIORS = {
     ),  # eighths of the highest probability
     "position": (0.6,),  # in its round, from 0
     "any": (0.0,),  # cautious: nothing is accepted before there is evidence
-    "runner_up": (0.02, 0.08, 0.14, 0.19, 0.24, 0.29, 0.34, 0.4),  # of a comb: sixteenths of its probability
 }
 PRIOR_WEIGHT = 2.0
 DECAY = 0.98  # of old evidence, per round, so that what failed long ago is tried again
@@ -63,29 +62,6 @@ class ThroughputEstimate:
         return max(1.0, self._tokens / self._time)
 
 
-class AcceptanceEstimates:
-    """Acceptance probabilities by bucket, from the run so far."""
-
-    def __init__(self) -> None:
-        self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
-
-    def probability(self, bucket: Bucket) -> float:
-        """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
-        accepted.
-        """
-        priors = PRIORS[bucket[0]]
-        prior = priors[min(bucket[1], len(priors) - 1)]
-        accepted, verified = self._evidence.get(bucket, (0.0, 0.0))
-        return min(MAX_PROBABILITY, (accepted + prior * PRIOR_WEIGHT) / (verified + PRIOR_WEIGHT))
-
-    def learn(self, outcomes: Iterable[tuple[Bucket, bool]]) -> None:
-        """Learn from a round: the buckets of verified drafts, and whether each was accepted."""
-        self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
-        for bucket, accepted in outcomes:
-            good, tried = self._evidence.get(bucket, (0.0, 0.0))
-            self._evidence[bucket] = (good + accepted, tried + 1)
-
-
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
@@ -108,8 +84,7 @@ class AdaptiveGamma:
     ) -> None:
         self._table, self._costs, self._draft_cost, self._block = costs, costs, draft_cost, block
         self._kind, self._max_new = kind, max_new
-        self._estimates = AcceptanceEstimates()
-        self.probability = self._estimates.probability
+        self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
         self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
         self._origin = 0  # context length at which the new tokens begin
         self._prompt = self._encoded = 0  # tokens of the prompt, and of them in an encoder
@@ -128,6 +103,15 @@ class AdaptiveGamma:
         self._costs = self._table.at(self._length)
         if self._kind:
             self._draft_cost = self._costs.draft_cost(self._kind)
+
+    def probability(self, bucket: Bucket) -> float:
+        """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
+        accepted.
+        """
+        priors = PRIORS[bucket[0]]
+        prior = priors[min(bucket[1], len(priors) - 1)]
+        accepted, verified = self._evidence.get(bucket, (0.0, 0.0))
+        return min(MAX_PROBABILITY, (accepted + prior * PRIOR_WEIGHT) / (verified + PRIOR_WEIGHT))
 
     def cost(self, drafts: int) -> float:
         """What this many drafts add to a round."""
@@ -214,25 +198,22 @@ class AdaptiveGamma:
             values.append(value if cost + reading - cautious <= spare else -inf)
         return values
 
-    def learn(
-        self, buckets: Sequence[Bucket], accepted: int, computed: int = 0, *, leaves: int = 0, leaf: bool = False
-    ) -> None:
+    def learn(self, buckets: Sequence[Bucket], accepted: int, computed: int = 0) -> None:
         """Learn from a round: the buckets of its drafts, and how many were accepted. Drafts after the first rejected
         one tell nothing.
 
-        computed: how many distributions were computed, if more than were proposed. leaves: how many leaves were
-        verified besides. leaf: whether one of them was accepted.
+        computed: how many distributions were computed, if more than were proposed.
         """
-        # Positions are counted as well: nothing else is known of a draft that is not yet computed.
-        self._estimates.learn(
-            (known, position < accepted)
-            for position, bucket in enumerate(buckets[: accepted + 1])
-            for known in (bucket, ("position", position), ANY)
-        )
+        self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
+        for position, bucket in enumerate(buckets[: accepted + 1]):
+            # Positions are counted as well: nothing else is known of a draft that is not yet computed.
+            for known in (bucket, ("position", position), ANY):
+                good, tried = self._evidence.get(known, (0.0, 0.0))
+                self._evidence[known] = (good + (position < accepted), tried + 1)
         if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
             count = len(buckets)
-            time = 1 + self._costs.pass_cost(count, leaves) + max(count, computed) * self._draft_cost
-            self._throughput.add(accepted + leaf + 1, time)
+            time = 1 + self._costs.verify_cost(count) + max(count, computed) * self._draft_cost
+            self._throughput.add(accepted + 1, time)
         if buckets or computed:
             self._throughput.gain -= self._reading
             self._read = self._length

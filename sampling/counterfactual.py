@@ -16,7 +16,7 @@ from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Draft, Drafter, Verified, matching_prefix
 from utils.decode.noise import Noise
-from utils.decode.steps import Leaf, Step
+from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor
 from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 
@@ -58,14 +58,13 @@ class TextSession:
         bound = self._text.context_length
         return None if bound is None else bound - len(context)
 
-    def feed(self, context: list[int], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
-        assert not leaves, "a finished text has no rows for leaves"
+    def feed(self, context: list[int], keep: int) -> Tensor:
         first = len(context) - keep + 1 - len(self._text.context)  # the new token that row 0 predicts
         # A cached session would compute the rows since the last rewind, and only those have new features.
         self._previous, self._fed = self._kept, len(context)
         return _rows(self._text.logits, first, first + keep)
 
-    def rewind(self, length: int, leaf: int | None = None) -> None:
+    def rewind(self, length: int) -> None:
         self._kept = min(self._fed, length)
 
     def take_features(self) -> Tensor | None:

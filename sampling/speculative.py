@@ -5,7 +5,6 @@ processors and the consumers of Steps own those.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from sampling.debug import traced
 from sampling.drafters.masked import block_session
 from sampling.drafters.model import ModelDrafter
-from sampling.verification import REJECTION, Outcome, choose_rule, verify_round
+from sampling.verification import REJECTION, choose_rule
 from utils.bounds import WholeRange
 from utils.decode.decoding import Decoding, token_ids
 from utils.decode.drafts import NO_DRAFT, Draft, Drafter, Verified
@@ -45,7 +44,7 @@ def speculative_steps(
     rule: VerificationRule = REJECTION,
 ) -> Iterator[Step]:
     """Yield one Step per round of at most `gamma` drafts and one verify pass (Leviathan et al. 2023). Gamma 0 is
-    autoregressive decoding. A drafter may add leaves to its drafts if the target's session can verify them.
+    autoregressive decoding.
 
     first_target: the first round drafts nothing. Raises UserError for an unusable prompt, gamma, cache or logits.
     """
@@ -60,38 +59,25 @@ def speculative_steps(
         drafts_nothing = first_target and start == origin
         # left - 1: the target adds one token to the accepted drafts.
         draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
-        # Row i verifies draft i; row k predicts the bonus token; each leaf has a row of its own.
-        logits = target.feed(context + draft.tokens, len(draft.tokens) + 1, draft.leaves)  # (k+1+m, V)
-        probs = decoding.probs(logits, target.name)  # p, (k+1+m, V)
-        outcome = verify_round(rule, probs, draft, decoding.noise, start=start - origin)
-        step = _until_end_token(draft, outcome, decoding.end_ids)
+        # Row i verifies draft i; the last row predicts the bonus token.
+        logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
+        probs = decoding.probs(logits, target.name)  # p, (k+1, V)
+        accepted, token = rule(probs, draft, decoding.noise, start=start - origin)
+        step = _until_end_token(draft.tokens, accepted, token, decoding.end_ids)
         context.extend(step.tokens)
         finish = decoding.finish_of(context[-1], len(context) - origin, limit)
         # Drops the rejected drafts. The last token is new to the cache and is fed in the next round.
-        target.rewind(len(context) - 1, step.leaf)
-        if draft.leaves:
-            logits, probs = (_on_path(rows, step, len(draft.tokens)) for rows in (logits, probs))
+        target.rewind(len(context) - 1)
         drafter.commit(context, Verified(start, logits, probs, target.take_features()))
-        yield replace(step, finish=finish)
+        yield Step(step.drafted, step.accepted, step.token, finish)
 
 
-def _until_end_token(draft: Draft, outcome: Outcome, end_ids: frozenset[int]) -> Step:
+def _until_end_token(drafted: list[int], accepted: int, token: int, end_ids: frozenset[int]) -> Step:
     """The round up to its first end token: what follows an accepted one was never part of the text."""
-    drafted, leaves = tuple(draft.tokens), draft.leaves
-    for index in range(outcome.accepted):
+    for index in range(accepted):
         if drafted[index] in end_ids:
-            verified = tuple(leaf for leaf in leaves if leaf.place <= index)
-            return Step(drafted[: index + 1], index + 1, None, leaves=verified)
-    ended = outcome.leaf is not None and leaves[outcome.leaf].token in end_ids
-    token = None if ended else outcome.token
-    return Step(drafted, outcome.accepted, token, leaves=leaves, leaf=outcome.leaf)
-
-
-def _on_path(rows: Tensor, step: Step, drafts: int) -> Tensor:
-    """Of the rows (k+1+m, V) of k drafts and m leaves, those of the chain, or of the path to an accepted leaf."""
-    if step.leaf is None:
-        return rows[: drafts + 1]
-    return rows[[*range(step.accepted + 1), drafts + 1 + step.leaf]]
+            return Step(tuple(drafted[: index + 1]), index + 1, None)
+    return Step(tuple(drafted), accepted, token)
 
 
 def speculative_generate(

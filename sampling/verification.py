@@ -3,10 +3,6 @@
 Pure functions of the target's distribution p, the draft and the noise; neither models nor caches are known here.
 Symbols as in Leviathan et al. 2023 (arXiv 2211.17192). Each rule returns (accepted, token). Bonus tokens, and all
 tokens of `verify_one_hot`, are drawn with the target's noise at their position.
-
-Leaves need no rules of their own. If the token that a rule puts in place of a draft is one of the leaves there, the
-target has already computed what follows it: `verify` adds that token too. Any leaves are allowed that do not depend on
-the noise that decides about them.
 """
 
 from collections.abc import Callable
@@ -44,31 +40,6 @@ class Rule:
         return verify(probs, draft, noise, start=start)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a round adds to the text: the first drafts of the chain, a leaf if one was accepted, and a token.
-
-    leaf: its index.
-    """
-
-    accepted: int
-    token: int
-    leaf: int | None = None
-
-
-def verify_round(rule: Verify, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> Outcome:
-    """Verify a draft by the target's distributions (k+1+m, V): of k drafts and m leaves. start: the round's first
-    position among the new tokens.
-    """
-    count = len(draft.tokens)
-    accepted, token = rule(probs[: count + 1], draft, noise, start=start)
-    leaf = (accepted, token)
-    if leaf not in draft.leaves:
-        return Outcome(accepted, token)
-    index = draft.leaves.index(leaf)
-    return Outcome(accepted, noise.sample(probs[count + 1 + index], start + accepted + 1), index)
-
-
 def verify_one_hot(probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
     """Draw x ~ p with the target's noise, emit it, and continue while it equals the draft.
 
@@ -90,53 +61,15 @@ def verify_rejection(probs: Tensor, draft: Draft, noise: Noise, *, start: int, a
 
     Accept x ~ q with probability min(1, p(x)/q(x)). At the first rejection draw from norm(max(0, p - q)). If all are
     accepted, draw a bonus token from p. adjust: False draws the corrected token from p instead (faster, but biased).
-    The leaves in place of a rejected draft are tried before a token is drawn.
     """
     assert draft.probs is not None
     for index, (p, q) in enumerate(zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True)):
         position = start + index
         # Rejected with probability 1 - min(1, p/q), written without a division.
         if noise.uniform(Domain.ACCEPT, position, start) * q >= p:
-            if not adjust:
-                return index, noise.sample(probs[index], position)
-            weights = residual_of(probs[index], draft.probs[index])
-            leaf, weights = _accepted_leaf(weights, draft, index, noise, start=start)
-            if leaf is not None:
-                return index, leaf
+            weights = residual_of(probs[index], draft.probs[index]) if adjust else probs[index]
             return index, _corrected(weights, probs[index], noise, position=position, start=start)
     return len(draft.tokens), noise.sample(probs[-1], start + len(draft.tokens))
-
-
-def _accepted_leaf(
-    residual: Tensor, draft: Draft, place: int, noise: Noise, *, start: int
-) -> tuple[int | None, Tensor]:
-    """Recursive rejection sampling without replacement (Jeon et al. 2024, arXiv 2402.14160) among the leaves that
-    could replace a rejected draft.
-
-    p is the residual of what was rejected so far, q the rest of the draft's distribution. Returns the accepted token,
-    or None, and the residual then.
-    """
-    assert draft.probs is not None
-    p, q, tried = residual, draft.probs[place], draft.tokens[place]
-    for rank, token in enumerate(leaf.token for leaf in draft.leaves if leaf.place == place):
-        q = without(q.to(p.device), tried)
-        p_mass, q_mass, chosen = p.sum().item(), q.sum().item(), q[token].item()
-        if not (p_mass and chosen):  # further leaves have no distribution
-            break
-        # Rejected with probability 1 - min(1, p/q) of the normalised distributions, written without a division.
-        uniform = noise.uniform(Domain.LEAF_ACCEPT, start + place, start, index=rank)
-        rejected = uniform * (chosen * p_mass) >= p[token].item() * q_mass
-        if not rejected:
-            return token, p
-        p, tried = residual_of(p * q_mass, q * p_mass), token
-    return None, p
-
-
-def without(weights: Tensor, token: int) -> Tensor:
-    """The weights (V,) with 0 for a token."""
-    rest = weights.clone()
-    rest[token] = 0
-    return rest
 
 
 def verify_block(probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:

@@ -36,16 +36,10 @@ class Exact:
         if isinstance(key, tuple):
             return Exact([self.values[row][column] for row, column in zip(*key, strict=True)])
         picked = self.values[key]
-        return Exact(picked)
-
-    def __setitem__(self, key: int, value: int) -> None:
-        self.values[key] = Fraction(value)
+        return Exact(picked) if isinstance(picked, Sequence) else picked
 
     def __len__(self) -> int:
         return len(self.values)
-
-    def clone(self) -> "Exact":
-        return Exact(list(self.values))
 
     def __mul__(self, factor: Fraction) -> "Exact":
         return Exact([value * Fraction(factor) for value in self.values])
@@ -123,11 +117,11 @@ class Branching:
         self._used.add(key)
         return self.choose(weights)
 
-    def uniform(self, domain: Domain, position: int, start: int, *, index: int = 0) -> Uniform:
-        return Uniform(self, (domain, position, start, index))
+    def uniform(self, domain: Domain, position: int, start: int) -> Uniform:
+        return Uniform(self, (domain, position, start))
 
-    def pick(self, weights: Any, domain: Domain, position: int, start: int, *, index: int = 0) -> int:
-        return self.split((domain, position, start, index), weights.tolist())
+    def pick(self, weights: Any, domain: Domain, position: int, start: int) -> int:
+        return self.split((domain, position, start), weights.tolist())
 
     def sample(self, weights: Any, position: int) -> int:
         return self.split((Domain.TARGET, position, 0), weights.tolist())

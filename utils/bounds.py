@@ -88,7 +88,6 @@ ENGINES = ("auto", "plain", "invariant", "openvino", "cuda_graph")
 ENGINE_WEIGHTS = ("float32", "bfloat16", "int8", "int4", "gguf")
 
 RULES = ("rejection", "coupled", "block")  # of verification
-TREES = ("off", "comb", "auto")  # drafts beside the chain
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4", "bnb-int8", "nf4")

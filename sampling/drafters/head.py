@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from sampling.adaptive_gamma import AdaptiveGamma
-from sampling.combs import Comb
 from sampling.drafters.feature_sessions import FeatureSession, HeadSession
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
@@ -34,7 +33,6 @@ class HeadDrafter(ModelDrafter):
         adaptive: AdaptiveGamma | None = None,
         observed: bool = False,
         prefilled: Tensor | None = None,
-        comb: Comb | None = None,
         not_needed: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
@@ -45,7 +43,6 @@ class HeadDrafter(ModelDrafter):
             adaptive=adaptive,
             observed=observed,
             block=session.block_size,
-            comb=comb,
         )
         self._head, self._prefilled, self._not_needed = session, prefilled, not_needed
         self._rests = False  # in this run it will not draft

@@ -100,7 +100,7 @@ def test_computed_drafts_that_are_not_proposed_are_counted(shares: bool) -> None
     forwards: list[int] = []
 
     class Counted(ModelSession):
-        def feed(self, context: list[int], keep: int, leaves: object = ()) -> torch.Tensor:
+        def feed(self, context: list[int], keep: int) -> torch.Tensor:
             forwards.append(1)
             return super().feed(context, keep)
 

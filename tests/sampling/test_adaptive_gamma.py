@@ -147,9 +147,9 @@ class Recorder(AdaptiveGamma):
         super().__init__(costs, step)
         self.learned = []
 
-    def learn(self, buckets, accepted, computed=0, **leaves):
+    def learn(self, buckets, accepted, computed=0):
         self.learned.append((list(buckets), accepted))
-        super().learn(buckets, accepted, computed, **leaves)
+        super().learn(buckets, accepted, computed)
 
 
 def test_the_ngram_drafter_learns_how_many_of_its_drafts_were_accepted():

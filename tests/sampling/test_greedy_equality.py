@@ -216,7 +216,7 @@ def test_a_rewind_that_is_off_by_one_is_detected(kind: str, offset: int, monkeyp
     """On several models, since one model may happen not to attend to the wrong row."""
     rewind = ModelSession.rewind
 
-    def off_by_one(self: ModelSession, length: int, leaf: int | None = None) -> None:
+    def off_by_one(self: ModelSession, length: int) -> None:
         # One stale row stays in the cache, or one row is missing that the next feed relies on.
         rewind(self, length + offset)
         self._cached = min(self._cached + max(-offset, 0), length)

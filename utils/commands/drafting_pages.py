@@ -18,20 +18,6 @@ DRAFTING_HELP = {
         ),
         rank=1,
     ),
-    "tree": SettingHelp(
-        "drafting",
-        "next best tokens beside the drafts",
-        Page(
-            "Besides the chain of drafts, the drafter's next best tokens can be verified in the same pass, as leaves. "
-            "If a draft is rejected and the target's token is one of its leaves, the round yields one more token. "
-            "comb proposes up to 4 leaves whose estimated acceptance probability is at least 0.1; auto proposes those "
-            "whose expected gain exceeds their measured cost. Leaves count as drafts in the acceptance rate. Drafter "
-            "models and heads propose leaves; n-grams do not.",
-            ("> /tree auto", "tree: auto"),
-            ("/tree off     chains only", "/tree comb    by probability", "/tree auto    by measured costs"),
-            ("gamma", "costs", "verify"),
-        ),
-    ),
     "drafter_kind": SettingHelp(
         "drafting",
         "what drafts; several kinds are compared",

@@ -4,11 +4,6 @@ from collections.abc import Mapping
 
 SETTING_WORDS: Mapping[str, Mapping[str, str]] = {
     "gamma": {"auto": "as many as are likely to pay"},
-    "tree": {
-        "off": "a chain of drafts",
-        "comb": "leaves that are likely to be accepted",
-        "auto": "leaves that are likely to pay",
-    },
     "drafter_kind": {
         "loaded": "the drafter of the pair",
         "model": "the drafter model",

@@ -101,7 +101,7 @@ def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     """A drafter of its own, on copies of the storage and of earlier texts."""
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
-    settings = replace(job.settings, gamma=gamma, tree="off")  # the text holds nothing of what would follow a leaf
+    settings = replace(job.settings, gamma=gamma)
     own = replace(
         job, storage=deepcopy(job.storage), caches=caches, prefills=None, observers=Observers(), settings=settings
     )

@@ -19,7 +19,6 @@ from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
 from utils.decode.prompt_check import check_memory
 from utils.decode.steps import FinishReason
-from utils.decode.tree_check import tree_support
 from utils.errors import ContextOverflow, UserError
 from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import Stopwatch
@@ -33,10 +32,6 @@ NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/lo
 NO_PROMPT_YET = "a prompt is needed: send one first."
 NO_MODEL = "this needs a loaded model, and none is loaded: /load PAIR loads one."
 NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds a server, and /load PAIR loads models."
-LEAF_ROUNDING = (
-    "With this engine, logits after a leaf may be rounded differently from single steps, so a text may differ from the "
-    "target's where two tokens are almost equally likely."
-)
 NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
 
@@ -134,17 +129,7 @@ class Harness:
             note(NO_DRAFTER)
         planned = self._plan(text, settings, self.enabled(settings))
         self._check_prompts(planned, note)
-        if settings.tree != "off" and any(strategy.draft_has_probs for strategy, _ in planned):
-            self._check_tree(settings, note)
         return planned
-
-    def _check_tree(self, settings: Settings, note: Callable[[str], None]) -> None:
-        """Note what the target cannot do with the leaves of a comb."""
-        support = tree_support(self.pair.target, use_cache=settings.cache)
-        if support.obstacle:
-            note(f"/tree {settings.tree} has no effect: {support.obstacle}.")
-        elif not support.equal_bits:
-            note(LEAF_ROUNDING)
 
     def _plan(self, text: str, settings: Settings, strategies: Sequence[Strategy]) -> list[PlannedRun]:
         conversations, baseline = self.state.conversations, self.baseline.name

@@ -23,7 +23,7 @@ def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
         if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
             continue
         drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
-        rounds = [step.all_accepted > 0 for step in run.steps if step.drafted]
+        rounds = [step.accepted > 0 for step in run.steps if step.drafted]
         drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
         state.first_drafts[strategy.name] = drafted, accepted
         if not hint and is_low(drafted, accepted):

@@ -27,7 +27,7 @@ class MarkedStream:
         """The text that a step completes. A character of several tokens is a draft if all of them are."""
         pieces = []
         for index, token in enumerate(step.tokens):
-            self._all_accepted &= index < step.all_accepted
+            self._all_accepted &= index < step.accepted
             if text := self._text.add((token,)):
                 pieces.append(self._piece(text))
         return pieces

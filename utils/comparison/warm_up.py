@@ -14,12 +14,10 @@ from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason, Step
-from utils.decode.tree_check import tree_support
 from utils.distributed import broadcast
 from utils.engine import Engine
-from utils.engine.forward_timing import leaf_seconds
 from utils.errors import UserError
-from utils.metrics.costs import LEAF, READ_TOKENS, Costs
+from utils.metrics.costs import READ_TOKENS, Costs
 from utils.metrics.results import collect
 from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
@@ -52,7 +50,7 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     longer = known.longer or Costs()
     draft, read, after = dict(known.draft), dict(known.read), dict(longer.draft)
     # A fixed gamma, because adaptive gamma needs the costs that are measured here.
-    timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS, tree="off")
+    timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
     chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
@@ -60,8 +58,6 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
             found = _draft_seconds(label, word, harness, timed)
             draft[label], read[label] = _in_steps(found.draft, engine), READ_TOKENS * _in_steps(found.read, engine)
             after[label] = _in_steps(found.longer, engine) / longer.step
-    if settings.tree == "auto" and LEAF not in draft:
-        draft[LEAF] = _in_steps(_leaf_seconds(harness, settings), engine)
     if known.longer is not None:
         longer = Costs.of(longer.verify, after, length=longer.length, step=longer.step)
         known = replace(known, longer=longer)
@@ -80,14 +76,6 @@ def _verify_costs(engine: Engine) -> Costs:
 
 def _in_steps(seconds: float, engine: Engine) -> float:
     return seconds / engine.step_seconds if engine.step_seconds else 0.0
-
-
-def _leaf_seconds(harness: Harness, settings: Settings) -> float:
-    """What a leaf costs more than a draft of the chain; 0 if the target cannot compute leaves."""
-    pair = harness.pair
-    if tree_support(pair.target, use_cache=settings.cache).obstacle:
-        return 0.0
-    return _stored_seconds(LEAF, harness, "measuring leaves of combs", lambda: [leaf_seconds(pair.target)])[0]
 
 
 def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> DraftSeconds:

@@ -19,7 +19,7 @@ from utils.text import visible
 Value = TypeVar("Value")
 # Commands that are often taken for flags: the settings (a test compares them), and parts of /processor.
 SETTINGS = (
-    *("speculative", "ngram", "target", "drafter", "beams", "gamma", "tree", "drafter_kind", "costs"),
+    *("speculative", "ngram", "target", "drafter", "beams", "gamma", "drafter_kind", "costs"),
     *("length", "processor"),
     *("seed", "verify", "engine", "threads", "cache", "chat", "system", "turns", "special", "set_ngramstorage"),
     *("ngram_limit", "top_k_filler", "reset_in_between", "debug", "temperature", "top_p", "top_k"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
-from utils.bounds import AUTO_GAMMA, ENGINES, FILLER_TOP_K, MAX_NGRAMS, MAX_SEED, RULES, TREES
+from utils.bounds import AUTO_GAMMA, ENGINES, FILLER_TOP_K, MAX_NGRAMS, MAX_SEED, RULES
 from utils.config.draft_value_types import CostTable, DraftCount, DrafterKinds
 from utils.config.processor_value_type import ProcessorType
 from utils.config.value_types import (
@@ -48,11 +48,6 @@ class Settings:
         None,
         DraftCount(),
         "maximum number of drafts per round, 0 to 63; auto: the number with the highest expected throughput",
-    )
-    tree: str = _setting(
-        "off",
-        Choice(TREES, "tree"),
-        "comb: also draft next best tokens beside the chain (leaves); auto: those that are likely to pay",
     )
     drafter_kind: tuple[str, ...] = _setting(
         (LOADED,), DrafterKinds(), "drafters for speculative decoding; several are run one after the other"

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from utils.decode.steps import Leaf
-
 
 @dataclass(frozen=True, slots=True)
 class DraftEvidence:
@@ -33,9 +31,7 @@ class Draft:
 
     tokens: k proposed ids. probs: the distribution q (k, V) each was drawn from; None if q is one-hot, or if the
     drafts share the target's noise. withheld: how many more drafts were computed but not proposed. kind: which
-    drafter kind made them, if several take turns. evidence: for observers only. leaves: further drafts, each in place
-    of one of the chain's (a comb). Leaves of one place are drawn from q without replacement, in this order; those to
-    which q then gives no probability are proposed without a distribution.
+    drafter kind made them, if several take turns. evidence: for observers only.
     """
 
     tokens: list[int]
@@ -43,7 +39,6 @@ class Draft:
     withheld: int = 0
     kind: str = ""
     evidence: DraftEvidence | None = None
-    leaves: tuple[Leaf, ...] = ()
 
 
 NO_DRAFT = Draft([])
@@ -55,8 +50,6 @@ class Verified:
 
     logits: raw logits (k+1, V). probs: the processed distribution p (k+1, V). features: the hidden states (T, F) of
     the rows fed since the last round, ending with the last draft's row; None if the target's session keeps none.
-
-    If a leaf was accepted, the k drafts are those before it and the leaf.
     """
 
     start: int

@@ -24,8 +24,6 @@ from utils.decode.model_info import context_length, model_name, vocabulary_size
 from utils.decode.prompt_check import check_memory, check_prompt
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
-from utils.decode.steps import Leaf
-from utils.decode.tree_pass import TreePass
 from utils.errors import UserError
 
 
@@ -62,7 +60,6 @@ class ModelSession:
         self._origin = 0  # context length at which the new tokens begin
         self._rules = GenerationRules.of(model)
         self._checkpoint: StateCheckpoint | None = None
-        self._tree: TreePass | None = None  # of the last feed, until the rewind
         parameters = inspect.signature(model.forward).parameters
         self._has_logits_to_keep = "logits_to_keep" in parameters
         # Recurrent models such as Mamba name the argument differently.
@@ -115,16 +112,12 @@ class ModelSession:
         """How many more tokens fit into the model's context, or None if it has no bound."""
         return None if self.context_length is None else self.context_length - len(context)
 
-    def feed(self, context: list[int], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
-        """Logits (keep, V) after the last `keep` tokens of the context. Computes only what the cache lacks.
-
-        leaves: drafts beside the last keep - 1 tokens. Their logits follow: (keep + len(leaves), V). Until the rewind,
-        nothing else may be fed.
-        """
-        return self.feed_rows([context], keep, leaves)[0]
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        """Logits (keep, V) after the last `keep` tokens of the context. Computes only what the cache lacks."""
+        return self.feed_rows([context], keep)[0]
 
     @torch.no_grad()
-    def feed_rows(self, contexts: list[list[int]], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
+    def feed_rows(self, contexts: list[list[int]], keep: int) -> Tensor:
         """Logits (B, keep, V) for B contexts of equal length, one for each row of the session's cache."""
         # The text without its last token. In a verify pass, keep = k + 1 rows follow: that token and k drafts.
         known = len(contexts[0]) - keep
@@ -132,14 +125,14 @@ class ModelSession:
             if self._cached < known:  # text that was dropped together with the rejected state
                 self._forward([context[:known] for context in contexts], keep=1)
             self._checkpoint.keep(self._cache, self._cached)
-        return self._forward(contexts, keep, leaves)
+        return self._forward(contexts, keep)
 
-    def _forward(self, contexts: list[list[int]], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
+    def _forward(self, contexts: list[list[int]], keep: int) -> Tensor:
         known = len(contexts[0]) - keep
         if known > self._cached and self._is_prefill(contexts):
             self._prefill([context[:known] for context in contexts])
         # Row 0 of the logits predicts context index length - keep + 1.
-        return self._rules(self._pass(contexts, keep, leaves), len(contexts[0]) - keep + 1 - self._origin)
+        return self._rules(self._pass(contexts, keep), len(contexts[0]) - keep + 1 - self._origin)
 
     def _prefill(self, contexts: list[list[int]]) -> None:
         """Feed rows whose logits are not needed: the same passes for every `keep`, which may be faster."""
@@ -153,10 +146,9 @@ class ModelSession:
     def _is_prefill(self, contexts: list[list[int]]) -> bool:
         return self._splits_prefills and len(contexts[0]) - self._cached > MAX_WIDTH
 
-    def _pass(self, contexts: list[list[int]], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
-        length, tokens = len(contexts[0]), [leaf.token for leaf in leaves]
-        self._tree = TreePass.of(leaves, self._cached, length - self._cached, keep) if leaves else None
-        new, keep = [context[self._cached :] + tokens for context in contexts], keep + len(leaves)
+    def _pass(self, contexts: list[list[int]], keep: int) -> Tensor:
+        length = len(contexts[0])
+        new = [context[self._cached :] for context in contexts]
         with nullcontext() if self._reader is None else self._reader.watching():
             output = self.model(**self._arguments(self._upload(new), keep))
         if self._use_cache:
@@ -178,29 +170,16 @@ class ModelSession:
         """Keep no hidden states of what is fed from now on."""
         self._reader, self._features = None, ()
 
-    def rewind(self, length: int, leaf: int | None = None) -> None:
-        """Forget everything after the first `length` positions. At most once between two feeds.
-
-        leaf: index of a leaf of the last feed that takes the place of its draft.
-        """
+    def rewind(self, length: int) -> None:
+        """Forget everything after the first `length` positions. At most once between two feeds."""
         if not self._use_cache or self._cache is None:
             return
-        if self._tree is not None:
-            self._leave_tree(self._tree, leaf)
         if self._checkpoint is not None:
             self._cache, self._cached = self._checkpoint.rewound(self._cache, self._cached, length)
             return
         excess = max(self._cached - length, 0)
         self._cache.crop(-excess)  # also with 0: sliding windows are trimmed here
         self._cached -= excess
-
-    def _leave_tree(self, tree: TreePass, leaf: int | None) -> None:
-        """Keep the path to a leaf, or the chain. The entries of the other leaves stay until the cache is cropped."""
-        if leaf is not None:
-            tree.accept(self._cache, leaf)
-        if self._features:
-            self._features = (*self._features[:-1], tree.path(self._features[-1], leaf))
-        self._cached, self._tree = tree.entries, None
 
     def pad_cache(self, length: int) -> bool:
         """Extend the cache to this length by copies of its last position, and return whether that is possible. Passes
@@ -252,8 +231,6 @@ class ModelSession:
             arguments["logits_to_keep"] = keep
         if self._reader is not None:
             arguments["output_hidden_states"] = True
-        if self._tree is not None:
-            arguments |= self._tree.arguments(self.model)
         if self._encoder_ids is None:
             return arguments | {"input_ids": new}
         if self._encoded is None:

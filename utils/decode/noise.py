@@ -27,8 +27,6 @@ class Domain(IntEnum):
     ACCEPT = 2
     RESIDUAL = 3
     FILL = 4
-    LEAF = 5
-    LEAF_ACCEPT = 6
 
 
 def fix_seeds(seed: int) -> None:
@@ -60,9 +58,9 @@ class Noise:
     seed: int
     turn: int = 0
 
-    def uniform(self, domain: Domain, position: int, start: int, *, index: int = 0) -> float:
-        """One float64 in the open interval (0, 1). index: which one, if several are needed at a position."""
-        return float(_uniforms(self._raw(domain, position, start, count=index + 1))[index])
+    def uniform(self, domain: Domain, position: int, start: int) -> float:
+        """One float64 in the open interval (0, 1)."""
+        return float(_uniforms(self._raw(domain, position, start, count=1))[0])
 
     def sample(self, weights: Tensor, position: int) -> int:
         """A token id drawn from a distribution, or a residual of one, (V,), with the target's noise at this
@@ -88,32 +86,19 @@ class Noise:
         ids = np.flatnonzero(values)
         raw = self._raw(Domain.TARGET, position, 0, count=len(values))  # one number per token id, never per rank
         if len(ids) < len(values) // 4:  # gathering a few entries is cheaper, most is not; the result is the same
-            return int(ids[np.argmin(_race_times(raw[ids], values[ids]))])
-        return int(np.argmin(_race_times(raw, values)))
+            return int(ids[_race_winner(raw[ids], values[ids])])
+        return _race_winner(raw, values)
 
-    def ranking(self, weights: Tensor, position: int, count: int) -> list[int]:
-        """The first `count` token ids of the race that `sample` draws from a distribution (V,), or fewer if fewer
-        have a probability. They are drawn without replacement; the first is what `sample` returns.
-        """
-        values = weights.cpu().double().numpy()
-        times = _race_times(self._raw(Domain.TARGET, position, 0, count=len(values)), values)
-        count = min(count, len(times))
-        first = np.sort(np.argpartition(times, count - 1)[:count])  # sorting all of a vocabulary takes milliseconds
-        return [int(token) for token in first[np.argsort(times[first], kind="stable")] if values[token]]
-
-    def pick(self, weights: Tensor, domain: Domain, position: int, start: int, *, index: int = 0) -> int:
-        """A token id drawn from a distribution, or a residual of one, (V,), by inversion, with draft-side noise.
-
-        index: as in `uniform`.
-        """
+    def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
+        """A token id drawn from a distribution, or a residual of one, (V,), by inversion, with draft-side noise."""
         top, likeliest = _likeliest(weights[None])[0]
         if top == 1.0:  # one-hot: no noise needed
             return likeliest
         # Summed on the host, in one order for all devices. A residual sums to less than 1: scale u instead.
         reached = weights.cpu().cumsum(dim=0)
-        threshold = self.uniform(domain, position, start, index=index) * float(reached[-1])
-        token = int(torch.searchsorted(reached, threshold, right=True))
-        return token if token < len(reached) else int(weights.nonzero()[-1])  # rounding may reach the very end
+        threshold = self.uniform(domain, position, start) * float(reached[-1])
+        index = int(torch.searchsorted(reached, threshold, right=True))
+        return index if index < len(reached) else int(weights.nonzero()[-1])  # rounding may reach the very end
 
     def _raw(self, domain: Domain, position: int, start: int, *, count: int) -> np.ndarray:
         # Philox itself counts blocks of numbers in word 0; the other words name the position.
@@ -131,12 +116,11 @@ def _likeliest(weights: Tensor) -> list[tuple[float, int]]:
     return [(top, int(token)) for top, token in pairs]
 
 
-def _race_times(raw: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _race_winner(raw: np.ndarray, weights: np.ndarray) -> int:
     # A weight of zero, or close to it, finishes at infinity.
     with np.errstate(over="ignore", divide="ignore"):
         # E_i = -log u_i, in float64: uniforms of 24 bits would truncate the tail.
-        times: np.ndarray = -np.log(_uniforms(raw)) / weights
-        return times
+        return int(np.argmin(-np.log(_uniforms(raw)) / weights))
 
 
 def _uniforms(raw: np.ndarray) -> np.ndarray:

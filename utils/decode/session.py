@@ -2,12 +2,9 @@
 session.
 """
 
-from collections.abc import Sequence
 from typing import Protocol, Self
 
 from torch import Tensor
-
-from utils.decode.steps import Leaf
 
 
 class Session(Protocol):
@@ -35,9 +32,9 @@ class TargetSession(Protocol):
 
     def room(self, context: list[int]) -> int | None: ...
 
-    def feed(self, context: list[int], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor: ...
+    def feed(self, context: list[int], keep: int) -> Tensor: ...
 
-    def rewind(self, length: int, leaf: int | None = None) -> None: ...
+    def rewind(self, length: int) -> None: ...
 
     def take_features(self) -> Tensor | None: ...
 

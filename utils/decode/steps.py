@@ -6,7 +6,6 @@ and statistics are written once. Nothing here knows models, text or time.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -17,23 +16,15 @@ class FinishReason(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-class Leaf(NamedTuple):
-    """A draft beside the chain. place: index of the chain's draft that it could replace. token: its id."""
-
-    place: int
-    token: int
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One round: the drafts that were verified, how many were accepted, and the token the target added.
 
-    drafted: draft ids of the chain in order, without those after an accepted end token.
+    drafted: draft ids in order, without those after an accepted end token.
     accepted: how many of them, from the front, were accepted.
     token: the corrected or bonus token. None if an accepted end token ended the run.
     finish: set on the last step only.
     forwards: target forward passes in this round.
-    leaves: drafts beside the chain. leaf: index of the accepted one, which follows the accepted drafts of the chain.
     """
 
     drafted: tuple[int, ...]
@@ -41,28 +32,14 @@ class Step:
     token: int | None
     finish: FinishReason | None = None
     forwards: int = 1
-    leaves: tuple[Leaf, ...] = ()
-    leaf: int | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The new tokens of this round."""
-        added = () if self.leaf is None else (self.leaves[self.leaf].token,)
-        return (*self.drafted[: self.accepted], *added, *(() if self.token is None else (self.token,)))
-
-    @property
-    def all_drafted(self) -> int:
-        """The number of verified drafts, leaves included."""
-        return len(self.drafted) + len(self.leaves)
-
-    @property
-    def all_accepted(self) -> int:
-        """The number of accepted drafts, the leaf included."""
-        return self.accepted + (self.leaf is not None)
+        kept = self.drafted[: self.accepted]
+        return kept if self.token is None else (*kept, self.token)
 
     @property
     def is_bonus(self) -> bool:
-        """Whether the added token is a bonus token: it follows an accepted leaf, or a chain of which no draft was
-        rejected.
-        """
-        return self.token is not None and (self.leaf is not None or self.accepted == len(self.drafted))
+        """Whether all drafts were accepted, so that the added token is a bonus token."""
+        return self.token is not None and self.accepted == len(self.drafted)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from statistics import median, median_low
+from statistics import median_low
 
 from transformers import PreTrainedModel
 
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
-from utils.decode.steps import Leaf
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
@@ -29,7 +28,6 @@ ENOUGH = 1.5  # seconds after which REPEATS end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
-LEAVES, LEAF_REPEATS = 2, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,6 @@ class ForwardProbe:
             self._session.rewind(len(self._context))  # the next pass has the same context length
         else:
             self._context = context
-
-    def verify(self, drafts: int, leaves: int) -> None:
-        """Run one verify pass over a comb, and forget it."""
-        ids = sample_ids(drafts + leaves, self._vocabulary)
-        beside = [Leaf(index % drafts, token) for index, token in enumerate(ids[drafts:])]
-        context = [*self._context, 0]
-        float(self._session.feed([*context, *ids[:drafts]], drafts + 1, beside)[0, 0])
-        self._session.rewind(len(self._context))
 
     def prefill(self, count: int) -> int:
         """Read a prompt of at most `count` tokens. Returns their number, less in a short context."""
@@ -192,18 +182,6 @@ def width_seconds(
             probe.forward(width)
             times[width].append(clock() - start)
     return times
-
-
-def leaf_seconds(model: PreTrainedModel, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return what a leaf adds to a verify pass beyond the time of one more draft in the chain, in seconds."""
-    probe = ForwardProbe(model)
-    times: dict[int, list[float]] = {0: [], LEAVES: []}
-    for _ in range(LEAF_REPEATS):
-        for leaves, spent in times.items():  # in turns
-            start = clock()
-            probe.verify(CHECKED_WIDTH - 1 - leaves, leaves)
-            spent.append(clock() - start)
-    return max(0.0, median(times[LEAVES]) - median(times[0])) / LEAVES
 
 
 def times_have_changed(

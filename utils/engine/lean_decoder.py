@@ -17,14 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from utils.decode.engine_forward import in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Segments
-from utils.engine.row_attention import (
-    HeadShape,
-    RowGroup,
-    chosen_attention,
-    leaf_groups,
-    prefill_groups,
-    row_groups,
-)
+from utils.engine.row_attention import HeadShape, RowGroup, chosen_attention, prefill_groups, row_groups
 from utils.engine.threads import torch_threads
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
@@ -42,17 +35,14 @@ class RotaryTables:
         """Bytes of the tables."""
         return sum(part.nbytes for table in self._tables for part in table)
 
-    def rows(self, positions: Sequence[int], batch: int) -> list[tuple[Tensor, Tensor]]:
+    def rows(self, positions: slice, batch: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (batch * T, rotary_dim) of each table, and an empty pair for layers without positions."""
-        end = max(positions) + 1
-        if end > self._length:
-            self._length = max(2 * self._length, -(-end // TABLE_STEP) * TABLE_STEP)
+        if positions.stop > self._length:
+            self._length = max(2 * self._length, -(-positions.stop // TABLE_STEP) * TABLE_STEP)
             every = torch.arange(self._length)
             self._tables = [rope(every) for rope in self._spec.ropes]
-        # A range is a slice, which copies less than a list of rows does.
-        chosen = slice(positions.start, positions.stop) if isinstance(positions, range) else list(positions)
-        parts = [tuple(part[chosen].repeat(batch, 1) for part in table) for table in self._tables]
-        empty = torch.empty(batch * len(positions), 0)
+        parts = [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]
+        empty = torch.empty(batch * (positions.stop - positions.start), 0)
         return [*parts, (empty, empty)]  # type: ignore[list-item]  # pairs
 
 
@@ -88,13 +78,11 @@ class LeanDecoder:
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        leaves: Sequence[int] = (),
         **others: Any,
     ) -> Any:
         """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. Other arguments go to transformers' forward.
 
-        A prefill has no logits: (B, 0, V). leaves: the last rows of a single sequence are leaves beside a chain, and
-        these are the rows of the drafts that they could replace.
+        A prefill has no logits: (B, 0, V).
         """
         others |= {"attention_mask": attention_mask, "position_ids": position_ids}
         unsupported = any(value is not None for value in others.values()) or torch.is_grad_enabled()
@@ -112,7 +100,7 @@ class LeanDecoder:
         cache = self.new_cache() if past_key_values is None else past_key_values
         with torch_threads(None if in_prefill() else self._segments.row_threads):
             compute = self._prefill if in_prefill() else self._layers
-            states = compute(input_ids, cache, every=bool(output_hidden_states), leaves=leaves)
+            states = compute(input_ids, cache, every=bool(output_hidden_states))
             logits = self._logits(states[-1], logits_to_keep)
             self.unnormed = states.pop(-2) if output_hidden_states else None
         return CausalLMOutputWithPast(
@@ -142,9 +130,8 @@ class LeanDecoder:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
         return self._original(**arguments)
 
-    def _prefill(self, ids: Tensor, cache: Any, *, every: bool, leaves: Sequence[int]) -> list[Tensor]:
+    def _prefill(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         """Like `_layers`, in chunks of as many rows as the segments compute without padding or copies of their own."""
-        assert not leaves
         chunks = [self._chunk(part, cache, every=every) for part in ids.split(self._segments.prefill_rows[-1], dim=1)]
         return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
 
@@ -155,7 +142,7 @@ class LeanDecoder:
         cache.crop(count - size)  # forgets the added rows
         return [state[:, :count] for state in states]
 
-    def _layers(self, ids: Tensor, cache: Any, *, every: bool, leaves: Sequence[int] = ()) -> list[Tensor]:
+    def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         """The states (B, T, hidden): after the final norm, and all before it if `every`.
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
@@ -163,10 +150,9 @@ class LeanDecoder:
         spec, segments, prefill = self._spec, self._segments, in_prefill()
         batch, count = ids.shape
         past = cache.get_seq_length()
-        chain = range(past, past + count - len(leaves))
-        tables = self.rotary.rows([*chain, *(past + row for row in leaves)] if leaves else chain, batch)
+        tables = self.rotary.rows(slice(past, past + count), batch)
         ropes = [tables[-1 if layer.rope is None else layer.rope] for layer in spec.layers]
-        groups = self._groups(chain, leaves, prefill=prefill)
+        groups = self._groups(past, count, prefill=prefill)
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
         x = x if spec.embedding_scale == 1.0 else x * spec.embedding_scale
         states = [x.clone()] if every else []
@@ -184,12 +170,9 @@ class LeanDecoder:
         states.append(rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps))
         return [state.view(batch, count, -1) for state in states]
 
-    def _groups(self, chain: range, leaves: Sequence[int], *, prefill: bool) -> dict[int | None, list[RowGroup]]:
+    def _groups(self, past: int, count: int, *, prefill: bool) -> dict[int | None, list[RowGroup]]:
         build = prefill_groups if prefill else row_groups
-        windows = {layer.window for layer in self._spec.layers}
-        return {
-            window: build(chain.start, len(chain), window) + leaf_groups(chain, leaves, window) for window in windows
-        }
+        return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
 
     def _store(self, qkv: Tensor, count: int, cached: GrowingLayer) -> None:
         """Store keys and values of the new rows, `count` of each sequence."""

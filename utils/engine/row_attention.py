@@ -8,7 +8,7 @@ a single row: then one thread computes the rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
@@ -37,18 +37,13 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows first..last (exclusive) that attend to the keys begin..end, and their mask (rows, end - begin).
-
-    moved: where the key of a leaf is stored, and the position at which its row attends to it. There it replaces the
-    key of a draft for the time of the call, so that the row has the bits of a single decode step.
-    """
+    """Rows first..last (exclusive) that attend to the keys begin..end, and their mask (rows, end - begin)."""
 
     first: int
     last: int
     begin: int
     end: int
     mask: Tensor
-    moved: tuple[int, int] | None = None
 
 
 def row_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
@@ -59,19 +54,6 @@ def row_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
         chosen = list(members)
         mask = _mask(range(past + chosen[0][0], past + chosen[-1][0] + 1), range(begin, end), window)
         groups.append(RowGroup(chosen[0][0], chosen[-1][0] + 1, begin, end, mask))
-    return groups
-
-
-def leaf_groups(chain: range, leaves: Sequence[int], window: int | None) -> list[RowGroup]:
-    """The groups of leaves, whose rows and keys follow those of a chain at these positions: one for each.
-
-    leaves: the row of the chain that each leaf could replace.
-    """
-    groups = []
-    for row, replaced in enumerate(leaves, start=len(chain)):
-        (alone,) = row_groups(chain.start + replaced, 1, window)
-        moved = (chain.start + row, chain.start + replaced)
-        groups.append(replace(alone, first=row, last=row + 1, moved=moved))
     return groups
 
 
@@ -127,11 +109,8 @@ class RowAttention:
     ) -> Tensor:
         parts = []
         for group in groups:
-            replaced = None if group.moved is None else _move(keys, values, *group.moved)
             chosen = (keys[None, :, group.begin : group.end], values[None, :, group.begin : group.end])
             parts.append(form(query[group.first : group.last], *chosen, group.mask))
-            if group.moved is not None and replaced is not None:
-                keys[:, group.moved[1]], values[:, group.moved[1]] = replaced
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prefill(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -161,13 +140,6 @@ class RowAttention:
         wide_mask = mask if repeats == 1 else mask.repeat_interleave(repeats, dim=0)
         mixed = scaled_dot_product_attention(flat, keys, values, attn_mask=wide_mask[None, None], scale=shape.scaling)
         return mixed.view(shape.groups, rows, repeats, shape.size).transpose(0, 1).reshape(rows, -1)
-
-
-def _move(keys: Tensor, values: Tensor, source: int, place: int) -> tuple[Tensor, Tensor]:
-    """Overwrite the key and the value at `place`. Returns what was there."""
-    before = keys[:, place].clone(), values[:, place].clone()
-    keys[:, place], values[:, place] = keys[:, source], values[:, source]
-    return before
 
 
 def chosen_attention(shape: HeadShape) -> RowAttention:

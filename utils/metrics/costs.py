@@ -15,7 +15,6 @@ MAX_COST = 1000.0
 SHOWN_DRAFTS = (1, 2, 3, 4, 8, 16)
 MAX_SHARE = 4.0  # of the distance between the two context lengths, beyond which costs are taken to stay the same
 READ_TOKENS = 1000  # that the costs of reading are given for
-LEAF = "leaf"  # in the table of draft costs: what a leaf of a comb adds to a verify pass beyond a draft of the chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,7 @@ class Costs:
         shown = [k for k in SHOWN_DRAFTS if k <= len(self.verify)]
         verify = ", ".join(f"{k}: {self.verify[k - 1]:.2f}" for k in shown)
         parts = [f"verifying k drafts costs 1 + (k={verify}) target forwards"] if shown else []
-        parts += [f"one draft by {kind} {cost:.2f}" for kind, cost in self.draft if kind != LEAF]
-        parts += [f"a leaf {cost:.2f} more than a draft" for kind, cost in self.draft if kind == LEAF]
+        parts += [f"one draft by {kind} {cost:.2f}" for kind, cost in self.draft]
         parts += [f"reading 1,000 tokens by {kind} {cost:.1f}" for kind, cost in self.read]
         if self.longer is not None:
             forward = f"a target forward takes {self.longer.step:.2f} times as long"
@@ -97,10 +95,6 @@ class Costs:
         # Not negative: an extrapolated pass must not cost less than the widest measured one.
         slope = max(0.0, costs[-1] - costs[-2] if len(costs) > 1 else costs[-1])
         return costs[-1] + (drafts - len(costs)) * slope
-
-    def pass_cost(self, drafts: int, leaves: int = 0) -> float:
-        """The extra time of a verify pass with this many drafts in a chain and leaves beside it."""
-        return self.verify_cost(drafts + leaves) + leaves * self.draft_cost(LEAF)
 
     def draft_cost(self, kind: str | None) -> float:
         """The time of one draft by this drafter kind. 0 if it was not measured."""

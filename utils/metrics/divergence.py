@@ -214,12 +214,11 @@ def _verify_logits(case: DivergenceCase) -> Tensor:
     context = session.begin(case.prompt)
     left = case.position  # new tokens from the round's start to the difference
     for step in case.rounds:
-        logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1, leaves=step.leaves)
+        logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1)
         if left < len(step.tokens):
-            # What follows an accepted leaf was computed in the leaf's row.
-            return logits[left if left < step.all_accepted or step.leaf is None else len(step.drafted) + 1 + step.leaf]
+            return logits[left]
         left -= len(step.tokens)
         context.extend(step.tokens)
         # As in the draft-verify loop, so that every pass has the rows that the run's pass had.
-        session.rewind(len(context) - 1, step.leaf)
+        session.rewind(len(context) - 1)
     raise AssertionError("the difference lies after the last round")

@@ -20,7 +20,7 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 def acceptance_of(steps: Iterable[Step]) -> float | None:
     """The acceptance rate: accepted drafts per draft, or None if nothing was drafted."""
-    counts = [(step.all_accepted, step.all_drafted) for step in steps]
+    counts = [(step.accepted, len(step.drafted)) for step in steps]
     return _ratio(sum(accepted for accepted, _ in counts), sum(drafted for _, drafted in counts))
 
 
@@ -60,11 +60,11 @@ class Generation:
 
     @property
     def drafted(self) -> int:
-        return sum(step.all_drafted for step in self.steps)
+        return sum(len(step.drafted) for step in self.steps)
 
     @property
     def accepted(self) -> int:
-        return sum(step.all_accepted for step in self.steps)
+        return sum(step.accepted for step in self.steps)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -89,13 +89,13 @@ class Generation:
 
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
-        """(accepted, verified) for each draft position of a round; a position is verified if all drafts of the chain
-        before it were accepted, and accepted if its draft or one of its leaves was.
+        """(accepted, verified) for each draft position of a round; a draft is verified if all drafts before it were
+        accepted.
         """
         longest = max((len(step.drafted) for step in self.steps), default=0)
         return [
             (
-                sum(step.all_accepted > position for step in self.steps),
+                sum(step.accepted > position for step in self.steps),
                 sum(len(step.drafted) > position and step.accepted >= position for step in self.steps),
             )
             for position in range(longest)

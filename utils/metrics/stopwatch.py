@@ -4,7 +4,7 @@ The clock is outside: it wraps the drafter and the target's session, and neither
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from utils.decode.drafts import Draft, Drafter, Verified
 from utils.decode.session import TargetSession
-from utils.decode.steps import Leaf
 
 Clock = Callable[[], float]
 Arguments = ParamSpec("Arguments")
@@ -63,11 +62,11 @@ class Stopwatch:
         # Withheld drafts took as long to compute as proposed ones.
         self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
-    def time_verify(self, session: TargetSession, context: list[int], keep: int, leaves: Sequence[Leaf]) -> Tensor:
+    def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
         """Run the target's forward pass."""
         began = self._clock()
         try:
-            logits = session.feed(context, keep, leaves)
+            logits = session.feed(context, keep)
             if logits.is_cuda:
                 logits[0, 0].item()  # CUDA is asynchronous: wait for the result, as the loop would do next
             return logits
@@ -109,5 +108,5 @@ class TimedSession:
         self.begin, self.room, self.rewind = session.begin, session.room, session.rewind
         self.take_features = session.take_features
 
-    def feed(self, context: list[int], keep: int, leaves: Sequence[Leaf] = ()) -> Tensor:
-        return self._watch.time_verify(self._session, context, keep, leaves)
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        return self._watch.time_verify(self._session, context, keep)

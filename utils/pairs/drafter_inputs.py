@@ -7,11 +7,9 @@ from typing import Any, Protocol
 from ngram_assisted import NGramStorage, SuffixAutomaton
 from sampling import AdaptiveGamma
 from sampling.adaptive_gamma import ThroughputEstimate
-from sampling.combs import Comb
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
 from utils.decode.model_session import ModelSession
-from utils.decode.tree_check import tree_support
 from utils.metrics.costs import Costs
 from utils.pairs.pair import Pair
 
@@ -36,9 +34,9 @@ class DrafterCaches:
 class DrafterInputs:
     """Everything a drafter is built from, for one run.
 
-    kind: a name of the table, with its number. costs: for adaptive gamma and /tree auto. adapts: whether gamma is
-    adaptive. tree: off, comb or auto. shares_noise: whether drafts are drawn with the target's noise. filler_top_k: see
-    NGramDrafter. max_text: maximum number of tokens of earlier texts. observed: whether drafts carry evidence.
+    kind: a name of the table, with its number. costs: for adaptive gamma; None if gamma is fixed. shares_noise: whether
+    drafts are drawn with the target's noise. filler_top_k: see NGramDrafter. max_text: maximum number of tokens of
+    earlier texts. observed: whether drafts carry evidence.
     """
 
     kind: str
@@ -47,9 +45,7 @@ class DrafterInputs:
     open_session: OpenSession
     storage: NGramStorage
     caches: DrafterCaches
-    costs: Costs
-    adapts: bool
-    tree: str
+    costs: Costs | None
     use_cache: bool
     shares_noise: bool
     filler_top_k: int
@@ -60,24 +56,10 @@ class DrafterInputs:
         self, kind: str | None, throughput: ThroughputEstimate | None = None, *, block: int = 1
     ) -> AdaptiveGamma | None:
         """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed. block: see AdaptiveGamma."""
-        if not self.adapts:
+        if self.costs is None:
             return None
         max_new = self.decoding.max_new
         return AdaptiveGamma(self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new)
-
-    def comb(self, kind: str | None, adaptive: AdaptiveGamma | None) -> Comb | None:
-        """Chooses leaves beside the drafts of this kind of drafter. None if there are none, or if the target cannot
-        compute them.
-        """
-        if self.tree == "off" or tree_support(self.pair.target, use_cache=self.use_cache).obstacle:
-            return None
-        return Comb(
-            self.decoding.noise,
-            shares_noise=self.shares_noise,
-            costs=self.costs if self.tree == "auto" else None,
-            kind=kind or "",
-            adaptive=adaptive,
-        )
 
 
 class Replay(Enum):

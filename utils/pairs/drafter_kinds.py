@@ -94,15 +94,12 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
     """A drafter that reads hidden states."""
     session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
-    kind = inputs.pair.drafter_kind
-    adaptive = inputs.adaptive(kind, throughput, block=session.block_size)
     drafter = HeadDrafter(
         session,
         inputs.decoding,
         target.vocab_size,
         shares_noise=inputs.shares_noise,
-        adaptive=adaptive,
-        comb=inputs.comb(kind, adaptive),
+        adaptive=inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size),
         observed=inputs.observed,
         # A session that shares a prefill already has the prompt's features; otherwise this is None.
         prefilled=target.take_features(),
@@ -139,14 +136,12 @@ def _cut(inputs: DrafterInputs) -> BuiltDrafter:
 def _model(
     inputs: DrafterInputs, session: Session, target: ModelSession, adaptive: AdaptiveGamma | None
 ) -> BuiltDrafter:
-    kind = drafter_label(inputs.kind, inputs.pair)
     drafter = ModelDrafter(
         session,
         inputs.decoding,
         target.vocab_size,
         shares_noise=inputs.shares_noise,
         adaptive=adaptive,
-        comb=inputs.comb(kind, adaptive),
         observed=inputs.observed,
         block=session.block_size if isinstance(session, MaskedSession) else 1,
     )

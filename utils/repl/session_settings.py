@@ -125,7 +125,7 @@ class SessionSettings:
 
     def _apply(self, settings: Settings) -> None:
         harness, before = self._harness, self.current
-        if (settings.drafter_kind, settings.tree) != (before.drafter_kind, before.tree):
+        if settings.drafter_kind != before.drafter_kind:
             settings = with_costs(harness, settings)  # raises for an unusable kind, so it comes before any change
         if settings.ngram_storage != before.ngram_storage:
             harness.state.storage = harness.new_storage(settings)

@@ -85,12 +85,12 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
 
 
 def changed_switches(settings: Settings) -> list[str]:
-    """The switches that differ from their defaults, such as "cache off", and /tree: they are easily forgotten."""
+    """The switches that differ from their defaults, such as "cache off": they are easily forgotten."""
     default = Settings()
     return [
         f"{name} {entry.show(settings)}"
         for name, entry in listed_settings().items()
-        if (entry.is_switch or name == "tree") and entry.show(settings) != entry.show(default)
+        if entry.is_switch and entry.show(settings) != entry.show(default)
     ]
 
 

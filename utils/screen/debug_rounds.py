@@ -13,7 +13,7 @@ from utils.metrics.stopwatch import RoundTiming
 from utils.text import token_piece
 
 Piece = tuple[str, str]  # a text and its colour
-SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus", "^ a leaf: a draft in place of one of the chain")
+SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
 RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
     (0.995, "●", "@", "green"),
     (0.5, "◕", "o", "cyan"),
@@ -44,9 +44,6 @@ def round_pieces(
     for position, trace in enumerate(traces):
         _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
         painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
-    for index, leaf in enumerate(step.leaves):
-        sign, colour = ("+", "green") if index == step.leaf else ("-", "red")
-        painted.append((f"^{sign}{token_piece(tokenizer, leaf.token)}", colour))
     if step.token is not None:
         painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
     return painted

@@ -117,9 +117,9 @@ class Unsure(RandomBlocks):
 class Recording(AdaptiveGamma):
     """Remembers the buckets of each round."""
 
-    def learn(self, buckets, accepted, computed=0, **options):
+    def learn(self, buckets, accepted, computed=0):
         self.rounds = [*getattr(self, "rounds", []), list(buckets)]
-        super().learn(buckets, accepted, computed, **options)
+        super().learn(buckets, accepted, computed)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

@@ -37,7 +37,6 @@ def test_default_settings() -> None:
         "drafter": False,
         "beams": 0,
         "gamma": "auto",
-        "tree": "off",
         "drafter_kind": "loaded",
         "costs": "measure",
         "length": 128,

@@ -191,7 +191,7 @@ def test_invalid_input_names_the_allowed_values(view: Screen) -> None:
         ("/race nosuch.jsonl", "nosuch.jsonl"),
         ("/race 3 nosuch.jsonl", "nosuch.jsonl"),
         ("/sweep", sweep.EXAMPLES),
-        ("/sweep target on off", "gamma, tree"),
+        ("/sweep target on off", "gamma, drafter_kind"),
         ("/sweep gamma", sweep.EXAMPLES),
         ("/sweep gamma 3 99", "0 to 63"),
         ("/sweep gamma 3 x0", "1 to 100"),

@@ -27,7 +27,6 @@ def test_all_settings_are_restored_from_a_record() -> None:
         gamma=0,
         drafter_kind=("suffix", "layers:2"),
         costs=Costs((0.1, 0.25), (("head", 1.5),)),
-        tree="comb",
         length=7,
         processor=TopKNucleusProcessor(0.123456789, 7, 0.9),
         seed=0,

@@ -173,14 +173,3 @@ def test_without_a_seed_torch_draws_one() -> None:
     torch.manual_seed(0)
     assert resolve_seed(None) == first != second
     assert resolve_seed(5) == 5
-
-
-def test_a_ranking_begins_with_the_sample_and_goes_on_as_if_earlier_tokens_had_no_probability() -> None:
-    generator = torch.Generator().manual_seed(4)
-    for position in range(40):
-        weights = torch.rand(50, generator=generator) * (torch.rand(50, generator=generator) > 0.3)
-        ranking, rest = Noise(9).ranking(weights, position, 6), weights.clone()
-        for token in ranking:
-            assert token == Noise(9).sample(rest / rest.sum(), position)
-            rest[token] = 0
-    assert Noise(9).ranking(torch.tensor([0.0, 1.0, 0.0]), 0, 3) == [1]

@@ -91,7 +91,7 @@ def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
     session, widths = ModelSession(tiny_model("qwen3")), []
     one_pass = ModelSession._pass
     monkeypatch.setattr(
-        ModelSession, "_pass", lambda self, rows, *rest: widths.append(len(rows[0])) or one_pass(self, rows, *rest)
+        ModelSession, "_pass", lambda self, rows, keep: widths.append(len(rows[0])) or one_pass(self, rows, keep)
     )
     session.feed(IDS[:MAX_WIDTH], keep=3)
     assert widths == [MAX_WIDTH]

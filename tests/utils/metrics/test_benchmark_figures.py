@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from utils.decode.steps import FinishReason, Leaf, Step
+from utils.decode.steps import FinishReason, Step
 from utils.metrics.benchmark_figures import benchmark_figures, conditional_acceptance
 from utils.metrics.results import Generation, pooled
 
@@ -46,12 +46,7 @@ def test_a_round_with_fewer_drafts_is_a_rejection_for_the_conditional_rate_only(
 
 def test_the_conditional_rate_is_that_of_the_histogram_of_lengths() -> None:
     """The loop of specdec_bench's acceptance_rate.py, whose key 1 (the token of the target) always has rate 1."""
-    combs = (
-        Step((1, 2, 3), 1, 9, leaves=(Leaf(0, 5), Leaf(1, 6)), leaf=1),
-        Step((1, 2, 3), 0, 9, leaves=(Leaf(0, 5),)),
-    )
-    comb = Generation(combs, 1.0, None, FinishReason.LENGTH)  # 3 tokens, one of them an accepted leaf, and 1
-    runs = [run_of([3, 1, 0, 2, 3, 3, 0, 1], 1.0), run_of([2, 2, 0], 1.0), comb]
+    runs = [run_of([3, 1, 0, 2, 3, 3, 0, 1], 1.0), run_of([2, 2, 0], 1.0)]
     lengths = [len(step.tokens) for run in runs for step in run.steps]
     histogram = {length: lengths.count(length) for length in sorted(set(lengths))}
     running, before, rates = len(lengths), 1.0, []

@@ -8,7 +8,7 @@ from utils.errors import UserError
 from utils.metrics.costs import MAX_SHARE, Costs
 
 LONG = Costs.of([0.5, 0.9], {"head": 0.05}, length=1064, step=1.25)
-COSTS = Costs.of([0.2, 0.4, 0.5], {"head": 0.06, "leaf": 0.01}, {"head": 4.0}, length=64, longer=LONG)
+COSTS = Costs.of([0.2, 0.4, 0.5], {"head": 0.06, "suffix": 0.01}, {"head": 4.0}, length=64, longer=LONG)
 
 
 def parse(text: str) -> Costs | None:
@@ -53,7 +53,7 @@ def test_a_prompt_is_read_in_at_most_half_of_what_rows_of_a_verify_pass_take() -
 
 
 def test_tables_are_shown_as_they_are_typed() -> None:
-    text = "at 64; verify 0.2 0.4 0.5; head 0.06; leaf 0.01; read head 4; at 1064 1.25; verify 0.5 0.9; head 0.05"
+    text = "at 64; verify 0.2 0.4 0.5; head 0.06; suffix 0.01; read head 4; at 1064 1.25; verify 0.5 0.9; head 0.05"
     assert CostTable().show(COSTS) == text and parse(text) == COSTS
     assert "1,064" in COSTS.text and "1.25 times" in COSTS.text and "1,000 tokens by head 4.0" in COSTS.text
 

@@ -39,7 +39,7 @@ class SlowDrafter:
 class SlowSession(ModelSession):
     """Takes 10 s per forward pass."""
 
-    def feed(self, context: list[int], keep: int, leaves: object = ()) -> torch.Tensor:
+    def feed(self, context: list[int], keep: int) -> torch.Tensor:
         CLOCK.now += 10
         return super().feed(context, keep)
 

@@ -15,7 +15,7 @@ from utils.servers.address import ServerAddress
 
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"cache": False}, "cache off"), ({"tree": "comb"}, "tree comb"), ({"debug": "on"}, "debug on"), ({}, "")],
+    [({"cache": False}, "cache off"), ({"debug": "on"}, "debug on"), ({}, "")],
 )
 def test_settings_that_are_easily_forgotten_are_shown(changes: dict[str, Any], part: str) -> None:
     assert changed_switches(replace(Settings(), **changes)) == [part] * bool(part)

@@ -92,7 +92,7 @@ def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
     if all(finding.figures["cause"] != Cause.UNEXPLAINED for finding in findings):
         return ""
     rounds = {
-        strategy.name: [(step.drafted, step.accepted, step.token, step.leaves, step.leaf) for step in run.steps]
+        strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
         for strategy, run, _ in last.compared
         if strategy.drafts and last.jobs[strategy.name].is_same_request(last.job)
     }

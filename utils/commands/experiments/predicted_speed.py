@@ -39,7 +39,7 @@ class TargetTiming:
 
     def predict(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
         """Seconds of these rounds, with `drafting` decode steps spent on all of their drafts."""
-        verifying = sum(1 + costs.pass_cost(len(step.drafted), len(step.leaves)) for step in steps)
+        verifying = sum(1 + costs.verify_cost(len(step.drafted)) for step in steps)
         return self.start + self.step * (drafting + verifying)
 
 

@@ -44,7 +44,7 @@ HEADINGS = (
     "text",
 )
 OPTIONAL = ("range", "95 % interval", "acceptance", "tokens/forward")
-SETTINGS = ("gamma", "tree", "drafter_kind", "length", "processor", "seed", "verify", "cache")
+SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
 OLD_NAMES = ("set_ngramstorage", "top_k_filler")  # still accepted
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
 PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}

@@ -105,8 +105,8 @@ def _measured(last: LastPrompt) -> dict[str, float | None]:
 def _round_figures(steps: Sequence[Step]) -> Row:
     return {
         "rounds": len(steps),
-        "drafted": sum(step.all_drafted for step in steps),
-        "accepted": sum(step.all_accepted for step in steps),
+        "drafted": sum(len(step.drafted) for step in steps),
+        "accepted": sum(step.accepted for step in steps),
         "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
     }
 
@@ -209,7 +209,7 @@ WHATIF = Command(
     rank=4,
     page=Page(
         "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-        "decoding again. Leaves (/tree) are left out.",
+        "decoding again.",
         ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
         see_also=("gamma", "why", "race", "predicted"),
     ),

@@ -64,7 +64,7 @@ class RunCosts:
         return cls(
             len(run.tokens),
             run.target_forwards,
-            sum(costs.pass_cost(len(step.drafted), len(step.leaves)) for step in run.steps),
+            sum(costs.verify_cost(len(step.drafted)) for step in run.steps),
             drafting_cost(run.timings, costs, kind, prompt),
             max(0.0, 1 - inside / total) if total else 0.0,
         )

@@ -64,8 +64,7 @@ class TimeSplit:
 def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
     """The speed-up if one cause of lost time did not exist, by cause."""
     total, decoding = split.total, split.total - split.prefill
-    # Without rejections no leaf would be accepted.
-    accepted, drafts = 1 + run.accepted / len(run.steps), 1 + mean(len(step.drafted) for step in run.steps)
+    accepted, drafts = 1 + run.accepted / len(run.steps), 1 + run.drafted / len(run.steps)
     causes = {
         "drafting": total - split.drafting,
         "verifying": total - split.verifying,
