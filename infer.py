@@ -39,7 +39,6 @@ from utils.comparison.records import RecordFile
 from utils.config.setting_parts import apply_typed
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
-from utils.distributed import broadcast_lines, is_rank_zero, reads_and_writes, shard_prompts, shutdown
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
@@ -75,7 +74,7 @@ def start_session(
     arguments: argparse.Namespace, renderer: Renderer, registry: Registry, *, interactive: bool
 ) -> ReplSession:
     """Load the models, warm them up and start a session. Raises UserError for whatever cannot be loaded or written."""
-    records = RecordFile(arguments.json) if arguments.json and reads_and_writes() else None
+    records = RecordFile(arguments.json) if arguments.json else None
     first_settings(arguments, Limits())  # reports invalid settings before anything slow
     announce = announcer(renderer)
     pair = None if arguments.servers_only else load_pair(request_from_flags(arguments), announce)
@@ -142,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
     interactive = on_terminal and not arguments.lines and not arguments.prompts and arguments.prompt is None
-    renderer = make_renderer(interactive=interactive, plain=arguments.no_color, silent=not is_rank_zero())
+    renderer = make_renderer(interactive=interactive, plain=arguments.no_color)
     if sys.stdout is None:
         renderer.error(OUTPUT_FAILED.format("it is closed"))
         return 1
@@ -152,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)
         try:
-            return serve(work_of(session, broadcast_lines(lines), shard_prompts(texts)), interactive=interactive)
+            return serve(work_of(session, lines, texts), interactive=interactive)
         finally:
             session.close()
     except UserError as error:
@@ -173,4 +172,4 @@ if __name__ == "__main__":
     gc.enable()
     clear_importing()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(shutdown(main()))
+    sys.exit(main())

@@ -15,7 +15,6 @@ from utils.commands.setting_changes import set_or_show
 from utils.config.setting_parts import NGRAM_PARTS
 from utils.config.settings import setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
-from utils.distributed import run_once
 from utils.errors import UserError, check_choice
 from utils.text import count_of, token_piece
 
@@ -43,7 +42,7 @@ def _save(argument: str, context: CommandContext) -> Outcome:
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
     model = context.harness.pair.target_name
-    run_once(lambda: save_storage(storage, file.path, model, overwrite=file.overwrite))
+    save_storage(storage, file.path, model, overwrite=file.overwrite)
     return [
         Reply(f"{count_of(len(storage), 'n-gram')} written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")
     ]

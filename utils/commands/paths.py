@@ -7,7 +7,6 @@ replaces it. A command parses its argument with `output_in` and writes with `wri
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.distributed import run_once
 from utils.errors import UserError
 from utils.files import write_file
 from utils.models.sources import parse_path
@@ -39,5 +38,4 @@ def output_in(argument: str, example: str) -> OutputFile:
 
 def write_output(file: OutputFile, content: bytes) -> None:
     """Write a file, whole or not at all. Raises UserError if it may not be replaced or cannot be written."""
-    # Checked inside run_once: with several ranks, one could already see the file that another one writes.
-    run_once(lambda: write_file(file.path, content, overwrite=file.overwrite))
+    write_file(file.path, content, overwrite=file.overwrite)

@@ -14,7 +14,6 @@ from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason, Step
-from utils.distributed import broadcast
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
@@ -96,8 +95,7 @@ def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[],
     engine = harness.pair.engine
     if key not in engine.draft_seconds:
         engine.report(what)
-        # All ranks must choose the same drafts, so all use rank zero's measurement.
-        engine.draft_seconds[key] = list(broadcast(measure()))
+        engine.draft_seconds[key] = list(measure())
         engine.store()
     return engine.draft_seconds[key]
 

@@ -196,7 +196,7 @@ def _unsupported(model: PreTrainedModel, device_type: str) -> str:
     """Return why a model cannot be recorded."""
     if model.device.type != device_type:
         return f"CUDA graphs need a CUDA device, and it is on {model.device.type}"
-    if getattr(model, "tp_size", None) or is_spread(model):
+    if is_spread(model):
         return "its layers are spread over several devices"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model"

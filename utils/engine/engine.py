@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from utils.distributed import broadcast, is_tensor_parallel
 from utils.engine import selftest, threads
 from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
 from utils.engine.engine_table import LAYER_ENGINES
@@ -155,17 +154,13 @@ class Engine:
         return self._prepare(name, thread_count, None, complete=True)
 
     def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
-        """Measure decode steps and verify passes in a short and in a longer context, with a given probe or a new one.
-
-        Every rank uses the times of rank zero.
-        """
-        # Adaptive gamma reads these times. Ranks that chose different verify widths would wait for each other forever.
+        """Measure decode steps and verify passes in a short and in a longer context. probe: a new one if None."""
         probe = probe or ForwardProbe(self._target)
-        self.step_seconds, self.costs = broadcast(verify_costs(probe, repeats=repeats, report=self.report))
+        self.step_seconds, self.costs = verify_costs(probe, repeats=repeats, report=self.report)
         self.longer, short = None, probe.length
         if self.costs and (longer := probe.longer()) is not None:
             found = verify_costs(longer, repeats=repeats, report=self.report, shorter=self.costs)
-            self.longer = broadcast(LongerContext(short, longer.length, *found))
+            self.longer = LongerContext(short, longer.length, *found)
         self.draft_seconds, self.has_stored_costs = {}, False
 
     def costs_are_stale(self) -> bool:
@@ -173,8 +168,7 @@ class Engine:
 
         The machine may have been busy when they were measured.
         """
-        changed = times_have_changed(ForwardProbe(self._target), self.step_seconds, self.costs)
-        return bool(broadcast(changed))  # ranks that decided differently would wait for each other
+        return times_have_changed(ForwardProbe(self._target), self.step_seconds, self.costs)
 
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
@@ -222,7 +216,7 @@ class Engine:
 
     def _key_of(self, name: str, thread_count: int) -> str:
         """The key under which results are stored. Empty if they are not stored."""
-        if self.results is None or not self._identity or is_tensor_parallel():
+        if self.results is None or not self._identity:
             return ""
         return result_key(self._identity, weights=self.format, engine=name, threads=thread_count)
 

@@ -149,8 +149,6 @@ def _reports_windows(model: PreTrainedModel) -> bool:
 def _unsupported(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "tp_size", None):
-        return "its layers are split among several processes"
     if is_spread(model):
         return "its layers are spread over several devices"
     if model.config.is_encoder_decoder:

@@ -140,7 +140,7 @@ def check_parameters(model: PreTrainedModel) -> None:
     """Raise Unreadable unless all parameters are ordinary tensors of one floating-point format on one device."""
     formats, devices = set(), set()
     for name, parameter in model.named_parameters():
-        # Quantized and distributed tensors are of other classes.
+        # Quantized tensors are of other classes.
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             raise Unreadable(f"its parameter {name} is not an ordinary floating-point tensor")
         formats.add(parameter.dtype)

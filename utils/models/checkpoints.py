@@ -18,9 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    DistributedConfig,
     GgufConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -36,7 +34,6 @@ from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.progress import counted_seconds
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, found_file, has_tokenizer
-from utils.models.tensor_parallel import check_tensor_parallel
 from utils.text import byte_size
 
 
@@ -69,7 +66,7 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
                 output_loading_info=True,
                 **source.arguments,
                 **_format_arguments(source, kind, where.dtype),
-                **placement_arguments(config, source.name, where, plan),
+                device_map=device_map(where, plan),
             )
         model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
@@ -107,14 +104,11 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
     return ()
 
 
-def placement_arguments(config: PreTrainedConfig, name: str, where: Placement, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the keywords that tell `from_pretrained` where to load. Raises UserError as `check_tensor_parallel`."""
-    if plan.spread:
-        return {"device_map": "auto"}  # accelerate moves activations from layer to layer
-    if not where.tensor_parallel:
-        return {"device_map": {"": where.device}}  # directly to the device, without a second copy in main memory
-    check_tensor_parallel(config, name)
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
+def device_map(where: Placement, plan: MemoryPlan) -> str | dict[str, str]:
+    """Return the argument that tells `from_pretrained` where to load."""
+    # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly to the
+    # device, without a second copy in main memory.
+    return "auto" if plan.spread else {"": where.device}
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from utils.bounds import DTYPES, check_device
-from utils.distributed import local_device
 from utils.errors import UserError
 from utils.models import Reporter
 
@@ -16,14 +15,13 @@ from utils.models import Reporter
 class Placement:
     """Where models are loaded, in which number format, and who receives progress lines.
 
-    tensor_parallel: every layer is split among all processes. may_spread: layers may be spread over all GPUs and the
-    CPU if one GPU has not enough memory. engine_weights: the format in which engines will compute the weights.
+    may_spread: layers may be spread over all GPUs and the CPU if one GPU has not enough memory. engine_weights: the
+    format in which engines will compute the weights.
     """
 
     device: str
     dtype: torch.dtype | str
     report: Reporter
-    tensor_parallel: bool = False
     may_spread: bool = False
     engine_weights: str = "float32"
 
@@ -31,7 +29,7 @@ class Placement:
 def choose_device(name: str) -> str:
     """Return a device that exists. `auto` is CUDA, else MPS, else the CPU. Raises UserError for any other name."""
     if name == "auto":
-        return local_device() if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     # torch would raise only at the first transfer, after minutes of loading.
     check_device(name)
     if name == "mps" and not torch.backends.mps.is_available():

@@ -67,7 +67,7 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
 
     Raises UserError for weights that do not fit into memory or are not finite.
     """
-    if where.device != "cpu" or source.gguf or where.tensor_parallel:
+    if where.device != "cpu" or source.gguf:
         return None
     if config.is_encoder_decoder or getattr(config, "quantization_config", None):
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from utils.decode.logit_drift import LogitDrift, max_rounding
@@ -35,11 +34,10 @@ def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: s
 def check_finite(model: torch.nn.Module, name: str) -> None:
     """Reject NaN and infinite weights, which would make every distribution NaN at the first token that uses them."""
     for part, weight in model.named_parameters():
-        local = weight.to_local() if isinstance(weight, DTensor) else weight  # the shard of this process
-        if not local.is_floating_point() or not local.numel() or local.is_meta:
+        if not weight.is_floating_point() or not weight.numel() or weight.is_meta:
             continue
         # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
-        if not torch.isfinite(torch.stack(local.detach().aminmax())).all():
+        if not torch.isfinite(torch.stack(weight.detach().aminmax())).all():
             raise UserError(f"'{name}' holds NaN or infinite weights (in {part}): fetch or copy it again.")
 
 

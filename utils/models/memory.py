@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from utils.distributed import world_size
 from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -89,8 +88,8 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
     in_files: they may stay in their files until an engine reads them, in its own format.
     """
     counts = weight_counts(source)
-    needed = needed_bytes(counts, where.dtype, kind) // (world_size() if where.tensor_parallel else 1)
-    in_files &= kind == "none" and where.device == "cpu" and not where.tensor_parallel
+    needed = needed_bytes(counts, where.dtype, kind)
+    in_files &= kind == "none" and where.device == "cpu"
     if in_files:
         needed = min(needed, _engine_bytes(counts, where.engine_weights, needed))
     free = free_bytes(where.device)

@@ -43,7 +43,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself, or the parts of a composed one: data and scales, or this process' shard."""
+    """The tensor itself, or the parts of a composed one: data and scales."""
     # PyTorch's protocol of tensor subclasses: the names of the attributes that hold the inner tensors come first.
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from utils.decode.generation_rules import ignored_settings
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
-from utils.distributed import is_tensor_parallel, world_size
 from utils.engine import Engine
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
@@ -69,9 +68,8 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
 
 def _placement(name: str, device: str, resolved: PairRequest, report: Reporter) -> Placement:
     """name: the device as requested. Only `auto` may spread a model over several devices."""
-    may_spread = name == "auto" and world_size() == 1
     dtype, weights = choose_dtype(resolved.dtype, device), resolved.engine_weights
-    return Placement(device, dtype, report, may_spread=may_spread, engine_weights=weights)
+    return Placement(device, dtype, report, may_spread=name == "auto", engine_weights=weights)
 
 
 def _located(request: PairRequest, report: Reporter) -> Source:
@@ -93,8 +91,7 @@ def _load_target(located: Source, request: PairRequest, placement: Placement, pl
             return LoadedTarget(located.name, loaded.model, loaded.tokenizer, str(request.quantize), weights)
         placement.report(f"{located.name} is unpacked to float32 when it is loaded: {loaded}")
     source, quantize = convert_if_gguf(located, placement), str(request.quantize)
-    where = replace(placement, tensor_parallel=is_tensor_parallel())
-    model = load_model(source, quantize, where, drafts_with=plan.target_prefix)
+    model = load_model(source, quantize, placement, drafts_with=plan.target_prefix)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UserError(

@@ -1,22 +1,18 @@
-"""Defaults of a request, and checks before anything is loaded: options that exclude each other, and torchrun."""
+"""Defaults of a request, and checks before anything is loaded: options that exclude each other."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from utils.distributed import is_tensor_parallel
 from utils.errors import UserError
-from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest
+from utils.pairs.request import EMBEDDED, LAYERS, PairRequest
 
 
 def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
     """The request with existing devices and the default quantizations filled in."""
 
     def default(device: str) -> str:
-        # The quantization of a known pair is a default, so it gives way where torchrun would refuse it.
-        return request.cuda_quantize if device.startswith("cuda") and not is_tensor_parallel() else "none"
+        return request.cuda_quantize if device.startswith("cuda") else "none"
 
     return replace(
         request,
@@ -40,8 +36,6 @@ def check_request(request: PairRequest) -> None:
     layer_count(request.drafter)
     if request.engine_weights != "float32":
         _check_engine_weights(request)
-    if is_tensor_parallel():
-        _check_tensor_parallel(request)
 
 
 def layer_count(drafter: str | None) -> int | None:
@@ -70,19 +64,4 @@ def _check_engine_weights(request: PairRequest) -> None:
         raise UserError(
             f"{kind} needs a target from a GGUF file, and '{request.target}' is not one: use --engine-weights int4 "
             "or int8, or name a .gguf file."
-        )
-
-
-def _check_tensor_parallel(request: PairRequest) -> None:
-    if request.quantize != "none":
-        raise UserError(f"torchrun does not support {request.quantize} weights of the target: leave --quantize out.")
-    accelerator = torch._C._get_accelerator().type  # where transformers will load the shards
-    if not request.device.startswith(accelerator):
-        raise UserError(
-            f"torchrun shards the target over {accelerator} devices, not over {request.device}: leave --device out."
-        )
-    if request.drafter in (HEAD, MTP):
-        raise UserError(
-            f"The drafter '{request.drafter}' needs all weights of the target, which torchrun shards: use a different "
-            "--drafter."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from utils.distributed import is_tensor_parallel, world_size
 from utils.models.quantization import has_nf4_kernel
 from utils.pairs.pair import Pair
 from utils.text import byte_size
@@ -33,8 +32,6 @@ def loaded_message(pair: Pair) -> str:
 
 def weight_notes(pair: Pair) -> Iterator[str]:
     """Messages for the user: where equal texts cannot be guaranteed, and where quantization makes a model slower."""
-    if is_tensor_parallel():
-        yield f"{world_size()} processes compute {pair.target_name} together: its memory is that of each process"
     if (kind := pair.request.engine_weights) in ROUNDED:
         yield f"with {kind} weights {pair.target_name} is a different model, compared only with itself"
     if reason := _width_dependence(pair.quantize, pair.dtype, pair.target_name):

@@ -23,7 +23,6 @@ from utils.config.settings import Settings
 from utils.decode.engine_forward import reported_reading
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason
-from utils.distributed import abort_if_tensor_parallel
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
@@ -66,8 +65,6 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         release_memory()
     else:
         renderer.crash()
-    # Not for a UserError, which all ranks raise alike.
-    abort_if_tensor_parallel()
 
 
 class Refusals:

@@ -236,14 +236,13 @@ class Renderer:
         self._out.write(text)
 
 
-def make_renderer(*, interactive: bool, plain: bool = False, silent: bool = False) -> Renderer:
+def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     """The screen: results go to standard output; messages too if interactive, otherwise to standard error.
 
-    A stream has colours if rich detects a terminal with colours, NO_COLOR is not set and `plain` is False. `silent`
-    discards everything, for processes other than rank zero.
+    A stream has colours if rich detects a terminal with colours, NO_COLOR is not set and `plain` is False.
     """
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
     # A stream is None if it was closed before the start.
-    out = open_console((None if silent else sys.stdout) or nowhere, plain=plain)
-    messages = out if interactive else open_console((None if silent else sys.stderr) or nowhere, plain=plain)
+    out = open_console(sys.stdout or nowhere, plain=plain)
+    messages = out if interactive else open_console(sys.stderr or nowhere, plain=plain)
     return Renderer(out, messages, colour=not out.no_color, wraps=has_width())

@@ -20,7 +20,7 @@ from utils.decode.model_info import is_spread
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
-from utils.models.checkpoints import load_model, placement_arguments
+from utils.models.checkpoints import device_map, load_model
 from utils.models.devices import Placement
 from utils.models.head_file import HeadFile, save_head
 from utils.models.load_checks import check_finite
@@ -143,5 +143,4 @@ def test_auto_spreads_a_model_that_is_too_large_for_one_gpu(
     else:
         plan = plan_memory(source, "none", where)
         assert plan.spread is spread
-        device_map = "auto" if spread else {"": "cuda:0"}
-        assert placement_arguments(None, "target", where, plan) == {"device_map": device_map}
+        assert device_map(where, plan) == ("auto" if spread else {"": "cuda:0"})

@@ -21,7 +21,6 @@ from utils.comparison.job import Job
 from utils.comparison.reports import Progress
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
-from utils.distributed import broadcast
 from utils.errors import UserError
 from utils.metrics.results import Generation
 
@@ -118,7 +117,7 @@ class Selection:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
         self._run(ids, self.harness.baseline, probe)
         timed = self._run(ids, self.harness.baseline, probe)
-        self.step = broadcast(TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds)
+        self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
         self.length = run_length(self.step, self.settings.length)
 
     def _run(self, ids: list[int], strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
@@ -142,8 +141,7 @@ class Selection:
 
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[Arm, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, as far as there is time."""
-        # Of what is compared here only this was measured by each rank for itself.
-        timing = broadcast(TargetTiming.of(run))
+        timing = TargetTiming.of(run)
         costs = costs_of_run(self.settings.costs, len(job.prompt), len(run.tokens))
         countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[Arm, float] = {}
@@ -178,4 +176,4 @@ class Selection:
                 one = self.tried[index]
                 run = self._run(prompt.ids, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
                 speeds[index] = run.tokens_per_second or 1e-9
-            self.speeds.append(broadcast([speeds[index] for index in sorted(speeds)]))
+            self.speeds.append([speeds[index] for index in sorted(speeds)])

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from utils.distributed import broadcast
 from utils.metrics.stopwatch import Clock
 
 SELECTION_SECONDS = 20.0  # replays and trials begin only before this, counted from the end of the warm-up
@@ -16,7 +15,7 @@ WANTED_PASSES = 6  # over a few prompts, so that their runs may be longer than R
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Seconds since the start, equal on all tensor-parallel ranks, because they decide what is run next."""
+    """Seconds since the start."""
 
     clock: Clock = time.monotonic
     began: float = field(default=0.0)
@@ -27,7 +26,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        return broadcast(self.clock() - self.began)
+        return self.clock() - self.began
 
 
 def run_seconds(prompts: int) -> float:
