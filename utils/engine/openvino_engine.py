@@ -18,7 +18,7 @@ from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.kernels import Kernel
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.machine import cpu_features
+from utils.engine.machine import INTEGER_FEATURES, cpu_features, has_integer_products
 from utils.engine.module_swap import by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import in_files, release
@@ -26,15 +26,20 @@ from utils.engine.weight_blocks import round_int8
 from utils.engine.weight_format import EngineWeights, decoder_bytes, tensor_bytes, weight_format
 
 NOT_HERE = "the openvino engine computes float32 and bfloat16 models on CPUs only"
-# Integer products with a scale for each row of the input. Without these instructions OpenVINO converts the weights to
-# float32 in every call, and the bits of a row depend on the number of rows.
-INTEGER_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
-REQUIRED = {"int8": INTEGER_FEATURES, "int4": INTEGER_FEATURES, "gguf": INTEGER_FEATURES, "bfloat16": BFLOAT16_FEATURES}
+# Small integers are multiplied by instructions for them, or unpacked and multiplied in float32 with AVX2.
+UNPACKING_FEATURES = INTEGER_FEATURES | {"avx2"}
+REQUIRED = {
+    "int8": UNPACKING_FEATURES,
+    "int4": UNPACKING_FEATURES,
+    "gguf": UNPACKING_FEATURES,
+    "bfloat16": BFLOAT16_FEATURES,
+}
 # These variables limit the instructions of the kernels that OpenVINO calls, but not those that it expects of the
 # processor. Under limits that turn off what a format needs it computes nonsense and writes outside its buffers.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-WITHOUT_INTEGERS = frozenset({"SSE41", "AVX", "AVX2"})
+WITHOUT_UNPACKING = frozenset({"SSE41", "AVX"})
+WITHOUT_INTEGERS = WITHOUT_UNPACKING | {"AVX2"}
 WITHOUT_BFLOAT16 = WITHOUT_INTEGERS | {"AVX2_VNNI", "AVX2_VNNI_2"}
 
 
@@ -45,7 +50,8 @@ def unsupported(weights: str) -> str:
     required = REQUIRED.get(weights, frozenset())
     if required and required.isdisjoint(cpu_features()):
         return f"{weights} weights need a processor with {' or '.join(sorted(required))}"
-    refused = WITHOUT_BFLOAT16 if weights == "bfloat16" else WITHOUT_INTEGERS
+    refused = WITHOUT_INTEGERS if has_integer_products() else WITHOUT_UNPACKING
+    refused = WITHOUT_BFLOAT16 if weights == "bfloat16" else refused
     limits = ((name, os.environ.get(name, "").upper()) for name in LIMITS)
     limit = next((f"{name}={value}" for name, value in limits if required and value in refused), "")
     return f"{limit} turns off instructions that {weights} weights need" if limit else ""

@@ -3,10 +3,11 @@
 Each graph takes any number of rows. Rotary positions are inputs, so that nothing in a graph depends on the length of
 the context. The weights of a graph are read when it is built.
 
-OpenVINO multiplies integer weights with inputs that it rounds to int8, with one scale for each group of inputs of a
-row. Only weights without an offset, or with one integer offset per group, keep the bits of a row independent of the
-other rows. So values are stored around zero, and what a group's minimum adds is a small second product with the sums
-of the inputs of each group.
+With VNNI instructions OpenVINO multiplies integer weights with inputs that it rounds to int8, with one scale for each
+group of inputs of a row. Only weights without an offset, or with one integer offset per group, keep the bits of a row
+independent of the other rows. So values are stored around zero, and what a group's minimum adds is a small second
+product with the sums of the inputs of each group. Without these instructions OpenVINO unpacks weights to float32 while
+it multiplies, and does not round inputs.
 
 OpenVINO is imported without its telemetry. Only modules that are imported when the engine is used import this one.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.machine import has_integer_products
 from utils.engine.weight_blocks import BlockWeight, joined
 from utils.engine.weight_format import EngineWeights
 
@@ -67,7 +69,7 @@ def compile_graph(graph: Any, threads: int, *, group: int = DYNAMIC_GROUP, bfloa
         "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,  # threads that may move lose less time beside other programs
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group if has_integer_products() else 0,
     }
     return core().compile_model(graph, "CPU", settings)
 

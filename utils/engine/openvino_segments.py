@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.machine import has_integer_products
 from utils.engine.openvino_graph import DYNAMIC_GROUP, FLOAT, Constants, Form, GraphBuilder, compile_graph, ops, ov
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
@@ -159,10 +160,19 @@ class ChunkRequests:
         return [*shapes, (sizes.heads, sizes.head_dim)] if sizes.has_qkv(index) else shapes
 
 
-def run_once(graph: Any) -> None:
-    """Compute one row of zeros."""
+def run_once(graph: Any, rows: int) -> None:
+    """Compute rows of zeros."""
     request = graph.create_infer_request()
-    request.infer([np.zeros((1, part.get_partial_shape()[1].get_length()), np.float32) for part in graph.inputs])
+    request.infer([np.zeros((rows, part.get_partial_shape()[1].get_length()), np.float32) for part in graph.inputs])
+
+
+def bound_rows(*, integers: bool) -> tuple[int, ...]:
+    """Return the numbers of rows of steps and verify passes.
+
+    integers: whether weights are small integers. Without instructions for their products OpenVINO computes a single row
+    by another kernel, whose sums have other bits. So a row of zeros is added.
+    """
+    return BOUND_ROWS[1:] if integers and not has_integer_products() else BOUND_ROWS
 
 
 def run_chunks(
@@ -213,7 +223,8 @@ class OpenVinoKernel:
         graph = ov.Model([self._constants.product(x, [self._weight], [self._bias])], [x], "linear")
         group = min(DYNAMIC_GROUP, self._weight.group) if isinstance(self._weight, BlockWeight) else DYNAMIC_GROUP
         compiled = compile_graph(graph, threads, group=group)
-        run_once(compiled)
+        self._sizes = bound_rows(integers=isinstance(self._weight, BlockWeight))
+        run_once(compiled, self._sizes[0])
         self._constants.drop()
         self._request = compiled.create_infer_request()
 
@@ -221,7 +232,7 @@ class OpenVinoKernel:
         rows, outputs = x.reshape(-1, x.shape[-1]).float(), self._weight.shape[0]
         if not len(rows):
             return x.new_empty(*x.shape[:-1], outputs)
-        return run_chunks(self._request, [rows], [(outputs,)], BOUND_ROWS)[0].view(*x.shape[:-1], outputs)
+        return run_chunks(self._request, [rows], [(outputs,)], self._sizes)[0].view(*x.shape[:-1], outputs)
 
     def weight(self) -> Tensor:
         return self._weight.dense() if isinstance(self._weight, BlockWeight) else self._weight
@@ -247,6 +258,7 @@ class OpenVinoSegments:
     ) -> None:
         self._sizes, self._spec, self._weights = DecoderSizes.of(spec), spec, weights
         self._threads = threads
+        self._bound_rows = bound_rows(integers=weights.format not in ("float32", "bfloat16"))
         self._build(report)
 
     def set_threads(self, count: int, report: Report = unreported) -> None:
@@ -271,14 +283,14 @@ class OpenVinoSegments:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._blocks = ChunkRequests(self._graphs, self._sizes, BOUND_ROWS)
+        self._blocks = ChunkRequests(self._graphs, self._sizes, self._bound_rows)
         self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
 
     def _made(self, index: int) -> tuple[Any, Constants]:
         """A compiled graph that holds its weights in OpenVINO's layout alone."""
         builder, bfloat16 = GraphBuilder(self._spec, self._weights), self._weights.format == "bfloat16"
         graph = compile_graph(builder.build(index), self._threads, group=builder.group, bfloat16=bfloat16)
-        run_once(graph)  # some weights are packed only then
+        run_once(graph, self._bound_rows[0])  # some weights are packed only then
         builder.constants.drop()
         return graph, builder.constants
 
@@ -293,10 +305,10 @@ class OpenVinoSegments:
         self.logits(x)
 
     def _requests(self, rows: int, *, prefill: bool) -> BoundRequests | ChunkRequests:
-        largest = BOUND_ROWS[-1]
+        largest = self._bound_rows[-1]
         if rows > largest:
             return self._chunks if prefill else self._blocks
-        size = next(size for size in BOUND_ROWS if size >= rows)
+        size = next(size for size in self._bound_rows if size >= rows)
         if size not in self._bound:
             self._bound[size] = BoundRequests(self._graphs, self._sizes, size, self._logits[:size])
         return self._bound[size]

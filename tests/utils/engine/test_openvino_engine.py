@@ -9,7 +9,7 @@ from tiny import tiny_llama
 from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import openvino_engine
+from utils.engine import machine, openvino_engine
 from utils.engine.openvino_engine import OpenVinoEngine, unsupported
 from utils.engine.weight_format import EngineWeights
 
@@ -61,16 +61,30 @@ def test_the_memory_that_it_needs_is_that_of_its_graphs() -> None:
 def test_formats_whose_instructions_are_turned_off_are_refused(
     monkeypatch: pytest.MonkeyPatch, variable: str, limit: str, refused: set[str]
 ) -> None:
-    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx512_bf16", "avx512_vnni"])
+    has_features(monkeypatch, "avx512_bf16", "avx512_vnni")
     monkeypatch.setenv(variable, limit)
     assert {name for name in ("float32", "int8", "int4", "gguf", "bfloat16") if unsupported(name)} == refused
 
 
 def test_formats_need_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx2", "fma"])
+    integers = ("int8", "int4", "gguf")
+    has_features(monkeypatch, "avx", "fma")
     assert unsupported("float32") == ""
-    assert unsupported("int8") == "int8 weights need a processor with avx512_vnni or avx_vnni"
-    monkeypatch.setattr(openvino_engine, "cpu_features", lambda: ["avx2", "avx_vnni"])
-    assert [not unsupported(name) for name in ("int8", "int4", "gguf", "bfloat16")] == [True, True, True, False]
+    assert unsupported("int8") == "int8 weights need a processor with avx2 or avx512_vnni or avx_vnni"
+    has_features(monkeypatch, "avx2", "fma")
+    assert [not unsupported(name) for name in (*integers, "bfloat16")] == [True, True, True, False]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # what the processor has anyway
+    assert not any(map(unsupported, integers))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX")
+    assert all(map(unsupported, integers))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    has_features(monkeypatch, "avx2", "avx_vnni")
+    assert [not unsupported(name) for name in (*integers, "bfloat16")] == [True, True, True, False]
     monkeypatch.setattr(openvino_engine, "find_spec", lambda name: None)
     assert unsupported("float32") == "the package openvino is not installed"
+
+
+def has_features(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the processor have these instruction sets."""
+    for module in (machine, openvino_engine):
+        monkeypatch.setattr(module, "cpu_features", lambda: list(names))
