@@ -4,9 +4,10 @@ Steps and verify passes use requests that are bound to buffers once for each num
 in chunks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from utils.freed_memory import trim_allocator
 BOUND_ROWS = (*range(1, 10), 12, 16, 24, 32, 48, 65)
 CHUNK_ROWS = (128, 192, 256, 384, 512)
 PREFILL_ROWS = (32, 65, *CHUNK_ROWS)
+MAX_ROUNDING = 0.05  # of results with different numbers of rows, also in bfloat16. Lost weights differ by far more
 
 Tables = tuple[Tensor, Tensor]  # cos, sin: (rows, rotary_dim)
 
@@ -160,10 +162,44 @@ class ChunkRequests:
         return [*shapes, (sizes.heads, sizes.head_dim)] if sizes.has_qkv(index) else shapes
 
 
-def run_once(graph: Any, rows: int) -> None:
-    """Compute rows of zeros."""
-    request = graph.create_infer_request()
-    request.infer([np.zeros((rows, part.get_partial_shape()[1].get_length()), np.float32) for part in graph.inputs])
+def run_once(graph: Any, rows: int) -> list[Any]:
+    """Compute so many equal rows of fixed values. Returns the outputs."""
+    generator = np.random.default_rng(0)
+    sizes = [part.get_partial_shape()[1].get_length() for part in graph.inputs]
+    inputs = [np.repeat(generator.standard_normal((1, size), np.float32), rows, axis=0) for size in sizes]
+    results = graph.create_infer_request().infer(inputs)
+    return [np.array(results[index]) for index in range(len(graph.outputs))]
+
+
+def rows_that_pack(made: Callable[[Sequence[int]], Any], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of rows with which a graph must run before its constants are dropped.
+
+    OpenVINO chooses kernels by the number of rows, and may pack the weights for each of them when it first runs. Then
+    what it would read later is gone, and its results would be those of other weights. made: compiles the graph, runs it
+    with these numbers of rows and drops its constants. sizes: every number of rows that will be used. Raises
+    RuntimeError if there is none with which the results stay right.
+    """
+    needed: tuple[int, ...] = (sizes[0],)
+    for _ in range(3):
+        graph = made(needed)
+        exact = run_once(graph, sizes[0])
+        wrong = [rows for rows in sizes if not all(map(_are_rows_of, run_once(graph, rows), exact))]
+        if not wrong:
+            return needed
+        needed += tuple(wrong)
+    raise RuntimeError("OpenVINO reads weights again after it has packed them")
+
+
+def _are_rows_of(output: Any, expected: Any) -> bool:
+    """Whether all rows of an output are the first row of the expected one, up to rounding."""
+    difference = np.linalg.norm(output - expected[:1])
+    return bool(difference <= MAX_ROUNDING * np.linalg.norm(expected[:1]) * len(output) ** 0.5)
+
+
+def kind_of(graph: Any) -> tuple[Any, ...]:
+    """Return what decides how OpenVINO computes a graph: types and shapes of its constants."""
+    constants = (part for part in graph.get_ordered_ops() if part.get_type_name() == "Constant")
+    return tuple((str(part.get_element_type()), tuple(part.get_output_shape(0))) for part in constants)
 
 
 def bound_rows(*, integers: bool) -> tuple[int, ...]:
@@ -224,7 +260,8 @@ class OpenVinoKernel:
         group = min(DYNAMIC_GROUP, self._weight.group) if isinstance(self._weight, BlockWeight) else DYNAMIC_GROUP
         compiled = compile_graph(graph, threads, group=group)
         self._sizes = bound_rows(integers=isinstance(self._weight, BlockWeight))
-        run_once(compiled, self._sizes[0])
+        for rows in self._sizes:
+            run_once(compiled, rows)
         self._constants.drop()
         self._request = compiled.create_infer_request()
 
@@ -258,6 +295,7 @@ class OpenVinoSegments:
     ) -> None:
         self._sizes, self._spec, self._weights = DecoderSizes.of(spec), spec, weights
         self._threads = threads
+        self._packed_by: dict[tuple[Any, ...], tuple[int, ...]] = {}  # numbers of rows by kind of graph
         self._bound_rows = bound_rows(integers=weights.format not in ("float32", "bfloat16"))
         self._build(report)
 
@@ -288,11 +326,27 @@ class OpenVinoSegments:
 
     def _made(self, index: int) -> tuple[Any, Constants]:
         """A compiled graph that holds its weights in OpenVINO's layout alone."""
-        builder, bfloat16 = GraphBuilder(self._spec, self._weights), self._weights.format == "bfloat16"
-        graph = compile_graph(builder.build(index), self._threads, group=builder.group, bfloat16=bfloat16)
-        run_once(graph, self._bound_rows[0])  # some weights are packed only then
+        builder = GraphBuilder(self._spec, self._weights)
+        model = builder.build(index)
+        if (kind := kind_of(model)) not in self._packed_by:
+            # No prompt passes through the output head.
+            sizes = self._bound_rows if index > len(self._spec.layers) else (*self._bound_rows, *CHUNK_ROWS)
+            self._packed_by[kind] = rows_that_pack(partial(self._sample, index), sizes)
+        return self._packed(builder, model, self._packed_by[kind]), builder.constants
+
+    def _sample(self, index: int, rows: Sequence[int]) -> Any:
+        """The same graph again, to find out with which numbers of rows it must run."""
+        builder = GraphBuilder(self._spec, self._weights)
+        return self._packed(builder, builder.build(index), rows)
+
+    def _packed(self, builder: GraphBuilder, model: Any, rows: Sequence[int]) -> Any:
+        """Compile a graph, and drop its constants after it has run with these numbers of rows."""
+        bfloat16 = self._weights.format == "bfloat16"
+        graph = compile_graph(model, self._threads, group=builder.group, bfloat16=bfloat16)
+        for count in rows:
+            run_once(graph, count)  # some weights are packed only then
         builder.constants.drop()
-        return graph, builder.constants
+        return graph
 
     def run_products(self) -> None:
         """With the norms and rotary positions of the same graphs."""
