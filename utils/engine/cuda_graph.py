@@ -131,6 +131,7 @@ class CudaGraphEngine:
     """
 
     promise = ""
+    has_other_forward = False
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:

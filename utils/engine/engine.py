@@ -366,6 +366,7 @@ class Engine:
                 self._references = [
                     (model, selftest.Reference.of(model, self._weights)) for model in (self._target, *own)
                 ]
+                release_memory()  # the layers that they were computed with
             engine.set_threads(count)
             self.report(f"engine {name}: installing")
             install = partial(

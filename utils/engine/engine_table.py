@@ -19,6 +19,7 @@ class PlainEngine:
     """The models without replaced layers. It promises nothing, so there is nothing to test."""
 
     promise = ""
+    has_other_forward = False
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers = list(models), list(helpers)

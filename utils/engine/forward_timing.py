@@ -14,12 +14,13 @@ from statistics import median_low
 
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
 SHORT, LONG = 64, 1024  # tokens before the first timed forward pass
+LONG_BYTES = 1 << 28  # of keys and values of the longer context at most
 READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
 LONG_WIDTHS = (1, 5)  # in the longer context: what attention adds grows evenly with the width
@@ -57,8 +58,8 @@ class ForwardProbe:
         """Return a probe of a clearly longer text, or None if the context is too short or reading the text takes long.
         It takes the place of this one.
         """
-        limit = context_length(self._model)
-        length = LONG if limit is None else min(LONG, limit - self.max_width)
+        limit, each = context_length(self._model), max(1, cache_bytes(self._model, 1))
+        length = min(LONG, LONG_BYTES // each, *(() if limit is None else (limit - self.max_width,)))
         if length < 2 * self.length:
             return None
         if not self._is_padded:

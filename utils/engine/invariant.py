@@ -37,6 +37,7 @@ class InvariantEngine:
     """
 
     promise = BIT_IDENTICAL
+    has_other_forward = True
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._format = list(models), list(helpers), weights

@@ -21,6 +21,7 @@ class LayerEngine(Protocol):
 
     promise: str  # BIT_IDENTICAL, or empty. The self-test holds the engine to it
     weights: str  # number format of the linear weights while installed
+    has_other_forward: bool  # whether transformers' forward pass can be used with its kernels instead of its own
     layouts: dict[str, int]  # what an installation found out on this machine; a later one takes it as known
 
     def unsupported(self) -> str:

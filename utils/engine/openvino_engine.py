@@ -65,6 +65,7 @@ class OpenVinoEngine:
     """
 
     promise = BIT_IDENTICAL
+    has_other_forward = False
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._weights = list(models), list(helpers), weights

@@ -16,7 +16,7 @@ import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,8 @@ with _without_telemetry():
 __all__ = ["DYNAMIC_GROUP", "FLOAT", "Constants", "Form", "GraphBuilder", "compile_graph", "ops", "ov", "sizes"]
 
 FLOAT = ov.Type.f32
+# Of more inputs, unpacked weights are added up in two ways: one for up to four rows, and another one for more.
+UNPACKED_INPUTS = 4096
 DYNAMIC_GROUP = 32  # inputs that share one scale when they are rounded to int8
 
 
@@ -120,6 +122,12 @@ class Constants:
         """The node x @ W^T."""
         if isinstance(weight, Tensor):
             return ops.matmul(x, self._floats([weight]), False, True)
+        if (size := _inputs_at_once(weight)) < weight.shape[1]:
+            starts = range(0, weight.shape[1], size)
+            return reduce(
+                ops.add,
+                (self.multiplied(_part(x, at, at + size), weight.columns(at, at + size)) for at in starts),
+            )
         y = ops.matmul(x, self._centred(weight), False, True)
         offsets = _offsets(weight)
         if offsets is None:
@@ -174,6 +182,15 @@ class Constants:
             part.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(part)
         return torch.frombuffer(part, dtype=dtype).view(*shape)
+
+
+def _inputs_at_once(weight: BlockWeight) -> int:
+    """How many inputs a product of small integers may add up: equal parts of few enough, or all of them."""
+    inputs, step = weight.shape[1], 1 if weight.group == weight.shape[1] else max(weight.group, DYNAMIC_GROUP)
+    if has_integer_products():
+        return inputs
+    parts = range(-(-inputs // UNPACKED_INPUTS), inputs // step + 1)
+    return next((inputs // count for count in parts if inputs % (count * step) == 0), inputs)
 
 
 def _centre(weight: BlockWeight) -> int:

@@ -171,17 +171,17 @@ def run_once(graph: Any, rows: int) -> list[Any]:
     return [np.array(results[index]) for index in range(len(graph.outputs))]
 
 
-def rows_that_pack(made: Callable[[Sequence[int]], Any], sizes: Sequence[int]) -> tuple[int, ...]:
+def rows_that_pack(made: Callable[[Sequence[int]], tuple[Any, Constants]], sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of rows with which a graph must run before its constants are dropped.
 
     OpenVINO chooses kernels by the number of rows, and may pack the weights for each of them when it first runs. Then
     what it would read later is gone, and its results would be those of other weights. made: compiles the graph, runs it
-    with these numbers of rows and drops its constants. sizes: every number of rows that will be used. Raises
-    RuntimeError if there is none with which the results stay right.
+    with these numbers of rows and drops its constants, whose addresses must live as long as the graph. sizes: every
+    number of rows that will be used. Raises RuntimeError if there is none with which the results stay right.
     """
     needed: tuple[int, ...] = (sizes[0],)
     for _ in range(3):
-        graph = made(needed)
+        graph, _constants = made(needed)
         exact = run_once(graph, sizes[0])
         wrong = [rows for rows in sizes if not all(map(_are_rows_of, run_once(graph, rows), exact))]
         if not wrong:
@@ -334,10 +334,10 @@ class OpenVinoSegments:
             self._packed_by[kind] = rows_that_pack(partial(self._sample, index), sizes)
         return self._packed(builder, model, self._packed_by[kind]), builder.constants
 
-    def _sample(self, index: int, rows: Sequence[int]) -> Any:
+    def _sample(self, index: int, rows: Sequence[int]) -> tuple[Any, Constants]:
         """The same graph again, to find out with which numbers of rows it must run."""
         builder = GraphBuilder(self._spec, self._weights)
-        return self._packed(builder, builder.build(index), rows)
+        return self._packed(builder, builder.build(index), rows), builder.constants
 
     def _packed(self, builder: GraphBuilder, model: Any, rows: Sequence[int]) -> Any:
         """Compile a graph, and drop its constants after it has run with these numbers of rows."""

@@ -24,6 +24,7 @@ from utils.engine.forward_timing import ForwardProbe
 from utils.engine.layer_engine import LayerEngine, Report, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
+from utils.freed_memory import release_memory
 
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
 EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so many, and at most
@@ -127,16 +128,26 @@ class Trials:
     evicts: bool = True
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     _table: dict[str, EngineFigures] = field(default_factory=dict)
+    _read: PreTrainedModel | None = None
 
     def run(self) -> dict[str, EngineFigures]:
         """Measure the engines and return their figures. The model is unchanged, also after an error."""
         self._plan = SlicePlan.of(self.model)
         self._buffer = torch.ones(self._evicted() // 4)
         reference = self._reference()
-        if len(self.thread_counts) > 1 and _block_bytes(self.model) >= LARGE:
+        is_large = len(self.thread_counts) > 1 and _block_bytes(self.model) >= LARGE
+        if is_large and self.weights.as_loaded:
             self.thread_counts = [self._fastest_for_memory()]
-        made = (self._guarded(name, partial(self._made, name, reference)) for name in self.builders)
-        candidates = [candidate for candidate in made if candidate is not None]
+        if PLAIN not in self.builders:
+            self._read = None
+            release_memory()  # it is as large as all engines together
+        candidates = []
+        for name in self.builders:
+            candidate = self._guarded(name, partial(self._made, name, reference))
+            if candidate is not None:
+                candidates.append(candidate)
+                if is_large:  # products of rounded weights are measured in the first engine
+                    self.thread_counts = [self._table[name].threads]
         candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
         self._measure_widths(candidates)
         for candidate in candidates:
@@ -161,6 +172,7 @@ class Trials:
         Verify passes and prefills use more threads than decode steps, which mostly wait for memory.
         """
         self.report("engines: measuring numbers of threads")
+        assert self._read is not None
         probe = self.meter.probe(self._read, PLAIN)
         return threads.fastest_count(lambda: probe.forward(COMPARED_WIDTHS[1]), self.thread_counts)
 
@@ -177,7 +189,7 @@ class Trials:
         """An engine on a slice of its own, with the number of threads that is the fastest for it."""
         self.report(f"engine {name}: preparing a few layers")
         torch.set_num_threads(self.thread_counts[0])
-        part = self._read if name == PLAIN else self._plan.slice_of(self.model)
+        part = self._read if name == PLAIN and self._read else self._plan.slice_of(self.model)
         engine = self.builders[name]([part], [], self.weights)
         row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
         failure = self._installed(engine, part, reference)
@@ -299,7 +311,8 @@ def install_compared(
 
     If a forward pass of its own has other logits, that of transformers over the same kernels may have the right ones.
     """
-    if (failure := install() or differs()) and "lean" not in engine.layouts and vars(model).get("forward") is not None:
+    failure = install() or differs()
+    if failure and engine.has_other_forward and "lean" not in engine.layouts and "forward" in vars(model):
         engine.remove()
         engine.layouts["lean"] = 0
         failure = install() or differs()

@@ -48,6 +48,13 @@ class BlockWeight:
         minimums = None if self.minimums is None else self.minimums[start:end]
         return replace(self, values=self.values[start:end], scales=self.scales[start:end], minimums=minimums)
 
+    def columns(self, start: int, end: int) -> "BlockWeight":
+        """Return the inputs from `start` up to `end`. Both are multiples of the group, or one group has all inputs."""
+        whole, groups = self.group == self.shape[1], slice(start // self.group, -(-end // self.group))
+        minimums = None if self.minimums is None else self.minimums[:, groups]
+        group = end - start if whole else self.group
+        return BlockWeight(self.values[:, start:end], self.scales[:, groups], minimums, group, self.bits)
+
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
         parts = (self.values, self.scales, *(() if self.minimums is None else (self.minimums,)))
@@ -77,13 +84,18 @@ def round_int8(weight: Tensor) -> BlockWeight:
 
     Scales are values of bfloat16, because kernels of PyTorch take no others.
     """
-    weight = weight.detach().float()
-    # Without the lower bound a row of zeros would be divided by zero.
-    largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=256 * torch.finfo(torch.float32).tiny)
-    # Off by at most 0.2 %, so the largest value is always 127, and weights that are rounded again stay the same.
-    scales = (largest / 127).bfloat16().float()
-    # A scale that was rounded down gives quotients above 127, so they are clamped.
-    values = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
+    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
+    # A few rows at a time, so that what is computed on the way stays in the processor's cache.
+    size = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
+    parts = (part.split(size) for part in (weight.detach(), values, scales))
+    for own, own_values, own_scales in zip(*parts, strict=True):
+        rows = own.float()
+        # Without the lower bound a row of zeros would be divided by zero.
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp(min=256 * torch.finfo(torch.float32).tiny)
+        # Off by at most 0.2 %, so the largest value is always 127, and weights that are rounded again stay the same.
+        own_scales[:] = (largest / 127).bfloat16()
+        # A scale that was rounded down gives quotients above 127, so they are clamped.
+        own_values[:] = (rows / own_scales).round_().clamp_(-127, 127)
     return BlockWeight(values, scales, None, group=weight.shape[1], bits=8)
 
 

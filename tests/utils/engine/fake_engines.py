@@ -25,6 +25,7 @@ class FakeEngine:
     """
 
     promise = BIT_IDENTICAL
+    has_other_forward = False
     weights = "float32"
     size = 1000
     trial_fails: Any = ""

@@ -7,10 +7,11 @@ import torch
 from tiny import tiny_llama
 
 from utils.decode.engine_forward import engine_forward
-from utils.decode.layer_cut import first_layers
+from utils.decode.layer_cut import chosen_layers, first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import machine, openvino_engine
 from utils.engine.openvino_engine import OpenVinoEngine, unsupported
+from utils.engine.selftest import read_weights
 from utils.engine.weight_format import EngineWeights
 
 RUNS_HERE = pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
@@ -32,6 +33,27 @@ def test_a_drafter_of_the_first_layers_is_computed_by_the_graphs_of_the_target()
             assert engine_forward(model) is not None and torch.allclose(logits(model), exact, atol=1e-4)
         engine.remove()
         assert not any("forward" in vars(model) for model in (target, drafter))
+
+
+@RUNS_HERE
+@pytest.mark.parametrize("name", [name for name in ("float32", "int8", "int4") if not unsupported(name)])
+def test_passes_of_every_number_of_rows_have_all_weights(name: str) -> None:
+    """Without VNNI, OpenVINO packs weights of this size twice, for few rows and for more than eleven."""
+    sizes = {"hidden_size": 960, "intermediate_size": 1024, "num_attention_heads": 15, "num_key_value_heads": 5}
+    model = tiny_llama(**sizes, max_position_embeddings=1024, initializer_range=0.02)
+    weights = EngineWeights(name)
+    exact = chosen_layers(model, range(2))
+    read_weights(exact, weights)
+    engine = OpenVinoEngine([model], [], weights)
+    assert engine.install([1]) == ""
+    for count in (1, 2, 8, 12, 48, 65, 129, 500):
+        ids = [5 * index % 64 for index in range(count + 3)]
+        ours, reference = (ModelSession(part).feed(ids, keep=3) for part in (model, exact))
+        assert (ours - reference).norm() <= 0.1 * reference.norm(), count
+        if 3 <= count <= 65:
+            session = ModelSession(model)
+            session.feed(ids[:3], keep=1)
+            assert (session.feed(ids, keep=count)[-3:] - reference).norm() <= 0.1 * reference.norm(), count
 
 
 @RUNS_HERE

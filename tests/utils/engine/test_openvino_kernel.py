@@ -1,5 +1,7 @@
 """Single products in OpenVINO: float32, and small integers with scales, whose values are kept exactly."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,6 +49,27 @@ def test_values_of_blocks_are_kept_exactly(name: str) -> None:
     x[:, ::16] = 127
     exact = linear(x.double(), weight.dense().double()).float()
     assert torch.allclose(OpenVinoKernel(weight, None)(x), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@INTEGERS
+@pytest.mark.parametrize("round_weight", [round_int8, round_int4])
+def test_bits_of_a_row_with_many_inputs_do_not_depend_on_other_rows(round_weight: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = round_weight(torch.randn(64, 8192, generator=generator))
+    kernel, x = OpenVinoKernel(weight, None), torch.randn(12, 8192, generator=generator)
+    alone = torch.cat([kernel(row) for row in x.split(1)])
+    assert all(torch.equal(kernel(x[:rows]), alone[:rows]) for rows in (2, 4, 5, 9, 12))
+    exact = linear(x, weight.dense())
+    assert (alone - exact).norm() <= 0.05 * exact.norm()
+
+
+@INTEGERS
+def test_weights_are_still_there_after_passes_of_other_numbers_of_rows() -> None:
+    weight = round_int8(torch.randn(960, 960, generator=torch.Generator().manual_seed(1)))
+    kernel, x = OpenVinoKernel(weight, None), torch.randn(200, 960, generator=torch.Generator().manual_seed(2))
+    exact = linear(x, weight.dense())
+    for rows in (1, 3, 11, 12, 40, 65, 200):
+        assert (kernel(x[:rows]) - exact[:rows]).norm() <= 0.05 * exact[:rows].norm(), rows
 
 
 @INTEGERS
