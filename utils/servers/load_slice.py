@@ -9,29 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from typing import Protocol
 
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.servers.client import ServerClient
-from utils.servers.completion import Piece, ServerCompletion
-from utils.servers.engines.kind import Counters, EngineAcceptance, EngineKind
-from utils.servers.request import ServerRequest
+from utils.servers.connection import Connection
+from utils.servers.kinds.completion import Counters, Piece, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind
 
 Clock = Callable[[], float]
 POLL = 0.05  # seconds between two looks at the clients
 LETTING_GO = 2.0  # seconds that clients have to end after Ctrl-C; one that waits for a silent server is left behind
 NO_ANSWER = "no request was answered within {:.0f} s."
-
-
-class LoadTarget(Protocol):
-    """A server under load."""
-
-    @property
-    def client(self) -> ServerClient: ...
-
-    @property
-    def kind(self) -> EngineKind: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +36,7 @@ class LoadSlice:
     failures: tuple[str, ...]
     unfinished: int
     seconds: float
-    acceptance: EngineAcceptance | None = None
+    acceptance: ServerAcceptance | None = None
     numbers: tuple[int, ...] = ()
 
     @property
@@ -100,7 +88,7 @@ class _Over(Exception):
 class _Clients:
     """The shared state of the clients of one slice."""
 
-    target: LoadTarget
+    target: Connection
     requests: Sequence[ServerRequest]
     clock: Clock
     soft: float
@@ -142,7 +130,7 @@ class _Clients:
 
 
 def run_slice(
-    target: LoadTarget,
+    target: Connection,
     requests: Sequence[ServerRequest],
     *,
     concurrency: int,
@@ -185,13 +173,13 @@ def _join(threads: Sequence[threading.Thread], end: float, clock: Clock) -> None
 
 
 def pooled_acceptance(
-    kind: EngineKind,
+    kind: ServerKind,
     completions: Sequence[ServerCompletion],
     seconds: float,
     *,
     before: Counters,
     after: Counters,
-) -> EngineAcceptance | None:
+) -> ServerAcceptance | None:
     """The drafts of all answers together: their own figures where answers have them, otherwise the server's counters.
 
     Counters are not valid if the server generated other tokens meanwhile, such as those of requests that failed.
@@ -199,7 +187,7 @@ def pooled_acceptance(
     own = [found for one in completions if (found := kind.acceptance(one, {}, {})) is not None]
     if own:
         valid = [found for found in own if found.valid]
-        return EngineAcceptance(sum(one.drafted for one in valid), sum(one.accepted for one in valid))
+        return ServerAcceptance(sum(one.drafted for one in valid), sum(one.accepted for one in valid))
     tokens = total_tokens(completions)
     together = ServerCompletion("", (), FinishReason.LENGTH, "", seconds, usage_tokens=tokens)
     return kind.acceptance(together, before, after)
