@@ -22,7 +22,6 @@ from utils.servers.kinds.completion import Arrival, Event, Piece, ServerCompleti
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.text import count_of, visible
 
-Clock = Callable[[], float]
 CONNECT_TIMEOUT = 10.0  # seconds
 PAGE_TIMEOUT = 30.0  # seconds; pages need no computation
 MAX_PAGE = 16_000_000  # bytes of an answer that is not streamed
@@ -37,14 +36,10 @@ UNAVAILABLE = 503
 
 
 class ServerClient:
-    """Requests to one server. It can be used by several threads at once.
+    """Requests to one server. It can be used by several threads at once."""
 
-    clock: monotonic, in seconds.
-    """
-
-    def __init__(self, address: ServerAddress, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         self.address = address
-        self._clock = clock
         self._model = address.model
         self._http = httpx.Client(
             follow_redirects=False,
@@ -126,19 +121,19 @@ class ServerClient:
         url = self._url(kind.path(request))
         body = kind.body(request, self.model())
         stream = AnswerStream(self.address, kind, request)
-        began = self._clock()
+        began = time.perf_counter()
         try:
             with self._answer("POST", url, body) as response:
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ServerError(f"The server {self.address.name} answered {url} without a stream of events.")
                 for data in response.iter_raw():
-                    for piece in stream.add(data, self._clock() - began):
+                    for piece in stream.add(data, time.perf_counter() - began):
                         watch(piece)
         except KeyboardInterrupt:
-            return stream.completion(self._clock() - began, interrupted=True)
+            return stream.completion(time.perf_counter() - began, interrupted=True)
         except httpx.HTTPError as error:
             raise _transport_error(self.address, error, stream.received) from error
-        return stream.completion(self._clock() - began)
+        return stream.completion(time.perf_counter() - began)
 
     def _url(self, path: str) -> str:
         # The version of the address may be another one than /v1.

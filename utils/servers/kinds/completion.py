@@ -174,11 +174,6 @@ class ServerAcceptance:
     note: str = ""
     forwards: int | None = None
 
-    @property
-    def rate(self) -> float | None:
-        """Accepted drafts per draft, or None if nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
-
     def tokens_per_forward(self, tokens: int | None) -> float | None:
         """New tokens per forward pass of the target, as in Generation.tokens_per_target_forward."""
         return tokens / self.forwards if tokens and self.forwards else None
