@@ -280,7 +280,7 @@ def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
 
 
 def _forwards(run: ServerRun) -> int | None:
-    """Forward passes of the target for one answer, as the engine counts them: drafts past its end may be accepted."""
+    """Forward passes of the target for one answer, as the server counts them: drafts past its end may be accepted."""
     found = run.answer.acceptance
     return run.new_tokens if found is None else found.forwards
 
