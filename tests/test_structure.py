@@ -19,6 +19,8 @@ LADDER = (
     "utils.comparison",
     "utils.config",
     "utils.servers",
+    "utils.servers.kinds",
+    "utils.servers.processes",
     "utils.pairs",
     "utils.prompts",
     "ngram_assisted",
@@ -35,7 +37,7 @@ EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
 LIGHT = (
     *("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request"),
-    *("utils.servers.client", "utils.servers.engines.recognise"),
+    *("utils.servers.client", "utils.servers.kinds"),
 )
 SCREEN_LIBRARIES = {"rich", "termcolor"}
 LAYS_OUT = {
@@ -102,7 +104,7 @@ def test_every_package_has_a_row() -> None:
     packages = {module_name(path) for path in SOURCES.values() if path.name == "__init__.py"}
     nested = {
         *("utils.commands.experiments", "utils.commands.experiments.verdict", "utils.commands.servers"),
-        *("utils.servers.engines", "utils.servers.processes", "sampling.drafters"),
+        "sampling.drafters",
     }
     assert packages - nested == set(LADDER) - {"infer"}
 
@@ -135,8 +137,8 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.sweep_conclusion",
         "utils.commands.drafting_pages",
         "utils.commands.paths",
-        "utils.commands.servers.race",
-        "utils.commands.servers.verdict",
+        "utils.commands.servers.server_race",
+        "utils.commands.servers.server_verdict",
         "utils.commands.setting_changes",
         "utils.commands.setting_help",
         "utils.commands.setting_pages",

@@ -10,8 +10,9 @@ from servers.launches import started
 from utils.models.embedded import embedded_gguf
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
-from utils.servers.processes.launch import Launch
+from utils.servers.connection import answers
 from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.programs import Launch
 
 PYTHON = "SERVERS_PYTHON"
 
@@ -38,7 +39,7 @@ def llama_launch(**values: object) -> Launch:
 @contextmanager
 def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers]]:
     """A client of a server that runs within the block."""
-    servers = LocalServers()
+    servers = LocalServers(answers)
     try:
         url = started(servers.start("llama", llama_launch(**values), limit=120))
         with ServerClient(ServerAddress("llama", url)) as client:

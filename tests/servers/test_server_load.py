@@ -9,7 +9,7 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.servers.load_findings import conclusion, load_charts
+from utils.commands.servers.server_load import conclusion, load_charts
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import SpeedClaim

@@ -14,26 +14,22 @@ from servers.server_sessions import server_session
 from utils.repl.runner import Verdict
 from utils.servers import connection
 from utils.servers.address import ServerAddress
-from utils.servers.completion import Event
-from utils.servers.engines.kind import ServerReader
-from utils.servers.engines.openai import OpenAIKind
-from utils.servers.request import Chat, ServerRequest
+from utils.servers.kinds.completion import Chat, Event, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind, ServerReader
 
 
-class Tokenizing(OpenAIKind):
+class Tokenizing(ServerKind):
     """A kind that takes and gives ids, with the tokenizer of tiny_pair and perhaps one id more."""
 
     def __init__(self, tokenizer: Any, extra: tuple[int, ...]) -> None:
         self._tokenizer, self._extra = tokenizer, extra
 
-    @property
-    def takes_token_ids(self) -> bool:
-        return True
+    takes_token_ids = True
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         return (*self._tokenizer(text, add_special_tokens=False)["input_ids"], *self._extra)
 
-    def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"return_token_ids": True}
 
     def token_ids(self, event: Event) -> tuple[int, ...] | None:

@@ -15,8 +15,8 @@ from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
-from utils.servers.engines.kind import EngineAcceptance
-from utils.servers.engines.openai import OpenAIKind
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.kinds.server_kind import ServerKind
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_the_local_target_as_baseline(
 def test_the_local_target_takes_turns_at_going_first(
     command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.commands.servers import race_runs
+    from utils.commands.servers import server_race
     from utils.servers.connection import Connection
 
     order: list[str] = []
@@ -137,7 +137,7 @@ def test_the_local_target_takes_turns_at_going_first(
         assert session.handle(line) is Verdict.DONE, view.take()
     (tmp_path / "p.txt").write_text("".join(f"Say {number}\n" for number in range(8)))
     monkeypatch.setattr(Connection, "ask", logged("own", Connection.ask))
-    monkeypatch.setattr(race_runs, "_target", logged("target", race_runs._target))
+    monkeypatch.setattr(server_race, "_target", logged("target", server_race._target))
     assert session.handle(command.format(tmp_path / "p.txt")) is Verdict.DONE, view.take()
     turns = [order[index : index + 2] for index in range(0, len(order), 2)]
     assert all(sorted(turn) == ["own", "target"] for turn in turns)
@@ -169,17 +169,17 @@ def test_drafts_are_pooled_and_a_gain_needs_them(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two[0].faults = Faults(chunk_delay=0.2)
-    found: list[EngineAcceptance | None] = []
-    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
+    found: list[ServerAcceptance | None] = []
+    monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     session.handle("Hello")
     cases = {
-        (EngineAcceptance(8, 3, forwards=3), None): (8, 3, 12 / 9),
+        (ServerAcceptance(8, 3, forwards=3), None): (8, 3, 12 / 9),
         # As vLLM counts: three of the accepted drafts are past the end of the answer.
-        (EngineAcceptance(8, 7, forwards=2), EngineAcceptance(4, 4, forwards=2)): (12, 11, 12 / 4),
-        (EngineAcceptance(8, 0, forwards=6), EngineAcceptance(4, 0, forwards=6)): (12, 0, 1.0),
-        (EngineAcceptance(8, 3), EngineAcceptance(4, 0, forwards=6)): (12, 3, None),
-        (EngineAcceptance(8, 3, forwards=3), EngineAcceptance(9, 9, valid=False)): (None, None, None),
+        (ServerAcceptance(8, 7, forwards=2), ServerAcceptance(4, 4, forwards=2)): (12, 11, 12 / 4),
+        (ServerAcceptance(8, 0, forwards=6), ServerAcceptance(4, 0, forwards=6)): (12, 0, 1.0),
+        (ServerAcceptance(8, 3), ServerAcceptance(4, 0, forwards=6)): (12, 3, None),
+        (ServerAcceptance(8, 3, forwards=3), ServerAcceptance(9, 9, valid=False)): (None, None, None),
         (None, None): (None, None, None),
     }
     for drafts, expected in cases.items():

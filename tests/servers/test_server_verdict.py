@@ -15,8 +15,8 @@ from utils.commands.experiments.verdict import passes, timing
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
-from utils.servers.engines.kind import EngineAcceptance
-from utils.servers.engines.openai import OpenAIKind
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.kinds.server_kind import ServerKind
 
 TEXTS = [f"Say the word {number}" for number in range(8)]
 
@@ -47,8 +47,8 @@ def verdict(session: Any, view: Screen, folder: Path, texts: list[str] = TEXTS) 
 
 
 def accepted(drafted: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EngineAcceptance(drafted, count, forwards=6 - count)  # of answers of 6 tokens
-    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found)
+    found = ServerAcceptance(drafted, count, forwards=6 - count)  # of answers of 6 tokens
+    monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found)
 
 
 def test_a_server_that_helps(

@@ -17,7 +17,7 @@ from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.registry import Command, CommandContext, Registry
-from utils.commands.servers.command import SERVER
+from utils.commands.servers.server_command import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
 from utils.commands.settings import setting_commands
 from utils.commands.settings_files import FILE_COMMANDS

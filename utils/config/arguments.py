@@ -12,8 +12,7 @@ from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, T
 from utils.config.config_file import config_file, read_config
 from utils.errors import UserError, check_choice
 from utils.pairs.known_pairs import PAIRS
-from utils.servers.address_list import merged
-from utils.servers.address_words import parse_server_flag
+from utils.servers.address import merged, parse_server_flag
 from utils.text import visible
 
 Value = TypeVar("Value")

@@ -9,7 +9,7 @@ from pathlib import Path
 from prompt_toolkit.history import FileHistory
 
 from utils.files import PRIVATE_FILE, user_folder
-from utils.servers.address_words import may_hold_key
+from utils.servers.address import may_hold_key
 
 PRIVATE_FOLDER = 0o700
 

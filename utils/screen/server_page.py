@@ -20,7 +20,7 @@ COLUMNS = (
     "tokens per forward",
     "text",
 )
-SETUP = ("server", "URL", "model", "engine", "prompt sent as", "tokens counted by")
+SETUP = ("server", "URL", "model", "kind", "prompt sent as", "tokens counted by")
 
 
 def server_blocks(records: Sequence[Record]) -> Iterator[Block]:

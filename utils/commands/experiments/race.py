@@ -20,7 +20,7 @@ from utils.commands.experiments.repeated_runs import (
 from utils.commands.experiments.suite import suite
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.servers.race import server_race
+from utils.commands.servers.server_race import server_race
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt

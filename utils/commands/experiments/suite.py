@@ -16,7 +16,7 @@ from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_t
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
 from utils.commands.registry import CommandContext
-from utils.commands.servers.race import server_race
+from utils.commands.servers.server_race import server_race
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent

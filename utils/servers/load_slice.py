@@ -5,33 +5,20 @@ Nothing is tried again: a request that fails is counted and the next one is sent
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from typing import Protocol
 
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.servers.client import ServerClient
-from utils.servers.completion import Piece, ServerCompletion
-from utils.servers.engines.kind import Counters, EngineAcceptance, EngineKind
-from utils.servers.request import ServerRequest
+from utils.servers.connection import Connection
+from utils.servers.kinds.completion import Counters, Piece, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind
 
-Clock = Callable[[], float]
 POLL = 0.05  # seconds between two looks at the clients
 LETTING_GO = 2.0  # seconds that clients have to end after Ctrl-C; one that waits for a silent server is left behind
 NO_ANSWER = "no request was answered within {:.0f} s."
-
-
-class LoadTarget(Protocol):
-    """A server under load."""
-
-    @property
-    def client(self) -> ServerClient: ...
-
-    @property
-    def kind(self) -> EngineKind: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +35,7 @@ class LoadSlice:
     failures: tuple[str, ...]
     unfinished: int
     seconds: float
-    acceptance: EngineAcceptance | None = None
+    acceptance: ServerAcceptance | None = None
     numbers: tuple[int, ...] = ()
 
     @property
@@ -100,9 +87,8 @@ class _Over(Exception):
 class _Clients:
     """The shared state of the clients of one slice."""
 
-    target: LoadTarget
+    target: Connection
     requests: Sequence[ServerRequest]
-    clock: Clock
     soft: float
     hard: float
     sent: int = 0
@@ -127,28 +113,21 @@ class _Clients:
                 with self.lock:
                     self.completions.append(completion)
                     self.numbers.append(number)
-                    self.last_end = self.clock()
+                    self.last_end = time.perf_counter()
 
     def _next(self) -> int | None:
         with self.lock:
-            if self.sent >= len(self.requests) or self.ended.is_set() or self.clock() >= self.soft:
+            if self.sent >= len(self.requests) or self.ended.is_set() or time.perf_counter() >= self.soft:
                 return None
             self.sent += 1
             return self.sent - 1
 
     def _watch(self, piece: Piece) -> None:
-        if self.ended.is_set() or self.clock() >= self.hard:
+        if self.ended.is_set() or time.perf_counter() >= self.hard:
             raise _Over
 
 
-def run_slice(
-    target: LoadTarget,
-    requests: Sequence[ServerRequest],
-    *,
-    concurrency: int,
-    limit: float,
-    clock: Clock = time.perf_counter,
-) -> LoadSlice:
+def run_slice(target: Connection, requests: Sequence[ServerRequest], *, concurrency: int, limit: float) -> LoadSlice:
     """Send the requests, `concurrency` at a time.
 
     After `limit` seconds no request is sent any more; after twice that, those that are under way are ended. Ctrl-C ends
@@ -156,21 +135,21 @@ def run_slice(
     missing.
     """
     kind, before = target.kind, target.kind.counters(target.client)
-    began = clock()
-    clients = _Clients(target, requests, clock, began + limit, began + 2 * limit)
+    began = time.perf_counter()
+    clients = _Clients(target, requests, began + limit, began + 2 * limit)
     threads = [threading.Thread(target=clients.work, daemon=True) for _ in range(min(concurrency, len(requests)))]
     try:
         for thread in threads:
             thread.start()
-        _join(threads, clients.hard + LETTING_GO, clock)
+        _join(threads, clients.hard + LETTING_GO)
     finally:
         clients.ended.set()
-        _join(threads, clock() + LETTING_GO, clock)
+        _join(threads, time.perf_counter() + LETTING_GO)
     with clients.lock:
         completions, failures = tuple(clients.completions), tuple(clients.failures)
         numbers = tuple(clients.numbers)
     if not completions:
-        raise UserError(failures[0]) if failures else TooSlow(NO_ANSWER.format(clock() - began))
+        raise UserError(failures[0]) if failures else TooSlow(NO_ANSWER.format(time.perf_counter() - began))
     unfinished = len(requests) - len(completions) - len(failures)
     seconds = clients.last_end - began
     after = kind.counters(target.client)
@@ -178,20 +157,20 @@ def run_slice(
     return LoadSlice(completions, failures, unfinished, seconds, acceptance, numbers)
 
 
-def _join(threads: Sequence[threading.Thread], end: float, clock: Clock) -> None:
+def _join(threads: Sequence[threading.Thread], end: float) -> None:
     for thread in threads:
-        while thread.ident is not None and thread.is_alive() and clock() < end:
+        while thread.ident is not None and thread.is_alive() and time.perf_counter() < end:
             thread.join(POLL)
 
 
 def pooled_acceptance(
-    kind: EngineKind,
+    kind: ServerKind,
     completions: Sequence[ServerCompletion],
     seconds: float,
     *,
     before: Counters,
     after: Counters,
-) -> EngineAcceptance | None:
+) -> ServerAcceptance | None:
     """The drafts of all answers together: their own figures where answers have them, otherwise the server's counters.
 
     Counters are not valid if the server generated other tokens meanwhile, such as those of requests that failed.
@@ -199,7 +178,7 @@ def pooled_acceptance(
     own = [found for one in completions if (found := kind.acceptance(one, {}, {})) is not None]
     if own:
         valid = [found for found in own if found.valid]
-        return EngineAcceptance(sum(one.drafted for one in valid), sum(one.accepted for one in valid))
+        return ServerAcceptance(sum(one.drafted for one in valid), sum(one.accepted for one in valid))
     tokens = total_tokens(completions)
     together = ServerCompletion("", (), FinishReason.LENGTH, "", seconds, usage_tokens=tokens)
     return kind.acceptance(together, before, after)

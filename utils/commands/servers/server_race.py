@@ -1,21 +1,41 @@
-"""The rows of /race with servers: the figures of each task and server, their cells, and what they mean."""
+"""/race with servers: every prompt several times by every server in turns, with speed-ups over the named baselines.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+Speeds are compared within a repeat of a prompt only, because the load of a machine drifts. /race calls this; the local
+strategies have a report of their own. /verdict shares the turns and the rows.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
+from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.reports import Finding, shortened
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.server_benchmark import Place, ServerTurns, server_benchmark_figures
-from utils.comparison.server_runs import ServerComparison, ServerRun
+from utils.comparison.server_requests import request_maker
+from utils.comparison.server_runs import LocalRun, ServerComparison, ServerRun, compare_run, row_name
 from utils.comparison.server_summary import NO_BASELINE
 from utils.comparison.speed_claims import FASTER, Row, SpeedClaim, interval_text, speed_sentence, speedup_text
 from utils.comparison.text_relation import text_figures
-from utils.prompts.prompt_files import ALL_TASKS
-from utils.text import count_of
+from utils.comparison.warm_up import shortened as shorter_settings
+from utils.config.settings import Settings
+from utils.decode.steps import FinishReason
+from utils.errors import UserError
+from utils.prompts.conversation import Turn, Turns
+from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.servers.address import TARGET
+from utils.servers.connection import Connection, RequestFor
+from utils.text import count_of, decode
 
+RECORD = "server_race"
+GONE = "{} has not answered {} prompts in a row, so it is not asked again."
+MOST_FAILURES = 2  # prompts in a row without an answer: after them a server is taken to be gone
+NO_ANSWER = "no server has answered any of the prompts."
+Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
+Arm = Connection | None  # what takes its turn: a server, or None for the local target
 HEADINGS = (
     "task",
     "server",
@@ -46,6 +66,139 @@ class ServerResult:
     run: ServerRun
     comparison: ServerComparison
     repeat: int = 0
+
+
+def server_race(
+    harness: Harness,
+    settings: Settings,
+    prompts: Sequence[Numbered],
+    *,
+    repeats: int,
+    title: str,
+    sample: BenchmarkSample = NO_SAMPLE,
+) -> Report:
+    """The report. prompts: with their numbers in the file. title: its heading and its subject.
+
+    sample: which prompts of a benchmark these are.
+    """
+    several = len({prompt.task for _, prompt in prompts}) > 1
+    return Report(
+        RECORD,
+        prompts[0][1].text if len(prompts) == 1 else title,
+        settings,
+        HEADINGS if several else HEADINGS[1:],
+        _events(harness, settings, prompts, sample, repeats=repeats),
+        conclusion,
+        charts=charts,
+        tables=lambda findings: sample.tables([finding.figures for finding in findings], settings.length),
+        optional=OPTIONAL,
+        title=f"{title}, on servers",
+    )
+
+
+def _events(
+    harness: Harness, settings: Settings, prompts: Sequence[Numbered], sample: BenchmarkSample, *, repeats: int
+) -> Iterator[ReportEvent]:
+    results: list[ServerResult] = []
+    notes: set[str] = set()
+    servers = list(harness.state.servers)
+    arms = with_target(harness, servers)
+    several = len({prompt.task for _, prompt in prompts}) > 1
+    failures = dict.fromkeys((row_name(server.address.name) for server in servers), 0)
+
+    def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:
+        present = [arm for arm in arms if arm is None or failures[row_name(arm.address.name)] < MOST_FAILURES]
+        if not any(present):
+            return None
+        found, new = prompt_results(harness, settings, numbered, rotated(present, index))
+        for note in sorted(new - notes):
+            yield Note(note)
+        notes.update(new)
+        answered = {result.run.name for result in found}
+        for name in [row_name(arm.address.name) for arm in present if arm]:
+            failures[name] = 0 if name in answered else failures[name] + 1
+            if failures[name] == MOST_FAILURES:
+                yield Note(GONE.format(name, MOST_FAILURES))
+        results.extend(replace(result, repeat=index // len(prompts)) for result in found)
+        return sum(result.run.seconds for result in found) if found else None
+
+    rows = [row_name(server.address.name) for server in servers]
+    yield Progress(
+        f"warming up, then {count_of(len(prompts), 'prompt')} by {', '.join(rows)}, {count_of(repeats, 'run')} each ..."
+    )
+    warm_up_arms(harness, settings, prompts[0], arms)
+    # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
+    yield from then_findings(
+        one_by_one(list(prompts) * repeats, lambda numbered: numbered[1].task, run),
+        lambda: findings_of(
+            results, list(map(row_name, (s.address.name for s in servers))), sample, with_tasks=several
+        ),
+    )
+    if not results:
+        raise UserError(NO_ANSWER)
+
+
+def with_target(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
+    """The servers, after the local target if one of them is compared with it."""
+    is_baseline = harness.has_pair and any(server.address.baseline == TARGET for server in servers)
+    return [None, *servers] if is_baseline else [*servers]
+
+
+def warm_up_arms(harness: Harness, settings: Settings, numbered: Numbered, arms: Sequence[Arm]) -> None:
+    """A short answer of each arm, because the first one may be slow."""
+    prompt_results(harness, shorter_settings(settings), (numbered[0], replace(numbered[1], later=())), arms)
+
+
+def prompt_results(
+    harness: Harness, settings: Settings, numbered: Numbered, order: Sequence[Arm]
+) -> tuple[list[ServerResult], set[str]]:
+    """The answers to all turns of one prompt, and a sentence for each server that gave none.
+
+    Every server continues its own answers. The local target answers the first turn only, in its place in the order.
+    Texts are compared only where the conversations before them are equal.
+    """
+    number, prompt = numbered
+    results: list[ServerResult] = []
+    notes: set[str] = set()
+    histories: dict[str, Turns] = {row_name(arm.address.name): () for arm in order if arm}  # of those that answer
+    for turn, text in enumerate((prompt.text, *prompt.later) if settings.uses_chat else (prompt.text,)):
+        target: LocalRun | None = None
+        runs: list[ServerRun] = []
+        for server in order:
+            if server is None:
+                target = None if turn else _target(harness, settings, text)
+                continue
+            if (name := row_name(server.address.name)) not in histories:
+                continue
+            try:
+                runs.append(_ask(server, request_maker(harness, text, settings, histories[name])))
+            except UserError as error:
+                del histories[name]
+                notes.add(f"{name}: prompt {number} is left out. {error}")
+        for run in runs:
+            comparison = compare_run(run, runs, target, settings)
+            if comparison.baseline in histories and histories[comparison.baseline] != histories[run.name]:
+                comparison = replace(comparison, same=None, first_difference=None)
+            results.append(ServerResult(number, prompt.task, run, comparison))
+            if not turn:
+                harness.state.servers.note_text(run.address.name, text, comparison.same)
+        histories |= {run.name: (*histories[run.name], Turn(text, run.text)) for run in runs}
+    return results, notes
+
+
+def _ask(server: Connection, request_for: RequestFor) -> ServerRun:
+    """One answer. Raises KeyboardInterrupt on Ctrl-C and UserError if there is none."""
+    run = ServerRun(server.address, server.ask(request_for))
+    # A stream turns Ctrl-C into a partial answer; a report must end instead.
+    if run.finish is FinishReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return run
+
+
+def _target(harness: Harness, settings: Settings, text: str) -> LocalRun:
+    """The local target's run."""
+    run = harness.run_alone(harness.prompt_ids(text, settings), harness.baseline, settings)
+    return LocalRun(run, decode(harness.pair.tokenizer, run.tokens))
 
 
 def findings_of(
@@ -127,7 +280,7 @@ def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
 
 
 def _forwards(run: ServerRun) -> int | None:
-    """Forward passes of the target for one answer, as the engine counts them: drafts past its end may be accepted."""
+    """Forward passes of the target for one answer, as the server counts them: drafts past its end may be accepted."""
     found = run.answer.acceptance
     return run.new_tokens if found is None else found.forwards
 

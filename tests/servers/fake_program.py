@@ -1,4 +1,4 @@
-"""A program that takes the place of an engine: `fake_engine.py BEHAVIOUR ... --port N ...`.
+"""A program that takes the place of a server program: `fake_program.py BEHAVIOUR ... --port N ...`.
 
 BEHAVIOUR: `serve` answers, the faster the more drafts it makes; `picky` does not start with eight drafts; `children`
 also leaves a process in a session of its own and ignores SIGTERM; `fail` writes to its log and exits; `never` runs

@@ -1,4 +1,4 @@
-"""The argument of a subcommand of /server as words, options and flags for an engine."""
+"""The argument of a subcommand of /server as words, options and flags for a server program."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from utils.errors import UserError, check_choice
 
-REST = "--"  # what follows is for the engine
+REST = "--"  # what follows is for the server program
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A streamed answer of a server: its text, its tokens as far as they are known, and when they arrived.
+"""One completion of a server: what is requested, what has arrived and when, and what happened to the drafts.
 
 Stream chunks are not tokens: a server may put several tokens into one. Tokens are counted by their ids or by the
 server's own usage figures, never by chunks.
@@ -12,6 +12,37 @@ from typing import Any
 from utils.decode.steps import FinishReason
 
 Event = Mapping[str, Any]  # the JSON object of one stream chunk
+Counters = Mapping[str, float]  # a server's own figures at one moment, by their names
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt as messages with a role and a content, which the server puts into its own chat template."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    """One streamed completion in the words of this program. A server kind writes it in those of its server.
+
+    prompt: a text, token ids, or the messages of a chat. max_tokens: maximum number of new tokens. temperature: 0 is
+    greedy. top_k: 0 means no limit. seed: of the sampling. ignore_eos: whether to continue after an end token, where
+    the server can. reuses_prefix: whether the server may reuse what it computed for an earlier request.
+    """
+
+    prompt: str | tuple[int, ...] | Chat
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    reuses_prefix: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, Chat)
 
 
 class CountedBy(StrEnum):
@@ -24,7 +55,7 @@ class CountedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to the answer, as an engine kind reads it.
+    """What one event adds to the answer, as a server kind reads it.
 
     token_ids: of this event, None if the server gives no ids. finish_reason: in the server's words, "" until the last
     piece. prompt_tokens, new_tokens: usage figures of the whole request, where this event has them.
@@ -54,10 +85,9 @@ class Arrival:
 class ServerCompletion:
     """One finished or interrupted answer.
 
-    text: without the server's key, should it contain that. arrivals: of the pieces with content, in order. finish: why
-    it ended; finish_reason: the same in the server's words. seconds: from the request to the end of the stream.
-    prompt_tokens, usage_tokens: as the server counts them. events: all JSON objects of the stream, with whatever the
-    engine adds.
+    text: without the server's key, should it contain that. arrivals: of the pieces with content, in order, as they were
+    sent. finish: why it ended; finish_reason: the same in the server's words. seconds: from the request to the end of
+    the stream. prompt_tokens, usage_tokens: as the server counts them. events: all JSON objects of the stream.
     """
 
     text: str
@@ -123,3 +153,27 @@ class ServerCompletion:
 def finish_of(reason: str) -> FinishReason:
     """The reason why a finished answer ended, from the server's word for it."""
     return FinishReason.LENGTH if reason in ("length", "limit", "max_tokens") else FinishReason.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAcceptance:
+    """What a server did with its drafts, in this program's definitions.
+
+    drafted, accepted: numbers of draft tokens. rounds: verify passes with drafts, None if the server does not count
+    them. by_position: (accepted, verified) for each draft position, as in Generation.accepted_by_position; empty if the
+    server does not say. valid: whether the figures belong to this request alone. note: why they are not valid, or in
+    which respect they cannot be compared with this program's own. forwards: forward passes of the target for the
+    answer, the prefill included; None if unknown.
+    """
+
+    drafted: int
+    accepted: int
+    rounds: int | None = None
+    by_position: tuple[tuple[int, int], ...] = ()
+    valid: bool = True
+    note: str = ""
+    forwards: int | None = None
+
+    def tokens_per_forward(self, tokens: int | None) -> float | None:
+        """New tokens per forward pass of the target, as in Generation.tokens_per_target_forward."""
+        return tokens / self.forwards if tokens and self.forwards else None

@@ -1,6 +1,6 @@
-"""Engine kinds: what they send, and what they make of recorded answers of real engines.
+"""Server kinds: what they send, and what they make of recorded answers of real servers.
 
-The recordings are by tests/benchmarks/server_figures.py, which compared their figures with the engines' own logs.
+The recordings are by tests/benchmarks/server_figures.py, which compared their figures with the servers' own logs.
 """
 
 import json
@@ -12,25 +12,16 @@ from typing import Any
 import pytest
 from servers.loopback import Loopback
 
-from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.servers.address import ServerAddress
-from utils.servers.answer_stream import AnswerStream
-from utils.servers.client import ServerClient
-from utils.servers.completion import CountedBy, ServerCompletion
-from utils.servers.engines.draft_counters import ACCEPTED, DRAFTED
-from utils.servers.engines.kind import EngineKind
-from utils.servers.engines.llama_cpp import LARGEST_SEED, LlamaCppKind
-from utils.servers.engines.logprobs import Position, logprob_positions
-from utils.servers.engines.metrics_page import metric_values
-from utils.servers.engines.openai import OpenAIKind
-from utils.servers.engines.recognise import recognise
-from utils.servers.engines.sglang import SglangKind
-from utils.servers.engines.vllm import VllmKind
-from utils.servers.request import Chat, ServerRequest
-from utils.servers.secret import Secret
+from utils.servers.client import AnswerStream, ServerClient
+from utils.servers.kinds import recognise
+from utils.servers.kinds.completion import Chat, CountedBy, ServerCompletion, ServerRequest
+from utils.servers.kinds.llama_cpp import LARGEST_SEED, LlamaCppKind
+from utils.servers.kinds.server_kind import ACCEPTED, DRAFTED, ServerKind, metric_values
+from utils.servers.kinds.vllm import SglangKind, VllmKind
 
-KINDS: dict[str, EngineKind] = {"llama.cpp": LlamaCppKind(), "vllm": VllmKind(), "sglang": SglangKind()}
+KINDS: dict[str, ServerKind] = {"llama.cpp": LlamaCppKind(), "vllm": VllmKind(), "sglang": SglangKind()}
 RECORDINGS = [
     json.loads(line)
     for file in sorted((Path(__file__).parent / "recordings").glob("*.jsonl"))
@@ -39,17 +30,17 @@ RECORDINGS = [
 REQUEST = ServerRequest("a b", 99)
 
 
-def replayed(kind: EngineKind, events: list[dict[str, Any]]) -> ServerCompletion:
+def replayed(kind: ServerKind, events: list[dict[str, Any]]) -> ServerCompletion:
     """The completion of these events, as the client collects it."""
-    stream = AnswerStream(ServerAddress("spec", "http://127.0.0.1:1"), kind, REQUEST, Secret(None))
+    stream = AnswerStream(ServerAddress("spec", "http://127.0.0.1:1"), kind, REQUEST)
     for event in events:
         list(stream.add(f"data: {json.dumps(event)}\n\n".encode(), 0.5))
     list(stream.add(b"data: [DONE]\n\n", 0.5))
     return stream.completion(0.5)
 
 
-def recording(engine: str, method: str, name: str) -> dict[str, Any]:
-    wanted = {"engine": engine, "method": method, "name": name}
+def recording(kind: str, method: str, name: str) -> dict[str, Any]:
+    wanted = {"engine": kind, "method": method, "name": name}
     return next(entry for entry in RECORDINGS if wanted.items() <= entry.items())
 
 
@@ -76,7 +67,7 @@ def test_llama_cpp_forwards_are_the_rounds_that_its_stream_shows() -> None:
     found = acceptance(entry)
     # 7 tokens: one of the prefill, 4 accepted and a bonus token, and one without a draft.
     assert (found.drafted, found.accepted, found.rounds, found.forwards) == (4, 4, 1, 3)
-    assert found.by_position == ((1, 1),) * 4 and found.rate == 1.0
+    assert found.by_position == ((1, 1),) * 4
     assert found.tokens_per_forward(7) == pytest.approx(7 / 3)
 
 
@@ -113,9 +104,8 @@ def test_vllm_positions_are_those_of_each_step() -> None:
     assert found.by_position[2] == (sum(accepted > 2 for _, accepted in steps), *reached)
 
 
-@pytest.mark.parametrize("engine", ["vllm"])
-def test_counters_of_a_busy_server_are_invalid(engine: str) -> None:
-    entry = recording(engine, "counters", "counting")
+def test_counters_of_a_busy_server_are_invalid() -> None:
+    entry = recording("vllm", "counters", "counting")
     quiet = acceptance(entry)
     assert quiet.valid and quiet.drafted and quiet.by_position
     after = entry["after"]
@@ -148,10 +138,10 @@ def test_vllm_cuts_the_text_and_not_its_drafts() -> None:
     assert "after the end" in found.note
 
 
-@pytest.mark.parametrize("engine", KINDS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("figures", [[], {"draft_n": "many"}, {"num_draft_tokens": 3}, "x", {"draft_n": 4}])
-def test_figures_of_another_shape_are_no_acceptance(engine: str, figures: Any) -> None:
-    kind = KINDS[engine]
+def test_figures_of_another_shape_are_no_acceptance(name: str, figures: Any) -> None:
+    kind = KINDS[name]
     event = {"choices": [{"text": "a", "finish_reason": "stop"}], "timings": figures}
     event |= {"metrics": {"speculative_decoding": figures}, "sglext": {"spec_tokens_details": figures}}
     assert kind.acceptance(replayed(kind, [event]), {}, {}) is None
@@ -169,7 +159,7 @@ def test_sampling_fields() -> None:
         assert "cache_salt" not in kind.body(replace(request, reuses_prefix=True), "m")
         assert kind.body(replace(request, top_k=7), "m")["top_k"] == 7
     with pytest.raises(UserError, match="token ids"):
-        OpenAIKind().body(request, "m")
+        ServerKind().body(request, "m")
 
 
 def test_chats_of_llama_cpp_use_the_common_path() -> None:
@@ -184,7 +174,7 @@ def test_chats_of_llama_cpp_use_the_common_path() -> None:
     ("owner", "name"),
     [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama.cpp"), ("me", "openai"), (None, "openai")],
 )
-def test_engines_are_recognised_by_the_owner_of_their_model(owner: str | None, name: str) -> None:
+def test_kinds_are_recognised_by_the_owner_of_their_model(owner: str | None, name: str) -> None:
     entry = {"id": "tiny"} if owner is None else {"id": "tiny", "owned_by": owner}
     pages: Any = {"/v1/models": (200, "application/json", json.dumps({"data": [entry]}))}
     with Loopback(pages=pages) as server, ServerClient(ServerAddress("spec", server.url)) as client:
@@ -221,17 +211,6 @@ def test_sglang_details_of_the_answer() -> None:
     assert found.tokens_per_forward(13) == 13 / 5
 
 
-def test_sglang_counters() -> None:
-    kind, run = SglangKind(), replayed(SglangKind(), [SGLANG_EVENTS[0], SGLANG_EVENTS[1], SGLANG_EVENTS[3]])
-    before = {"generation_tokens": 100.0, "spec_verify_calls": 7.0, "spec_num_draft_tokens": 5.0}
-    after = {"generation_tokens": 113.0, "spec_verify_calls": 11.0, "spec_num_draft_tokens": 5.0}
-    found = kind.acceptance(run, before, after)
-    assert found is not None and found.valid
-    assert (found.drafted, found.accepted, found.rounds) == (4 * 4, 13 - 1 - 4, 4)
-    busy = kind.acceptance(run, before, after | {"generation_tokens": 120.0})
-    assert busy is not None and not busy.valid
-
-
 PAGE = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
 vllm:generation_tokens_total{engine="0",model_name="a,position=\\"9\\""} 3.0
 vllm:generation_tokens_total{engine="1",model_name="b"} 1e1
@@ -245,29 +224,10 @@ vllm:generation_tokens_total{
 """
 
 
-def test_metrics_are_added_up_over_engine_processes() -> None:
+def test_metrics_are_added_up_over_processes() -> None:
     names = ("generation_tokens", "spec_decode_num_accepted_tokens_per_pos", "spec_decode_num_drafts")
     per_position = {f"spec_decode_num_accepted_tokens_per_pos/{place}": value for place, value in ((0, 9.0), (1, 2.0))}
     assert metric_values(PAGE, "vllm:", names) == {"generation_tokens": 13.0} | per_position
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"completion_probabilities": [{"id": 7, "token": "a", "logprob": -1, "top_logprobs": [
-            {"id": 8, "token": "b", "logprob": -2}, {"id": 7, "token": "a", "logprob": -1}]}]},
-        {"choices": [{"text": "a", "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-1.0],
-            "top_logprobs": [{"token_id:8": -2.0, "token_id:7": -1.0}]}}]},
-        {"choices": [{"delta": {}, "logprobs": {"content": [{"token": "token_id:7", "logprob": -1.0, "top_logprobs": [
-            {"token": "token_id:7", "logprob": -1.0}, {"token": "token_id:8", "logprob": -2.0}]}]}}]},
-    ],
-    ids=["llama.cpp", "completions", "chats"],
-)  # fmt: skip
-def test_three_forms_of_log_probabilities(event: dict[str, Any]) -> None:
-    completion = ServerCompletion("a", (), FinishReason.LENGTH, "length", 0.1, events=(event,))
-    assert logprob_positions(completion) == (Position(7, -1.0, ((7, -1.0), (8, -2.0))),)
-    odd = replace(completion, events=({"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": []}}]},))
-    assert logprob_positions(odd) == ()
 
 
 def test_prompts_are_tokenized_by_the_server() -> None:

@@ -4,7 +4,7 @@ As in the verdict on the loaded models, nothing of the selection enters the figu
 look better than it is on the prompts on which it was chosen.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import mean
@@ -21,20 +21,35 @@ from utils.commands.experiments.verdict.timing import (
     run_length,
     run_seconds,
 )
-from utils.commands.servers.race_figures import HEADINGS, OPTIONAL, ServerResult, findings_of, speedups_by_prompt
-from utils.commands.servers.race_runs import MOST_FAILURES, Arm, Numbered, prompt_results, warm_up_arms, with_target
-from utils.commands.servers.verdict_wording import charts, sentences
+from utils.commands.experiments.verdict.wording import answer, more_prompts, tasks, without_blanks
+from utils.commands.servers.server_race import (
+    HEADINGS,
+    MOST_FAILURES,
+    OPTIONAL,
+    OTHER_REASON,
+    SHOWN_PROMPTS,
+    Arm,
+    Numbered,
+    ServerResult,
+    findings_of,
+    prompt_results,
+    speedups_by_prompt,
+    warm_up_arms,
+    with_target,
+)
 from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.comparable_servers import comparable_servers
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, ReportTable, shortened
 from utils.comparison.server_runs import ServerRun, row_name
-from utils.comparison.speed_claims import SpeedClaim
+from utils.comparison.speed_claims import FASTER, SpeedClaim
 from utils.comparison.strategies import is_greedy
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
-from utils.servers.address_list import TARGET
+from utils.servers.address import TARGET
 from utils.servers.connection import Connection
+from utils.text import count_of
 
 RECORD = "server_verdict"
 PROBE_TOKENS = 16
@@ -45,7 +60,9 @@ NO_CANDIDATE = (
 GONE = f"{MOST_FAILURES} prompts in a row have no answer, so the measurement ended here."
 NONE_LEFT = "No prompt is left, so the measurement ended here."
 NO_SPEEDUP = "no speed-up could be measured: {} or its baseline gives neither token ids nor usage figures."
+NOT_COMPARED = "texts were not compared, because they are sampled: /server text {} compares greedy ones"
 Events = Generator[ReportEvent, None, None]
+Row = Mapping[str, Any]
 
 
 def server_verdict(harness: Harness, settings: Settings, plan: PromptPlan) -> Report:
@@ -253,3 +270,56 @@ def _step(run: ServerRun) -> float:
     if run.decode_tokens_per_second:
         return 1 / run.decode_tokens_per_second
     return run.seconds / max(1, run.new_tokens or 1)
+
+
+def sentences(row: Row) -> list[str]:
+    """All sentences, the answer first. row: the figures of the candidate's finding."""
+    known = {one["task"]: one for one in row["by_task"] if one["speedup"]}
+    lines = [answer(row, texts(row)), *more_prompts(row), conditions(row), *tasks({**row, "tasks": known})]
+    if row["verdict"] == FASTER and not row["drafted"]:
+        lines.append(OTHER_REASON.format(row["strategy"]))
+    return without_blanks([*lines, selection(row), *row["skipped"]])
+
+
+def texts(row: Row) -> str:
+    """Whether the texts are those of the baseline."""
+    name = row["strategy"].partition(" ")[2]
+    if not row["compared_texts"]:
+        return NOT_COMPARED.format(name)
+    identical = f"text identical on {row['same_texts']} of {row['compared_texts']}"
+    if not (others := row["other_texts_at_prompts"]):
+        return identical
+    listed = ", ".join(map(str, others[:SHOWN_PROMPTS])) + (", ..." if len(others) > SHOWN_PROMPTS else "")
+    return f"{identical} (not on prompt {listed}: /server text {name} examines these)"
+
+
+def conditions(row: Row) -> str:
+    """How it was measured."""
+    passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)} over {row['prompts']} {row['source']}"
+    where = passes if row["prompts"] > 1 else count_of(row["pairs"], "repeat")
+    shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
+    left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
+    return (
+        f"Measured: whole requests, one at a time, up to {row['length']} new tokens{shorter}, {row['processor']}, "
+        f"{where}, in turns with {row['baseline']}.{left_out} /server load shows many requests at once."
+    )
+
+
+def selection(row: Row) -> str:
+    """Which servers were considered, if there were several."""
+    if len(row["considered"]) < 2:
+        return ""
+    shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
+    where = "other prompts" if row["divided"] else "runs that are not counted"
+    return f"Chosen by its speed-up on {where}: {shown}."
+
+
+def charts(findings: Sequence[Finding]) -> list[DotChart]:
+    """The speed-up of each prompt, or of each run where the interval is over repeats; of all and by task."""
+    row = findings[-1].figures
+    if not row["speedups"]:
+        return []
+    tasks_rows = row["by_task"] if len(row["by_task"]) > 1 else []
+    rows = [(row["strategy"], row), *((one["task"], {**one, "interval": None}) for one in tasks_rows)]
+    per_prompt = row["interval_over"] == "prompts"
+    return [repeats_chart(rows, "prompt" if per_prompt else "run", row["baseline"])]

@@ -6,26 +6,33 @@ verified, after they were shortened to the rest of the answer; `draft_n_accepted
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from utils.errors import UserError
-from utils.servers.completion import Event, Piece, ServerCompletion
-from utils.servers.engines.draft_counters import (
+from utils.servers.kinds.completion import (
+    Chat,
+    Counters,
+    Event,
+    Piece,
+    ServerAcceptance,
+    ServerCompletion,
+    ServerRequest,
+)
+from utils.servers.kinds.server_kind import (
     ACCEPTED,
-    DRAFT_COUNTERS,
     DRAFTED,
     ODD_FIGURES,
     PASSES,
     SHORT_DRAFTS,
+    ServerKind,
+    ServerReader,
     accepted_at,
+    draft_counters,
     growth,
+    owner_of,
     positions,
     same_length,
+    tokenized,
 )
-from utils.servers.engines.kind import Counters, EngineAcceptance, ServerReader
-from utils.servers.engines.metrics_page import metric_values
-from utils.servers.engines.openai import OpenAIKind, owner_of, tokenized
-from utils.servers.request import Chat, ServerRequest
 
 GENERATED = "tokens_predicted"
 LARGEST_SEED = 2**32 - 1  # means a random seed
@@ -34,20 +41,15 @@ FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 SAMPLERS = ("temperature", "top_k", "top_p")
 
 
-class LlamaCppKind(OpenAIKind):
+class LlamaCppKind(ServerKind):
     """`llama-server`. Ids are streamed by /completion alone, so chats are counted by usage.
 
     A streamed event names the last token of a character that several tokens make up, and not the others. Such an
     answer has fewer ids than `tokens_predicted`, and ServerCompletion.token_ids is None.
     """
 
-    @property
-    def name(self) -> str:
-        return "llama.cpp"
-
-    @property
-    def takes_token_ids(self) -> bool:
-        return True
+    name: ClassVar[str] = "llama.cpp"
+    takes_token_ids: ClassVar[bool] = True
 
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "llamacpp"
@@ -74,12 +76,11 @@ class LlamaCppKind(OpenAIKind):
             "n_predict": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "n_probs": request.top_logprobs,
             "return_tokens": True,
             "stream": True,
-        } | self.engine_fields(request)
+        } | self.further_fields(request)
 
-    def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         fields = {
             "top_k": request.top_k,
             "samplers": list(SAMPLERS),
@@ -99,13 +100,9 @@ class LlamaCppKind(OpenAIKind):
 
     def counters(self, server: ServerReader) -> Counters:
         """Its /metrics, which exist only with the option --metrics."""
-        try:
-            page = server.get_text("/metrics") or ""
-        except UserError:  # completions report a server that is gone
-            return {}
-        return metric_values(page, "llamacpp:", (*DRAFT_COUNTERS, GENERATED))
+        return draft_counters(server, "llamacpp:", GENERATED)
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> EngineAcceptance | None:
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """From the answer's own timings. Verify passes and positions are added from the counters if those grew by the
         same numbers.
         """
@@ -116,14 +113,14 @@ class LlamaCppKind(OpenAIKind):
             return None
 
 
-def _from_answer(timings: Mapping[str, int], grown: Mapping[str, int]) -> EngineAcceptance | None:
+def _from_answer(timings: Mapping[str, int], grown: Mapping[str, int]) -> ServerAcceptance | None:
     if not timings.get("draft_n"):
         return None
     drafted, accepted = timings["draft_n"], timings["draft_n_accepted"]
     forwards = timings["predicted_n"] - accepted
     expected = (drafted, accepted, timings["predicted_n"])
     if not grown.get(PASSES) or tuple(grown.get(name) for name in (DRAFTED, ACCEPTED, GENERATED)) != expected:
-        return EngineAcceptance(drafted, accepted, forwards=forwards)
+        return ServerAcceptance(drafted, accepted, forwards=forwards)
     counts, passes = accepted_at(grown), grown[PASSES]
     note = "" if same_length(drafted, passes, len(counts)) else SHORT_DRAFTS
-    return EngineAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)
+    return ServerAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)
