@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
@@ -55,7 +55,7 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_nothing_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, useless, noise=0.01)
-    session = session_of(view, tmp_path, tiny_pair())
+    session = session_of(view, tmp_path, table_pair())
     session.handle("/gamma 4")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["speedup"] <= 1.01 and row["verdict"] != "faster"
@@ -120,7 +120,7 @@ def test_answers_that_are_too_short_because_of_length(view: Screen, tmp_path: Pa
 def test_without_a_drafter(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 1)
-    session = session_of(view, tmp_path, tiny_pair(drafter=False))
+    session = session_of(view, tmp_path, table_pair(drafter=False))
     row, _ = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert {one["drafter_kind"] for one in row["considered"]} == {"ngram", "lookup", "suffix"}
     assert row["extra_memory"] == 0
@@ -212,7 +212,7 @@ def test_a_missing_file_is_reported_before_anything_is_loaded(
 
 def test_a_reason_that_nothing_can_draft_is_given_once(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_mamba(vocab_size=300)
-    pair = tiny_pair(drafter=False)
+    pair = table_pair(drafter=False)
     pair.target, pair.engine = model, Engine([model])
     session = open_session(view, pair)
     for line in ("/chat off", "/length 4"):
