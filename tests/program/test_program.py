@@ -67,7 +67,8 @@ def test_the_second_start_uses_what_the_first_one_tested_and_measured(
     only_engines(monkeypatch, "plain", "invariant")
     prefer("invariant")
     monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: False)
-    flags = ("--target", folder, "--threads", "1", "--json", tmp_path / "runs.jsonl", "-c", "/length 4", "-c", "Hello")
+    flags = ("--target", folder, "--engine", "auto", "--threads", "1", "--json", tmp_path / "runs.jsonl")
+    flags += ("-c", "/length 4", "-c", "Hello")
     for _ in range(2):
         result = main(*flags)
         assert result.returncode == 0, result.stderr
