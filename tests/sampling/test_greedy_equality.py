@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import next_logits, tiny_bart, tiny_llama, tiny_sliding, tiny_t5
+from tiny import SHALLOW, next_logits, tiny_llama, tiny_sliding
 
 from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
 from sampling import (
@@ -42,7 +42,7 @@ GREEDY_FORMS = [
     NucleusProcessor(1.0, 1e-9),
     TopKNucleusProcessor(0.0, 5, 0.9),
 ]
-BUILDERS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart}
+BUILDERS = SHALLOW
 DRAFTERS = ["itself", "other", "opposed", "random"]
 
 
