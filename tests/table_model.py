@@ -37,7 +37,7 @@ class TableModel(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         size = config.vocab_size
         common = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        self.last = nn.Embedding(size, size, _weight=torch.randn(size, size) + 1.5 * common)
+        self.last = nn.Embedding(size, size, _weight=torch.randn(size, size) + 0.8 * common)
         self.before = nn.Embedding(size, size, _weight=torch.randn(size, size) / 2)
         self.post_init()
 

@@ -75,7 +75,7 @@ def test_noise_alone_is_not_distinguishable(view: Screen, tmp_path: Path, monkey
 def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A baseline that happens to be slow does not make a strategy fast that saves no forward pass."""
     Runs(monkeypatch, lambda strategy, step: STEP * (2 if strategy.is_baseline else 1))
-    monkeypatch.setattr(record, "NO_GAIN", 9.0)  # so that these drafts count as none
+    monkeypatch.setattr(record, "NO_GAIN", 99.0)  # so that these drafts count as none
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
