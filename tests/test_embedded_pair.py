@@ -48,25 +48,30 @@ def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> No
 
 
 @pytest.mark.parametrize(
-    ("prompts", "length"), [(PROMPTS[1::2], 12), pytest.param(PROMPTS, 40, marks=pytest.mark.full)]
+    ("prompts", "length", "kinds"),
+    [
+        (PROMPTS[1::2], 12, ["loaded"]),
+        pytest.param(PROMPTS, 40, ["loaded", "layers:10", "chain"], marks=pytest.mark.full),
+    ],
 )
 def test_the_greedy_text_of_every_strategy_is_that_of_generate(
-    pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int
+    pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int, kinds: list[str]
 ) -> None:
     file = tmp_path / "runs.jsonl"
     session = session_of(pair, view, file, measured=len(prompts) > 3)
-    for line in (f"/length {length}", "/drafter_kind loaded layers:10 chain"):
+    for line in (f"/length {length}", f"/drafter_kind {' '.join(kinds)}"):
         session.handle(line)
     for prompt in prompts:
         assert session.handle(prompt) is Verdict.DONE
-    assert len(records_of(file)) == 5 * len(prompts)
+    runs = len(kinds) + 2  # with n-grams and the target alone
+    assert len(records_of(file)) == runs * len(prompts)
     for index, prompt in enumerate(prompts):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
         whole = pair.target.generate(
             torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=list(pair.end_ids)
         )
         expected = whole[0, len(ids) :].tolist()
-        for row in records_of(file)[5 * index : 5 * index + 5]:
+        for row in records_of(file)[runs * index : runs * (index + 1)]:
             assert row["token_ids"] == expected, (prompt, row["strategy"])
             assert row["same_as_target"] is True
     assert any(row["drafter_kind"] == "head" and row["accepted"] for row in records_of(file))

@@ -156,6 +156,6 @@ class Peeking(HeadDrafter):
         return Draft(draft.tokens[:length], None if draft.probs is None or not length else draft.probs[:length])
 
 
-@pytest.mark.parametrize("mistake", [Unconditioned, Peeking])
+@pytest.mark.parametrize("mistake", [Unconditioned, pytest.param(Peeking, marks=pytest.mark.full)])
 def test_mistakes_are_detected(model, mistake):
     assert error(model=model, kind=mistake) > DETECTED

@@ -81,7 +81,7 @@ def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
 
 def hotter(job: Job) -> Any:
     """A strategy with a bug: it samples at a different temperature."""
-    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(3.0))))
+    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(10.0))))
 
 
 def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:

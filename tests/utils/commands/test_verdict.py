@@ -14,7 +14,7 @@ from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.experiments.verdict import measurement, record
+from utils.commands.experiments.verdict import measurement, passes, record
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.wording import answer, tasks
@@ -131,6 +131,7 @@ def test_with_sampling_texts_have_the_same_distribution_or_are_the_same(
 ) -> None:
     runs = Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 2)
+    monkeypatch.setattr(passes, "NARROW", 0.0)
     session, path = session_of(view, tmp_path), prompts_file(tmp_path, TEXTS[:6])
     session.handle("/processor multinomial 1")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")

@@ -45,10 +45,10 @@ UNCACHED = Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9)
         ("model", GREEDY, (4, None)),
         ("model", COUPLED, (2, None)),
         ("model", UNCACHED, (1, 7)),
-        ("head", GREEDY, (1, 16)),
+        pytest.param("head", GREEDY, (1, 16), marks=pytest.mark.full),
         ("head", COUPLED, (0, None)),
         ("t5", GREEDY, (4, 16)),
-        ("t5", UNCACHED, (2, None)),
+        pytest.param("t5", UNCACHED, (2, None), marks=pytest.mark.full),
     ],
 )
 def test_the_rounds_of_every_gamma_are_those_of_real_runs(

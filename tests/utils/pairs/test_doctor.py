@@ -36,7 +36,7 @@ def test_a_right_reading_is_left_alone():
     "wrong",
     [
         replace(RIGHT, feature_layers=(1, 3, 4)),
-        replace(RIGHT, norm_before_residual=True),
+        pytest.param(replace(RIGHT, norm_before_residual=True), marks=pytest.mark.full),
         pytest.param(replace(RIGHT, feature_layers=(3, 5, 6)), marks=pytest.mark.full),
         pytest.param(replace(RIGHT, norm_output=False), marks=pytest.mark.full),
     ],
@@ -69,6 +69,7 @@ def test_shifted_layers_stay_within_the_target(layers, expected):
     assert {each.feature_layers for each in found.values()} == expected
 
 
+@pytest.mark.full
 def test_two_wrong_conventions_are_corrected_one_after_the_other():
     found = diagnosed(replace(RIGHT, feature_layers=(3, 5, 6), norm_output=False))
     assert found.better is not None and found.better.conventions == RIGHT
@@ -154,7 +155,7 @@ def test_a_text_that_goes_round_in_circles_raises_no_false_alarm():
 def test_random_drafters_are_neither_corrected_nor_said_to_fit():
     target = target_model()
     text = text_of(target)
-    found = [examine(random_drafter(seed), target, text, PROMPT) for seed in range(2)]
+    found = [examine(random_drafter(seed), target, text, PROMPT) for seed in range(1)]
     assert not any(each.better for each in found) and not any(each.reads_target for each in found)
 
 
