@@ -6,6 +6,8 @@ and greedy tests would depend on rounding. No generation config has an end token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,15 @@ def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> 
         chat_template=CHATML if chat else None,
         clean_up_tokenization_spaces=False,
     )
+
+
+# Where the number of layers does not matter.
+SHALLOW: dict[str, Callable[..., Any]] = {
+    "llama": partial(tiny_llama, num_hidden_layers=1),
+    "sliding": partial(tiny_sliding, num_hidden_layers=1),
+    "t5": partial(tiny_t5, num_layers=1),
+    "bart": partial(tiny_bart, encoder_layers=1, decoder_layers=1),
+}
 
 
 def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> Path:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from servers.loopback import Faults, Loopback
 
 DRAFTS = "--spec-ngram-simple-size-m"
-SLOWEST = 0.1  # seconds between two tokens without drafts
+SLOWEST = 0.05  # seconds between two tokens without drafts
 
 
 def log(line: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from embedded_session import share_embedded_model
 from servers.launches import started
 
 from utils.models.embedded import embedded_gguf
@@ -25,6 +26,7 @@ def llama_python() -> str:
 
 
 def embedded_file() -> str:
+    share_embedded_model()
     return str(embedded_gguf(lambda line: None))
 
 

@@ -70,7 +70,7 @@ def test_a_file_of_spec_bench_has_its_table(view: Screen, tmp_path: Path) -> Non
         {"question_id": 2, "category": "qa", "turns": ["Three"]},
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with Loopback(faults=Faults(chunk_delay=0.05)) as plain, Loopback(faults=Faults(chunk_delay=0.01)) as spec:
+    with Loopback(faults=Faults(chunk_delay=0.03)) as plain, Loopback(faults=Faults(chunk_delay=0.01)) as spec:
         addresses = ServerAddress("plain", plain.url), ServerAddress("spec", spec.url, baseline="plain")
         session = server_session(view, *addresses, records=tmp_path / "r.jsonl")
         assert session.handle(f"/race 2 {tmp_path / 'q.jsonl'}") is Verdict.DONE, view.take()

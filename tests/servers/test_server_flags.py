@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, constant_costs, constant_drafter, records_of, tiny_pair
+from fakes import Screen, constant_costs, constant_drafter, records_of, table_pair
 from servers.loopback import Loopback
 
 import infer
@@ -113,7 +113,7 @@ def test_models_can_be_loaded_later(view: Screen, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warm_up, "draft_seconds", constant_drafter(lambda job: 0.0))
     monkeypatch.setattr(engine, "verify_costs", constant_costs)
     monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
-    tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: tiny_pair())
+    tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: table_pair())
     with Loopback() as server:
         settings = Settings(engine="plain", gamma=4, length=4)
         session = ReplSession(None, tools, settings, [ServerAddress("plain", server.url)])

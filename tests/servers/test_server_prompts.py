@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Loopback
 from servers.loopback_values import Answer
 from servers.server_sessions import server_session
@@ -51,7 +51,7 @@ def test_ids_are_sent_if_both_tokenizers_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = tiny_pair()
+    pair = table_pair()
     monkeypatch.setattr(connection, "recognise", lambda client: Tokenizing(pair.tokenizer, extra))
     servers = ServerAddress("plain", two[0].url), ServerAddress("spec", two[1].url, baseline="plain")
     session = server_session(view, *servers, pair=pair, monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")

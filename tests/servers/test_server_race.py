@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
@@ -36,7 +36,7 @@ def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults, two[1].faults = Faults(chunk_delay=0.2), Faults()
+    two[0].faults, two[1].faults = Faults(chunk_delay=0.05), Faults()
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello") is Verdict.DONE
     for server in two:
@@ -109,7 +109,7 @@ def test_the_local_target_as_baseline(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     for line in ("/speculative off", "/ngram off", "Hello", "/race 2"):
         assert session.handle(line) is Verdict.DONE, view.take()
     kinds = [row["record"] for row in records_of(tmp_path / "r.jsonl")]
@@ -132,7 +132,7 @@ def test_the_local_target_takes_turns_at_going_first(
 
     monkeypatch.setattr(passes, "TOTAL_SECONDS", 0.0)
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch)
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch)
     for line in ("/speculative off", "/ngram off", "Hello"):
         assert session.handle(line) is Verdict.DONE, view.take()
     (tmp_path / "p.txt").write_text("".join(f"Say {number}\n" for number in range(8)))
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_what_was_finished(
 def test_drafts_are_pooled_and_a_gain_needs_them(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two[0].faults = Faults(chunk_delay=0.2)
+    two[0].faults = Faults(chunk_delay=0.03)
     found: list[ServerAcceptance | None] = []
     monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
@@ -55,7 +55,7 @@ def test_a_server_that_helps(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 3, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.03)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert (row["strategy"], row["baseline"], row["verdict"], row["prompts"]) == (
@@ -78,7 +78,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 0, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.03)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert row["speedup"] > 1 and row["without_gain"] and row["verdict"] == "not distinguishable"
@@ -88,7 +88,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
 def test_the_best_of_several_is_chosen_on_other_prompts(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
 ) -> None:
-    two[0].faults = two[1].faults = Faults(chunk_delay=0.05)
+    two[0].faults = two[1].faults = Faults(chunk_delay=0.03)
     with Loopback() as quick:
         third = ServerAddress("quick", quick.url, baseline="plain")
         session = server_session(view, *addresses(two), third, records=tmp_path / "r.jsonl")
@@ -159,7 +159,7 @@ def test_the_loaded_models_come_first(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     row, _ = verdict(session, view, tmp_path, TEXTS[:6])
     assert [one["record"] for one in records_of(tmp_path / "r.jsonl")] == ["verdict", "server_verdict"]
     assert row["baseline"] == "target" and len(row["speedups"]) == row["prompts"]

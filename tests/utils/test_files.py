@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from paths import ROOT
 
@@ -118,3 +119,9 @@ def test_user_folders(kind: str, default: str, tmp_path: Path, monkeypatch: pyte
     for value in ("", "relative/folder"):
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", value)
         assert user_folder(kind) == tmp_path / "home" / default / "speculative-decoding"  # type: ignore[arg-type]
+
+
+def test_tests_use_no_folder_of_the_user() -> None:
+    own = Path(os.environ["TESTS_HOME"])
+    assert all(own in user_folder(kind).parents for kind in ("cache", "config", "state"))  # type: ignore[arg-type]
+    assert own in Path(huggingface_hub.constants.HF_HOME).parents

@@ -83,9 +83,9 @@ def test_openings_cover_all_groups_and_many_subjects():
 
 
 def test_sampling_by_inversion_follows_the_distribution():
-    """Chi-square over 400,000 samples and three blocks, the last one incomplete; false alarm probability 1e-6."""
+    """Chi-square over 120,000 samples and three blocks, the last one incomplete; false alarm probability 1e-6."""
     torch.manual_seed(0)
-    logits, count = torch.randn(1, 600) * 2, 400_000
+    logits, count = torch.randn(1, 600) * 2, 120_000
     drawn = [sample_by_inversion(logits.expand(4000, -1).clone(), torch.rand(4000, 1)) for _ in range(count // 4000)]
     expected = torch.softmax(logits[0].double(), -1) * count
     statistic = ((torch.bincount(torch.cat(drawn), minlength=600) - expected) ** 2 / expected).sum()

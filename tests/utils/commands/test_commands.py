@@ -1,7 +1,7 @@
 """Commands: their values and defaults, and bad input, which gets one sentence that names what is allowed."""
 
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleu
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
-PAIR = tiny_pair()
+PAIR = table_pair()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_show_has_the_models_and_settings(session: ReplSession, view: Screen) ->
 
 
 def test_chat_stays_off_without_a_template(view: Screen) -> None:
-    session = open_session(view, tiny_pair(chat=False))
+    session = open_session(view, table_pair(chat=False))
     for line in ("/chat on", "/chat auto", "/chat on"):
         assert not session.settings.uses_chat and not as_json(session.settings)["chat"]
         assert "no chat template" in view.take()[1]
@@ -245,7 +245,7 @@ def test_blank_lines_do_nothing(line: str, session: ReplSession, view: Screen) -
 WRITES = ("save", "export", "ngram_save")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(max_size=25),
     name=st.sampled_from([command.name for command in default_registry() if command.name not in WRITES] + [""]),

@@ -88,7 +88,7 @@ class Exported(NamedTuple):
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("exports")
     session = open_session(screen(), records=folder / "records.jsonl")
-    for line in ("/length 12", "/gamma 3", "one two one two", "/race 2", "/processor multinomial 1"):
+    for line in ("/length 30", "/gamma 3", "one two one two", "/race 2", "/processor multinomial 1"):
         assert session.handle(line) is Verdict.DONE
     assert session.send(HOSTILE) is Verdict.DONE
     assert session.handle("/whatif") is Verdict.DONE

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,16 @@ def test_a_syntax_line_lists_every_word_of_its_setting(name: str) -> None:
     assert set(listed) == set(setting_fields()[name].value_type.usage.split("|"))
 
 
-def shown(line: str) -> list[str]:
+@cache
+def narrow_session() -> tuple[Screen, ReplSession]:
+    """A session that only shows pages, which change nothing."""
     view = screen(WIDTH)
-    assert open_session(view).handle(line) is Verdict.DONE, view.take()
+    return view, open_session(view)
+
+
+def shown(line: str) -> list[str]:
+    view, session = narrow_session()
+    assert session.handle(line) is Verdict.DONE, view.take()
     return "".join(view.take()).splitlines()
 
 

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
@@ -28,7 +28,7 @@ def shelf(tmp_path_factory):
 
 
 def opened(view: Screen, records=None) -> ReplSession:
-    return open_session(view, tiny_pair(), records, load=load_pair)
+    return open_session(view, table_pair(), records, load=load_pair)
 
 
 def test_another_pair_is_loaded_and_used(shelf, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -106,8 +107,14 @@ def test_drafts_of_qwens_layers_are_those_of_the_equations(tmp_path, kind, publi
         check_close(logits, reference.drafts(features[:end], embedded, 3) @ target.lm_head.weight.T)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("kind", QWEN)
+def with_rules(names):
+    """Every name with one rule in `make test`, in turn, and with the other one in `make test-full`."""
+    for name, rules in zip(names, cycle([("coupled", "rejection"), ("rejection", "coupled")]), strict=False):
+        yield (name, rules[0])
+        yield pytest.param(name, rules[1], marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("kind", "rule"), with_rules(QWEN))
 def test_the_text_of_a_hybrid_target_is_its_own(tmp_path, kind, rule):
     """A rewind of its recurrent state computes accepted tokens again, and their features arrive twice."""
     target = tiny_qwen(kind, vocab_size=8)
@@ -190,8 +197,7 @@ def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
         check_close(logits, torch.stack(rows))
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(("family", "rule"), with_rules(TARGETS))
 def test_the_text_is_the_targets_own(tmp_path, family, rule):
     target = TARGETS[family](vocab_size=8)
     layers = qwen_layers(target) if family == "mellum" else deepseek_layers(target)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
 
 from sampling import RULES, Rule
 from utils.commands.experiments.divergence import EXPLANATIONS, NO_RUNS
@@ -66,7 +66,7 @@ def test_an_unexplained_divergence_is_shown_with_the_data_of_a_replay(
     monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
     monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
     view, file = screen(width=70), tmp_path / "runs.jsonl"
-    repl = open_session(view, tiny_pair(), records=file)
+    repl = open_session(view, table_pair(), records=file)
     for line in ("/ngram off", "/verify coupled", "/length 6", "/seed 5", "Hello"):
         repl.handle(line)
     assert "reason is unknown" in " ".join(view.take()[0].split())
@@ -121,7 +121,7 @@ def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: 
         return Divergence(0, None, None, (Candidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
 
     monkeypatch.setattr("utils.comparison.last_prompt.explain", explain)
-    repl = open_session(view)
+    repl = open_session(view, tiny_pair())
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
         repl.handle(line)
     assert known == [repl.harness.state.rounding] and known[0] > 0

@@ -98,7 +98,9 @@ def test_a_quantized_drafter_beside_a_full_target(wide: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.full) for name in ("float32", "float16"))]
+)
 def test_generation_with_the_pair(wide: Path, kind: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     pair = load(wide, "layers:2", quantize=kind, dtype=dtype)
     state = pair.engine.use("auto", 1)

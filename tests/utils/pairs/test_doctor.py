@@ -35,10 +35,10 @@ def test_a_right_reading_is_left_alone():
 @pytest.mark.parametrize(
     "wrong",
     [
-        replace(RIGHT, feature_layers=(3, 5, 6)),
         replace(RIGHT, feature_layers=(1, 3, 4)),
-        replace(RIGHT, norm_output=False),
-        replace(RIGHT, norm_before_residual=True),
+        pytest.param(replace(RIGHT, norm_before_residual=True), marks=pytest.mark.full),
+        pytest.param(replace(RIGHT, feature_layers=(3, 5, 6)), marks=pytest.mark.full),
+        pytest.param(replace(RIGHT, norm_output=False), marks=pytest.mark.full),
     ],
 )
 def test_a_wrong_reading_is_replaced_by_the_one_it_was_trained_with(wrong):
@@ -69,6 +69,7 @@ def test_shifted_layers_stay_within_the_target(layers, expected):
     assert {each.feature_layers for each in found.values()} == expected
 
 
+@pytest.mark.full
 def test_two_wrong_conventions_are_corrected_one_after_the_other():
     found = diagnosed(replace(RIGHT, feature_layers=(3, 5, 6), norm_output=False))
     assert found.better is not None and found.better.conventions == RIGHT
@@ -141,7 +142,7 @@ def test_false_alarms_are_as_rare_as_stated(monkeypatch):
 
 def test_a_text_that_goes_round_in_circles_raises_no_false_alarm():
     """A repeated passage would count the same lucky draft again and again."""
-    for seed in range(6):
+    for seed in range(3):
         drafter = random_drafter(seed)
         text = [*range(PROMPT), *range(20, 20 + SIZE // 4), *[1, 2, 3, 4, 5, 6, 7] * 25]
         with pytest.raises(UserError, match="are needed"):
@@ -154,7 +155,7 @@ def test_a_text_that_goes_round_in_circles_raises_no_false_alarm():
 def test_random_drafters_are_neither_corrected_nor_said_to_fit():
     target = target_model()
     text = text_of(target)
-    found = [examine(random_drafter(seed), target, text, PROMPT) for seed in range(3)]
+    found = [examine(random_drafter(seed), target, text, PROMPT) for seed in range(1)]
     assert not any(each.better for each in found) and not any(each.reads_target for each in found)
 
 

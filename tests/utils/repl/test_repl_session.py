@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
@@ -191,7 +191,7 @@ def test_the_storage_is_emptied_between_prompts_by_default(view: Screen, tmp_pat
 
 def test_without_a_drafter_its_strategies_are_omitted_with_a_note(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    session = open_session(view, tiny_pair(drafter=False), records=file)
+    session = open_session(view, table_pair(drafter=False), records=file)
     assert session.handle("Hello") is Verdict.DONE
     assert view.take()[1].count("\n") == 1
     assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"]
