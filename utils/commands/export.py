@@ -29,8 +29,8 @@ def _export(argument: str, context: CommandContext) -> Outcome:
     content = EXPORTERS[form](shown, context)
     # Model output can hold lone surrogates, which strict UTF-8 refuses.
     write_output(file, content.encode("utf-8", errors="replace"))
-    what = f"/{shown.report.name}" if shown.report else "the runs of the last prompt"
-    return [Reply(f"{'a report of the session' if form == PAGE else what} written to {file.path}")]
+    last = "the last report" if shown.report else "the runs of the last prompt"
+    return [Reply(f"{'a report of the session' if form == PAGE else last} written to {file.path}")]
 
 
 def _page(_: ShownResult, context: CommandContext) -> str:

@@ -47,7 +47,7 @@ def _rect(box: tuple[float, float, float, float], colour: str, *, opacity: float
     """A rectangle. box: x, y, width and height. title: what browsers show under the mouse pointer."""
     x, y, width, height = (f"{value:.1f}" for value in box)
     about = f'x="{x}" y="{y}" width="{width}" height="{height}" fill="{colour}" fill-opacity="{opacity}"'
-    return f"<rect {about}><title>{escape(title)}</title></rect>" if title else f"<rect {about}/>"
+    return f"<rect {about}><title>{escape(visible(title))}</title></rect>" if title else f"<rect {about}/>"
 
 
 def _dot(x: float, y: float, radius: float, colour: str) -> str:

@@ -131,7 +131,7 @@ def test_without_a_chat_template_only_first_turns_are_run(
     assert view.take()[1].count("Only the first turn") == 1
 
 
-@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/suite {} limit=1"])
+@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/race {} limit=1"])
 def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path, line: str) -> None:
     rows = raced(view, tmp_path, line.format(spec_bench(tmp_path)))
     assert [row["prompts"] for (_, name), row in rows.items() if name == "target"] == [1, 1, 1, 3]

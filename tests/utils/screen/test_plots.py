@@ -118,7 +118,7 @@ def test_bars_of_a_page_have_their_heights() -> None:
     bars = [float(bar["height"]) / (AREA_HEIGHT - 1) for bar in drawn(BARS, "rect")]
     assert bars[:4] == pytest.approx([1.0, 0.5, 0.0, 0.25], abs=0.01) and len(bars) == 4 + 2, "and the legend"
     parts = [
-        ((float(part["x"]) - LEFT) / (AREA - 1) * 5, float(part["width"]) / (AREA - 1) * 5)
+        ((float(part["x"]) - LEFT) / (AREA - 1) * 4, float(part["width"]) / (AREA - 1) * 4)
         for part in drawn(STACK, "rect")[:4]
     ]
     assert parts == [pytest.approx(part, abs=0.02) for part in ((0, 1), (0, 0), (1, 1), (0, 4))]
