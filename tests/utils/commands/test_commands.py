@@ -237,7 +237,7 @@ def test_blank_lines_do_nothing(line: str, session: ReplSession, view: Screen) -
     assert view.take() == ("", "")
 
 
-WRITES = ("save", "export", "ngram_save")
+WRITES = ("save", "export")
 
 
 @settings(max_examples=300, deadline=None)
