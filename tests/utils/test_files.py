@@ -95,10 +95,11 @@ def test_killing_the_program_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    monkeypatch.setattr(Path, "open", lambda self, mode: open("/dev/full", "wb"))  # noqa: SIM115
-    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)
-    with pytest.raises(UserError, match="No space left"):
-        write_file(path, b"new" * 10_000, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, mode: open("/dev/full", "wb"))  # noqa: SIM115
+        patch.setattr(os, "fchmod", lambda descriptor, mode: None)
+        with pytest.raises(UserError, match="No space left"):
+            write_file(path, b"new" * 10_000, overwrite=True)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -78,7 +78,7 @@ def _rows(labels: Sequence[str], scale: Scale) -> tuple[list[str], int]:
 
 def _columns(ticks: Sequence[str], places: Sequence[float], scale: Scale) -> list[str]:
     """A vertical axis, and as many ticks below the area as have room."""
-    elements = []
+    elements: list[str] = []
     for value in (scale.low, scale.middle, scale.high):
         y = TOP + HEIGHT - scale.column(value)
         elements += (_line(f"M{LEFT} {y}h{AREA}", width=0.3), _text(LEFT - 8, y + 4, f"{value:.2f}", "end"))
@@ -123,12 +123,12 @@ def _curves(chart: LineChart) -> Drawing:
         elements.append(_line(f"M{LEFT} {TOP + HEIGHT - scale.column(value)}h{AREA}", dashes="5 4"))
     for index, (name, row) in enumerate(chart.series.items()):
         path, start = "", "M"
-        for tick, value in enumerate(row):
-            if value is not None:
-                x, y = LEFT + columns.column(tick), TOP + HEIGHT - scale.column(value)
+        for tick, point in enumerate(row):
+            if point is not None:
+                x, y = LEFT + columns.column(tick), TOP + HEIGHT - scale.column(point)
                 path += f"{start}{x} {y}"
                 elements.append(_dot(x, y, 2.5, colours[name]))
-            start = "M" if value is None else "L"
+            start = "M" if point is None else "L"
         elements.append(_line(path, colours[name], DASHES[index // len(COLOURS) % len(DASHES)], 1.6))
     for marker in chart.markers:
         x, y = LEFT + columns.column(marker.x), TOP + HEIGHT - scale.column(marker.y)

@@ -63,7 +63,7 @@ def test_a_picture_shows_any_text_and_wide_characters_in_full_width() -> None:
     svg = picture(show)
     texts = [text.strip() for text in texts_of(svg) if text.strip()]
     assert texts == ["def is_even(n):   x", "\u2500" * 9 + " end <b>&", "one", "two", "\u65e5\u672c"]
-    assert re.search("<text (?!.*textLength)[^>]*>[^<]*\u65e5\u672c", svg) and svg.count("textLength") > 4
+    assert re.search("<text (?![^>]*textLength)[^>]*>[^<]*\u65e5\u672c", svg) and svg.count("textLength") > 4
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_characters_that_xml_does_not_allow_are_replaced(view: Screen, tmp_path:
     for line in ("/length 2", "a\uffff b\ufffe"):
         assert session.handle(line) is Verdict.DONE
     assert session.handle(f"/export {tmp_path / 'x.svg'}") is Verdict.DONE
-    assert "a\ufffdb\ufffd" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
+    assert "a\ufffd b\ufffd" in words_of((tmp_path / "x.svg").read_text(encoding="utf-8"))
 
 
 def test_pictures_do_not_depend_on_the_terminal(
