@@ -1,7 +1,7 @@
 """Convert GGUF files once: transformers unpacks one for minutes at every load, so the result is cached as safetensors.
 
 A cache entry is identified by the file's path, size and modification time, the number format and the version of
-transformers. One that lacks files is rebuilt. If nothing can be cached, the GGUF file itself is loaded, as before.
+transformers. A damaged entry is rebuilt. If nothing can be cached, the GGUF file itself is loaded, as slowly as before.
 """
 
 from __future__ import annotations
