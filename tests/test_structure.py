@@ -43,7 +43,6 @@ LAYS_OUT = {
     "utils.screen.renderer",
     "utils.screen.report_tables",
     "utils.screen.tables",
-    "utils.screen.screenshots",
     "utils.screen.writer",
 }
 # Signatures that users of the library call by position, and overrides whose caller is another library.

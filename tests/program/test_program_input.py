@@ -31,7 +31,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main: Any) -> None:
     file = tmp_path / "runs.jsonl"
-    result = main("--target", folder, "--json", file, stdin="/length 4\n\n/say /gamma\nHello" + end)
+    result = main("--target", folder, "--json", file, stdin='/length 4\n\n"""/gamma"""\nHello' + end)
     assert result.returncode == 0, result.stderr
     assert [row["prompt"] for row in records_of(file)] == ["/gamma"] * 3 + ["Hello"] * 3
 

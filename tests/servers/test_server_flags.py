@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.tools import SessionTools
-from utils.screen.line_history import LineHistory, recent_lines
+from utils.screen.line_history import LineHistory
 from utils.servers.address import ServerAddress
 
 URL = "http://127.0.0.1:800"
@@ -131,5 +131,5 @@ def test_a_key_typed_in_place_of_its_variable_is_not_stored(tmp_path: Path, monk
     kept = [f"/server add a {URL} key=SERVER_KEY", f"/server add a {URL}", "what does key=value mean?"]
     for line in (*kept, f"/server add a {URL} key={KEY}", f'/server add a {URL} "key={KEY}"'):
         history.store_string(line)
-    assert recent_lines(tmp_path / "history", 9) == kept
+    assert list(history.load_history_strings()) == kept[::-1]
     assert KEY not in (tmp_path / "history").read_text()

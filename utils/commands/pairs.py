@@ -2,7 +2,7 @@
 
 from utils.commands.experiments.doctor import doctor
 from utils.commands.outcomes import Outcome, Reply, ShowRows, UsePair
-from utils.commands.registry import Command, CommandContext, Page, renamed
+from utils.commands.registry import Command, CommandContext, Page
 from utils.errors import UserError
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import PairRequest, parse_request
@@ -96,5 +96,4 @@ PAIR_COMMANDS = (
             DOCTOR: "whether a drafter that reads hidden states reads the right ones",
         },
     ),
-    renamed("pairs", f"pair {LIST}"),
 )

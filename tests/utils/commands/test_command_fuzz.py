@@ -10,8 +10,8 @@ from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
-SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams"}
-SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "exit", "texts"}
+SLOW = {"audit", "lossless", "quit", "engine", "threads", "costs", "drafter_kind", "beams"}
+SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "texts"}
 WORDS = (
     *(
         "on",

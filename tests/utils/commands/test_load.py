@@ -1,4 +1,4 @@
-"""/load and /pairs: other models in the same session, or the old ones if that fails."""
+"""/load and /pair list: other models in the same session, or the old ones if that fails."""
 
 import weakref
 
@@ -167,7 +167,7 @@ def test_a_failure_after_loading_leaves_the_old_pair_too(shelf, monkeypatch, err
 def test_known_pairs_are_listed():
     view = screen()
     session = opened(view)
-    assert session.handle("/pairs") is Verdict.DONE
+    assert session.handle("/pair list") is Verdict.DONE
     shown = view.take()[0]
     assert "smollm2" in shown and "Qwen/Qwen3-4B + Qwen/Qwen3-0.6B" in shown and "loaded" not in shown
 

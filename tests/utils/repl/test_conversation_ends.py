@@ -26,11 +26,11 @@ from utils.repl.session_settings import CONVERSATION_ENDED
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
     session = open_session(view)
-    handled(session, "/reset")
+    handled(session, "/turns new")
     assert NO_CONVERSATION in (message := view.take()[1]) and "/turns on" in message
-    handled(session, *START, "/reset", "Hello", "And why?")
+    handled(session, *START, "/turns new", "Hello", "And why?")
     assert f"{NO_CONVERSATION}\n" in view.take()[1] and "| turn 2 |" in session.status()
-    handled(session, "/reset")
+    handled(session, "/turns new")
     assert view.take()[1].strip() == FORGOTTEN.format("2 turns") and "turn " not in session.status()
     handled(session, "Hello")
     assert (
@@ -115,12 +115,12 @@ def test_a_conversation_that_exceeds_the_context_is_refused_with_a_hint(view: Sc
     session = open_session(view, table_pair(max_position_embeddings=90))
     handled(session, "/length 4", "/turns on")
     assert session.handle("x" * 80) is Verdict.FAILED
-    assert "90" in (message := view.take()[1]) and "/reset" not in message
+    assert "90" in (message := view.take()[1]) and "/turns new" not in message
     handled(session, "x" * 20)
     assert session.handle("y" * 20) is Verdict.FAILED
     message = view.take()[1]
     assert "89" in message and "/turns new" in message and TURN_NOT_KEPT not in message
-    handled(session, "/reset", "y" * 20)
+    handled(session, "/turns new", "y" * 20)
 
 
 def test_a_conversation_that_exceeds_the_drafters_context_is_refused_too(view: Screen) -> None:

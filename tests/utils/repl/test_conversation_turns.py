@@ -12,7 +12,7 @@ from fakes import Screen, open_session, records_of, table_pair
 from turns import START, A, B, C, by_name, handled, jobs_of, rendered, watched
 
 from sampling import autoregressive_steps
-from utils.commands.experiments import divergence
+from utils.commands import texts
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding
 from utils.comparison.strategies import STRATEGIES
@@ -124,12 +124,12 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, "And why?")
     assert by_name(file, "And why?")["speculative"]["divergence"] is None
     assert view.take()[0].splitlines()[-2] == OWN_CONVERSATION.format("speculative", 2)
-    handled(session, "/divergence")
+    handled(session, "/texts")
     assert "ngram" in (message := view.take()[1]) and "speculative" not in message
     unexplained = Finding((), {"cause": Cause.UNEXPLAINED})
-    assert set(json.loads(divergence.replay_data(session.harness.last(), [unexplained]))["rounds"]) == {"ngram"}
+    assert set(json.loads(texts.replay_data(session.harness.last(), [unexplained]))["rounds"]) == {"ngram"}
     handled(session, "/ngram off", "Go on")
-    assert session.handle("/divergence") is Verdict.FAILED
+    assert session.handle("/texts") is Verdict.DONE
     assert "/turns new" in view.take()[1]
 
 

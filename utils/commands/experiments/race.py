@@ -75,11 +75,6 @@ def _local(repeats: int, context: CommandContext) -> Outcome:
     return [RunReport(report)]
 
 
-def _suite(argument: str, context: CommandContext) -> Outcome:
-    file, limit = _limited(argument)
-    return suite(file, 1, context, limit=limit)
-
-
 def _limited(argument: str) -> tuple[str, int | None]:
     """The argument without its word limit=N, which may be the first or the last one, and N, or None."""
     match = re.fullmatch(r"(?:limit=(\S*)\s*)?(.*?)(?:(?:^|\s+)limit=(\S*))?", argument.strip(), re.DOTALL)
@@ -170,12 +165,4 @@ RACE = Command(
         see_also=("verdict", "sweep", "why", "speed-up"),
     ),
     files=("",),
-)
-SUITE = Command(
-    "suite",
-    "FILE",
-    "the same as /race FILE",
-    _suite,
-    page=Page("The same as /race FILE.", ("> /suite prompts.jsonl",)),
-    instead="race",
 )

@@ -1,4 +1,4 @@
-"""/race N FILE and /suite FILE: run every prompt of a file with every enabled strategy, and report results by task.
+"""/race N FILE: run every prompt of a file with every enabled strategy, and report results by task.
 
 Speed-ups are computed within each repeat of a prompt. Tokens, seconds and drafts are pooled, so that long answers weigh
 more than short ones. Prompts with several turns are conversations.
