@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from sampling.distill.chat_script import MAX_QUESTION_TOKENS, QUESTION_TEMPERATURE
-from sampling.distill.generate import ANSWER_TEMPERATURES
 from sampling.distill.options import TRAINING_FILE, Options, Plan, public_settings
+from sampling.distill.pages import ANSWER_TEMPERATURES
 from sampling.distill.progress import Progress, Rates, missing_text, rate_text, write_json
 from utils.errors import UserError
 
@@ -21,7 +21,6 @@ KINDS = {
     "(EAGLE, arXiv 2401.15077, 2503.01840)",
     "eagle3": "one decoder layer in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992); "
     "target.json tells its target apart",
-    "lm": "a small causal language model with the target's tokenizer",
 }
 
 

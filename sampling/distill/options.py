@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sampling.distill.number_format import AUTO, FORMATS
 from sampling.distill.progress import write_json
 from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
-KINDS = ("head", "eagle3", "lm")
+KINDS = ("head", "eagle3")
+AUTO, FORMATS = "auto", ("bfloat16", "float32")  # of --dtype
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 MAX_STEPS = 8
-MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")
-MEASURED_IN = "dtype"  # which older files do not have
+MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps", "dtype")  # what a measurement depends on
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
@@ -28,8 +27,6 @@ COUNT_FLAGS = {
     "passes": "training passes over the generated text",
     "steps": f"consecutive drafts to train for, at most {MAX_STEPS}",
     "vocabulary": "number of token ids that a head can draft",
-    "width": "hidden size of an lm, a multiple of 64",
-    "depth": "number of layers of an lm",
 }
 
 count_flag = flag_type(WholeRange(1).parse)
@@ -54,7 +51,7 @@ class Plan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
-    shape of a page. dtype: the number format, a name of FORMATS once the work has begun. batch: rows per training step.
+    shape of a page. dtype: the number format, one of FORMATS once the work has begun. batch: rows per training step.
     steps: drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all
     other weights. start: folder of a drafter to train further.
     """
@@ -77,8 +74,6 @@ class Plan:
     vocabulary: int = 8192
     rate: float = 0.02
     rate_rest: float = 0.001
-    width: int = 256
-    depth: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +107,6 @@ def parse_options(argv: list[str] | None = None) -> Options:
         flags = parser.parse_args(argv, namespace=stored)
     if flags.rows < flags.batch:
         parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
-    if flags.width % 64:
-        parser.error(f"--width {flags.width} is not a multiple of 64")
     if flags.layers and (flags.start or flags.measure or flags.kind != "eagle3"):
         parser.error("--layers is for a new drafter of --kind eagle3: leave it out")
     if flags.steps > MAX_STEPS:
@@ -148,9 +141,8 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
     kinds = {field.name: type(field.default) for field in fields(Plan)} | {"target": str, "prompts": str}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        stored = {name: values[name] for name in MEASURED if values[name] is not None}
-        stored |= {name: values[name] for name in (MEASURED_IN,) if name in values}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        stored = {name: values[name] for name in MEASURED if values.get(name) is not None}
+    except (OSError, ValueError, AttributeError):
         stored = {"seed": ""}  # of the wrong type
     if any(type(value) is not kinds[name] or (value in (0, "") and name != "seed") for name, value in stored.items()):
         raise UserError(f"{file} is damaged: delete it, and repeat the flags of the training.")
@@ -199,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=KINDS,
         default="head",
         help="head: one decoder layer on the target's hidden states; eagle3: the same in the EAGLE-3 format, which "
-        "other programs load too; lm: a small language model (default: head)",
+        "other programs load too (default: head)",
     )
     add(
         "--hours",
@@ -209,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit, of which less than half is for generation",
     )
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="number format; auto: the faster one (default: auto)")
+    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="auto: bfloat16 where it is fast (default: auto)")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add(

@@ -38,7 +38,6 @@ from utils.pairs.request import EMBEDDED, PairRequest
 from utils.pairs.request_checks import check_request, with_defaults
 from utils.pairs.weights import weight_notes
 from utils.prompts.chat_template import end_ids, unknown_ids
-from utils.prompts.template_guard import GUARD
 
 
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
@@ -56,7 +55,6 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     check_request(resolved)
     check_quantization(str(resolved.quantize), device)
     source = _located(resolved, report)
-    GUARD.start()  # it starts while the weights are read
     # Before the target is loaded, so that mistakes are reported early.
     plan = plan_drafter(resolved, drafter_placement, source)
     target = _load_target(source, resolved, placement, plan)

@@ -18,10 +18,9 @@ from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from sampling.distill.__main__ import main
-from sampling.distill.dataset import Corpus
-from sampling.distill.generate import Page
 from sampling.distill.options import Plan
-from sampling.distill.student_files import create_student, load_student
+from sampling.distill.pages import Corpus, Page
+from sampling.distill.students import create_student, load_student
 from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
@@ -84,7 +83,7 @@ def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys
         known = end
         for step, logits in enumerate(steps):
             drafted = session.feed(tokens[: end + 1 + step], keep=1)[0]
-            assert torch.allclose(drafted[student.ids], logits[end - 1], atol=1e-4), (end, step)
+            assert torch.allclose(drafted[student.vocabulary], logits[end - 1], atol=1e-4), (end, step)
             assert int(drafted.isneginf().sum()) == 300 - 150
 
 

@@ -11,11 +11,11 @@ from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 
 from sampling.distill.__main__ import main
-from sampling.distill.dataset import Corpus
 from sampling.distill.options import KINDS
+from sampling.distill.pages import Corpus
 from sampling.distill.trainer import Trainer
 
-FLAGS = "--tokens 1000 --rows 6 --length 96 --batch 3 --passes 2 --vocabulary 150 --width 64 --depth 1"
+FLAGS = "--tokens 1000 --rows 6 --length 96 --batch 3 --passes 2 --vocabulary 150"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_drafter_is_trained_described_and_loaded(target, tmp_path, kind):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1 | 2 | 3 |" in card and "--target TARGET" in card and str(target) not in card
     assert not (tmp_path / "out" / "work").exists()
-    assert load(target, tmp_path / "out").drafter_kind == {"lm": "model", "eagle3": "EAGLE-3"}.get(kind, kind)
+    assert load(target, tmp_path / "out").drafter_kind == {"eagle3": "EAGLE-3"}.get(kind, kind)
 
 
 def acceptance(messages, out):
@@ -113,6 +113,7 @@ def test_the_plan_and_the_next_step_are_reported(target, tmp_path, capsys, quest
     assert run(target, tmp_path / "out", "--rate", "1e-7", *questions) == 0
     messages = message_of(capsys)
     assert "1,152 in all" in messages and "1,000" in messages and "float32" in messages
+    assert "needs up to" in messages
     assert f"--target {target} --drafter {tmp_path / 'out'}" in messages and "unlikely to save time" in messages
     assert messages.count("held out: ") <= 1, "one line for each of 20 evaluations says little"
 
@@ -146,7 +147,7 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", ["head", "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_reduces_the_loss(target, tmp_path, kind):
     """Many passes over little text."""
     assert run(target, tmp_path, "--keep", "--passes", "15", "--rate", "0.05", "--kind", kind) == 0
@@ -257,7 +258,7 @@ def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys
     save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
     assert run(tmp_path / "other", tmp_path / "head") == 0
     capsys.readouterr()
-    for folder in (tmp_path / "nowhere", finished / "lm", tmp_path / "head"):
+    for folder in (tmp_path / "nowhere", target, tmp_path / "head"):
         assert run(target, tmp_path / "out", "--start", str(folder)) == 1
         assert str(folder) in message_of(capsys) and not (tmp_path / "out").exists()
 

@@ -23,7 +23,7 @@ from utils.comparison.reports import Finding, Note, Progress, Report, ReportEven
 from utils.comparison.server_requests import request_maker
 from utils.comparison.strategies import is_greedy
 from utils.errors import UserError, check_choice
-from utils.prompts.samples import spaced
+from utils.prompts.prompt_files import spaced
 from utils.servers.address_list import TARGET
 from utils.servers.completion import ServerCompletion
 from utils.servers.connection import Connection
