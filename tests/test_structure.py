@@ -121,7 +121,6 @@ def test_commands_do_not_import_each_other() -> None:
     shared = {
         "utils.commands.registry",
         "utils.commands.outcomes",
-        "utils.commands.experiments.doctor",
         "utils.commands.experiments.repeated_runs",
         "utils.commands.experiments.predicted_speed",
         "utils.commands.experiments.logit_trials",

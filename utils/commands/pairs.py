@@ -1,9 +1,26 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
-from utils.commands.experiments.doctor import doctor
-from utils.commands.outcomes import Outcome, Reply, ShowRows, UsePair
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from utils.commands.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
 from utils.commands.registry import Command, CommandContext, Page, renamed
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.config.settings import Settings
 from utils.errors import UserError
+from utils.models.feature_drafter import FeatureDrafter
+from utils.pairs.doctor import (
+    DEPTH,
+    OWN_PROMPT,
+    TEXT_TOKENS,
+    Diagnosis,
+    Reading,
+    examine,
+    other_readings,
+    own_text,
+    use,
+)
 from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.request import PairRequest, parse_request
 
@@ -12,6 +29,10 @@ NOT_TRIED = (
     "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
     "checked on random weights."
 )
+
+HEADINGS = ("reading", *(f"draft {place}" for place in range(1, DEPTH + 1)))
+LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
+CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -27,7 +48,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
     if argument.lower() == LIST:
         return _known(context)
     if argument.lower() == DOCTOR:
-        return doctor(context)
+        return _doctor(context)
     if argument:
         raise UserError(
             f"'{argument}' is unknown; /pair checks the loaded pair, /pair {DOCTOR} how its drafter is read, and "
@@ -36,6 +57,83 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
+
+
+def _doctor(context: CommandContext) -> Outcome:
+    """Compare the readings of the loaded drafter, and use the best one from now on if it is significantly better."""
+    harness, settings, name = context.harness, context.settings, context.harness.pair.drafter_name
+    drafter = harness.pair.drafter
+    if not isinstance(drafter, FeatureDrafter):
+        raise UserError(
+            "/pair doctor examines drafters that read hidden states of the target, such as EAGLE-3 heads: "
+            f"{name or 'this pair'} is not one."
+        )
+    events = _examination(harness, settings, drafter)
+    return [
+        RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, _conclusion, title=f"/pair doctor: {name}"))
+    ]
+
+
+def _examination(harness: Harness, settings: Settings, drafter: FeatureDrafter) -> Iterator[ReportEvent]:
+    pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
+    yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
+    text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
+    found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
+    if not other_readings(drafter, drafter.conventions):
+        yield Note("This format leaves nothing to convention.")
+    # Nothing takes time from here on, so that Ctrl-C cannot come between the correction and its findings.
+    if found.better is not None:
+        use(pair, found)
+    for reading in found.readings:
+        yield Finding(_cells(reading), _figures(reading, found))
+
+
+def _cells(reading: Reading) -> tuple[str, ...]:
+    shares = [f"{share:.2f}" for share in reading.agreement]
+    return (reading.name or "as it is read now", *shares, *["-"] * (DEPTH - len(shares)))
+
+
+def _figures(reading: Reading, found: Diagnosis) -> dict[str, object]:
+    return {
+        "reading": reading.name,
+        **asdict(reading.conventions),
+        "agreement": list(reading.agreement),
+        "positions": found.positions,
+        "is_used": reading is found.used,
+        "reads_target": found.reads_target,
+        "displaced_agreement": found.displaced,
+    }
+
+
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
+    """Which reading is used, and whether the drafter fits the target at all."""
+    rows = [finding.figures for finding in findings]
+    used = next((row for row in rows if row["is_used"]), None)
+    if used is None:  # stopped before its finding
+        return []
+    present, agreement, positions = rows[0], used["agreement"][0], used["positions"]
+    if not used["reads_target"]:
+        displaced = used["displaced_agreement"]
+        extent = "hardly" if agreement > displaced else "no"
+        return [
+            f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
+            f"from those of other positions ({displaced:.2f}), at {positions} positions: it was probably "
+            "made for a different target, or is read in a way that was not compared. Use a different --drafter."
+        ]
+    if used is not present:
+        places = range(min(len(used["agreement"]), len(present["agreement"])))
+        place = max(places, key=lambda index: used["agreement"][index] - present["agreement"][index])
+        return [
+            f"The drafter is now read with {used['reading']}: draft {place + 1} agrees with the target's text at "
+            f"{used['agreement'][place]:.2f} of {positions} positions, before at {present['agreement'][place]:.2f}.",
+            CORRECTED,
+        ]
+    lines = []
+    if len(rows) > 1:
+        lines.append(f"The present reading is right: no other one is significantly better at {positions} positions.")
+    if agreement < LITTLE:
+        lines.append(f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter.")
+    return lines or [f"The drafter reads its target: {agreement:.2f} of the first drafts agree with its text."]
 
 
 def _known(context: CommandContext) -> Outcome:

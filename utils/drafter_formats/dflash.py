@@ -6,8 +6,7 @@ DSpark adds heads: see dspark_heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dspark_heads import ConfidenceHead, MarkovHead, MarkovShape, confidence_size, markov_shape
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config
-from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import (
     DraftHead,
     load_embedding,
@@ -82,6 +80,7 @@ class DFlash(BlockDrafter):
     def __init__(self, config: Any, block: BlockConfig, conventions: Conventions, sizes: Sizes) -> None:
         super().__init__()
         self.config, self.block, self.conventions, self.sizes = config, block, conventions, sizes
+        self.target_layers, self.doubtful = sizes.target_layers, ("from_anchor",) if block.slots > 1 else ()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(sizes.feature, hidden, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
@@ -92,13 +91,6 @@ class DFlash(BlockDrafter):
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
         return self.block.slots - (not self.conventions.from_anchor)
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own, found = self.conventions, shifted_layers(self.conventions, self.sizes.target_layers)
-        if self.block.slots > 1:
-            name = "no drafts from" if own.from_anchor else "drafts from"
-            found[f"{name} the first slot of a block"] = replace(own, from_anchor=not own.from_anchor)
-        return found
 
     def new_cache(self) -> BlockCache:
         return BlockCache([GrowingLayer() for _ in self.layers])

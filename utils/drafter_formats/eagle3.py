@@ -8,8 +8,7 @@ that in DeepSpec all layers are like the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,6 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3_conventions import conventions, head_norm_doubtful
 from utils.drafter_formats.layer_config import layer_config
 from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
-from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_file import check_target_file
 from utils.drafter_formats.target_parts import (
     DraftHead,
@@ -54,7 +52,7 @@ class Eagle3(StepwiseDrafter):
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
         self.fc = nn.Linear(total, hidden, bias=False)
         self.layers, self.joining = decoder_layers(config, parts.windows, head_norms=parts.head_norms), parts.joining
-        self.head_norm_doubtful = parts.head_norm_doubtful
+        self.doubtful = ("norm_output", "norm_before_residual", *parts.doubtful)
         for layer in cast(Any, self.layers[: self.joining]):
             for name in ("q_proj", "k_proj", "v_proj"):
                 size = getattr(layer.self_attn, name).out_features
@@ -67,18 +65,6 @@ class Eagle3(StepwiseDrafter):
         """Take the embedding and the output head, and move to the target's device and number format."""
         share_parts(self, embedding, head, target)
         return self
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own = self.conventions
-        normed = "after" if not own.norm_output else "before"
-        found = shifted_layers(own, self.target_layers) | {
-            f"states fed back {normed} the final norm": replace(own, norm_output=not own.norm_output),
-            "the other residual in the first layer": replace(own, norm_before_residual=not own.norm_before_residual),
-        }
-        if self.head_norm_doubtful:
-            name = f"{'no' if own.norm_before_head else 'the'} final norm before the output head"
-            found[name] = replace(own, norm_before_head=not own.norm_before_head)
-        return found
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -138,7 +124,7 @@ class Parts:
     head_norms: bool
     windows: tuple[int | None, ...] = ()
     joining: int = 1
-    head_norm_doubtful: bool = False
+    doubtful: tuple[str, ...] = ()
 
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
@@ -208,5 +194,5 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
         windows=sliding_sizes(checkpoint),
         joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
-        head_norm_doubtful=head_norm_doubtful(checkpoint),
+        doubtful=("norm_before_head",) if head_norm_doubtful(checkpoint) else (),
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +22,6 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.mtp_layouts import SHARED, check_supported, found_layout, mtp_layers
-from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
 from utils.engine import attention
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
@@ -47,7 +44,7 @@ class Mtp(StepwiseDrafter):
         super().__init__()
         self.config, self.target_layers = config, layer_count(target)
         # What is fed back takes the place of a feature, which is after the final norm too.
-        self.conventions = Conventions((self.target_layers,), norm_output=True)
+        self.conventions, self.doubtful = Conventions((self.target_layers,), norm_output=True), ("norm_output",)
         norm_class, layer_class = type(final_norm(target)), type(cast(Any, target.get_decoder()).layers[-1])
         with torch.device("meta"):  # without memory: the tensors of the checkpoint take the place of these
             # Its norm comes below, because the state before it is needed as well.
@@ -69,12 +66,6 @@ class Mtp(StepwiseDrafter):
         self.rotary_keys = {"layer_type": self.config.layer_types[0]} if named else {}
         self.device, self.dtype = target.device, target.dtype
         return self
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own = self.conventions
-        return shifted_layers(own, self.target_layers) | {
-            "states fed back before the final norm": replace(own, norm_output=not own.norm_output)
-        }
 
     def new_cache(self) -> Any:
         # A sliding cache could not bring back what rejected drafts pushed out of its window.

@@ -1,4 +1,4 @@
-"""The convention doctor: does a drafter that reads hidden states read those that it was trained on?
+"""The doctor of drafters: does a drafter that reads hidden states read those that it was trained on?
 
 The commonest mistake with published drafters is silent: layer ids off by one or the wrong side of a norm. The text
 stays right, and hardly any draft is accepted. So the plausible readings of a checkpoint are compared by how often they
@@ -7,12 +7,15 @@ predict the target's own text.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +27,11 @@ from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
+from utils.models.target_identity import fingerprint
+from utils.pairs.pair import Pair
 
 OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
-TEXT_TOKENS = 256  # of the target's own text
+TEXT_TOKENS, LOAD_TOKENS = 256, 128  # of the target's own text: for /pair doctor, and when a pair is loaded
 DEPTH = 3  # drafts in a row: the first one depends on the features, further ones on what is fed back
 MOVED = 17  # positions by which features are displaced to see whether the drafter uses them
 PASSAGE = 4  # tokens; a passage of so many that the text has had before is not counted again
@@ -35,7 +40,18 @@ LEAST_GROUPS = 11  # with fewer, none of ten readings could be significantly bet
 # The largest probability that a reading is replaced although no other one is better. One half is divided by the number
 # of readings that differ in one convention, the other by the number of those that differ in two.
 SIGNIFICANCE = 0.01
+# What a reading is called whose convention is changed to False or to True.
+CHANGED = {
+    "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
+    "norm_before_residual": ("the other residual in the first layer", "the other residual in the first layer"),
+    "norm_before_head": ("no final norm before the output head", "the final norm before the output head"),
+    "from_anchor": ("no drafts from the first slot of a block", "drafts from the first slot of a block"),
+}
+READINGS = "readings"  # in the cache folder: how drafters were found to be read, a file for each drafter and target
+COMMAND = "/pair doctor"
+INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 Reporter = Callable[[str], None]
+Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a reading changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +74,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """readings: the present one first. better: a reading that is significantly better. displaced: the agreement of
-    first drafts with features of other positions. reads_target: whether it is significantly lower than with the right
-    ones.
+    """What an examination found.
+
+    readings: the present one first. better: a reading that is significantly better. displaced: the agreement of first
+    drafts with features of other positions. reads_target: whether it is significantly lower than with the right ones.
     """
 
     readings: tuple[Reading, ...]
@@ -69,9 +86,20 @@ class Diagnosis:
     reads_target: bool
 
     @property
+    def used(self) -> Reading:
+        """The reading to use from now on."""
+        return self.better or self.readings[0]
+
+    @property
     def positions(self) -> int:
         """The number of positions that were compared."""
         return len(self.readings[0].hits)
+
+    def gain(self) -> tuple[int, float, float]:
+        """The draft that the better reading improves most, counted from 0, and its agreement before and now."""
+        pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
+        place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
+        return place, *pairs[place]
 
 
 def silent(_: str) -> None:
@@ -132,6 +160,40 @@ def _new_passages(text: list[int], start: int) -> list[int]:
     return found
 
 
+def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
+    """The changes, of one convention each, by which programs may read this checkpoint differently."""
+    found: Changes = {
+        name: {"feature_layers": layers}
+        for name, layers in shifted_layers(own.feature_layers, drafter.target_layers).items()
+    }
+    for flag in drafter.doubtful:
+        value = not getattr(own, flag)
+        found[CHANGED[flag][value]] = {flag: value}
+    return found
+
+
+def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
+    """The hidden states one layer earlier or later, and the last one before or after the final norm.
+
+    count: the number of the target's layers n, or 0 for a drafter whose layers are certain. Number n is after the final
+    norm, and n + 1 before it.
+    """
+    plain = tuple(count if layer in (-1, count + 1) else layer for layer in own)
+    found = {}
+    for shift, name in ((1, "outputs of layers, one later"), (-1, "inputs of layers, one earlier")):
+        layers = tuple(layer + shift for layer in plain)
+        if all(0 <= layer <= count for layer in layers):
+            found[f"layer ids read as {name}"] = tuple(count + 1 if layer == count else layer for layer in layers)
+            if count in layers:
+                found[f"layer ids read as {name}, the last one after the final norm"] = layers
+    if count and count in plain:
+        for last, name in ((count, "after"), (count + 1, "before")):
+            layers = tuple(last if layer == count else layer for layer in plain)
+            if layers != tuple(count if layer == -1 else layer for layer in own):
+                found[f"the last hidden state {name} the final norm"] = layers
+    return found
+
+
 @dataclass(slots=True)
 class _Examination:
     """rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared."""
@@ -157,17 +219,19 @@ class _Examination:
         """The best of the readings that differ from this one in one convention, if it is significantly better, or else
         of those that differ in two: one mistake can hide another.
         """
-        with _reading(self.drafter, best.conventions):
-            others = {name: each for name, each in self.drafter.readings().items() if each != best.conventions}
-        found = self._compared(best, others)
+        changes = other_readings(self.drafter, best.conventions)
+        found = self._compared(best, changes)
         if (better := self._significant(best, found)) is not None:
             return better
         if all(_significance(best.hits, each.hits) <= SIGNIFICANCE for each in found):
             return None  # this one is right
-        return self._significant(best, self._compared(best, _in_two(best.conventions, others)))
+        pairs = (pair for pair in combinations(changes, 2) if changes[pair[0]].keys() != changes[pair[1]].keys())
+        two = {f"{one}, and {other}": changes[one] | changes[other] for one, other in pairs}
+        return self._significant(best, self._compared(best, two))
 
-    def _compared(self, best: Reading, others: Mapping[str, Conventions]) -> list[Reading]:
-        return [self.reading(f"{best.name}, and {name}" if best.name else name, each) for name, each in others.items()]
+    def _compared(self, best: Reading, changes: Changes) -> list[Reading]:
+        prefix = f"{best.name}, and " if best.name else ""
+        return [self.reading(prefix + name, replace(best.conventions, **change)) for name, change in changes.items()]
 
     def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
         """The best of these readings, if it is significantly better."""
@@ -181,19 +245,25 @@ class _Examination:
         """Which of up to DEPTH drafts in a row are the text's tokens (rounds, drafts). Round i knows the features up to
         i. moved: by how many positions they are displaced.
         """
-        features, text = self._features(conventions.feature_layers).roll(moved, 0), self.text
-        with _reading(self.drafter, conventions):
-            session = feature_session(self.drafter)
-            session.begin(text)
-            depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-            known, hits = 0, []
-            for last in self.rounds:
-                session.add_features(features[known : last + 1], known, last + 1)
-                known = last + 1
-                # The text is fed instead of the drafts, so that every position counts.
-                rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-                hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-                session.rewind(known)
+        features, before = self._features(conventions.feature_layers).roll(moved, 0), self.drafter.conventions
+        self.drafter.conventions = conventions
+        try:
+            return self._hits(features)
+        finally:
+            self.drafter.conventions = before
+
+    def _hits(self, features: Tensor) -> Tensor:
+        text, session = self.text, feature_session(self.drafter)
+        session.begin(text)
+        depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+        known, hits = 0, []
+        for last in self.rounds:
+            session.add_features(features[known : last + 1], known, last + 1)
+            known = last + 1
+            # The text is fed instead of the drafts, so that every position counts.
+            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+            session.rewind(known)
         return torch.tensor(hits, dtype=torch.int64)
 
     def _features(self, layers: tuple[int, ...]) -> Tensor:
@@ -206,30 +276,6 @@ class _Examination:
             assert features is not None
             self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
         return torch.cat([self.states[layer] for layer in layers], dim=-1)
-
-
-def _in_two(own: Conventions, others: Mapping[str, Conventions]) -> dict[str, Conventions]:
-    """The readings that differ from `own` as two of the others do, which differ in one convention each."""
-    names = [each.name for each in fields(own)]
-    changes = {
-        name: {key: getattr(each, key) for key in names if getattr(each, key) != getattr(own, key)}
-        for name, each in others.items()
-    }
-    return {
-        f"{one}, and {other}": replace(own, **changes[one], **changes[other])
-        for one, other in combinations(changes, 2)
-        if changes[one].keys().isdisjoint(changes[other])
-    }
-
-
-@contextmanager
-def _reading(drafter: FeatureDrafter, conventions: Conventions) -> Iterator[None]:
-    before = drafter.conventions
-    drafter.conventions = conventions
-    try:
-        yield
-    finally:
-        drafter.conventions = before
 
 
 def _significance(one: Tensor, other: Tensor) -> float:
@@ -250,5 +296,94 @@ def sign_flip_test(differences: Sequence[int]) -> float:
             turned[total + difference] += ways
             turned[total - difference] += ways
         sums = turned
-    least = sum(differences)
-    return float(Fraction(sum(ways for total, ways in sums.items() if total >= least), 2 ** len(differences)))
+    return sum(ways for total, ways in sums.items() if total >= sum(differences)) / 2 ** len(differences)
+
+
+def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
+    """Read an ambiguous drafter in the way that predicts the target's text best. Returns what to say about it.
+
+    It runs after the engine has started and before anything is measured. A reading that an earlier examination found is
+    used again. prompt: gives the ids of OWN_PROMPT. Ctrl-C ends the examination alone.
+    """
+    drafter = pair.drafter
+    if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
+        return ""
+    file = _reading_file(pair, drafter) if drafter.origin.is_ambiguous or _has_readings(pair) else None
+    known = None if file is None else _stored(file)
+    if known is not None:
+        is_new = known != drafter.conventions
+        drafter.conventions = known
+        earlier = (
+            f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
+        )
+        return earlier if is_new else ""
+    if not drafter.origin.is_ambiguous:
+        return ""
+    try:
+        report, ids = pair.engine.report, prompt()
+        found = examine(drafter, pair.target, own_text(pair.target, ids, LOAD_TOKENS, report), len(ids), report=report)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        return f"How the drafter is read is ambiguous, and could not be examined: {error}"
+    use(pair, found)
+    return _sentence(found)
+
+
+def use(pair: Pair, found: Diagnosis) -> None:
+    """Read the drafter as an examination found, now and at later starts."""
+    drafter = pair.drafter
+    assert isinstance(drafter, FeatureDrafter)
+    drafter.conventions = found.used.conventions
+    file = _reading_file(pair, drafter)
+    if file is not None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(asdict(drafter.conventions)), encoding="utf-8")
+
+
+def _has_readings(pair: Pair) -> bool:
+    """Whether an examination has ever been stored, so that most starts need not read the drafter's files again."""
+    results = pair.engine.results
+    return results is not None and (Path(results.path).parent / READINGS).is_dir()
+
+
+def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
+    """The file for this drafter, what its files declare, and this target. None if nothing is kept."""
+    origin, results = drafter.origin, pair.engine.results
+    if origin is None or results is None:
+        return None
+    try:
+        digest = hashlib.sha256(repr(origin.declared).encode() + fingerprint(pair.target).numpy().tobytes())
+        for path in sorted(origin.files):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except (OSError, RuntimeError, TypeError):  # weights whose data are elsewhere have no fingerprint
+        return None
+    return Path(results.path).parent / READINGS / f"{digest.hexdigest()}.json"
+
+
+def _stored(file: Path) -> Conventions | None:
+    try:
+        entry: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
+    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined anew
+        return None
+
+
+def _sentence(found: Diagnosis) -> str:
+    """What was found, for the messages of loading."""
+    agreement = found.used.agreement[0]
+    if not found.reads_target:
+        return (
+            f"The drafter agrees with the target's text at {agreement:.2f} of {found.positions} positions, and "
+            f"with hidden states of other positions at {found.displaced:.2f}: {COMMAND} examines it on a longer text."
+        )
+    if found.better is None:
+        return f"How the drafter is read was ambiguous; its files are right (agreement {agreement:.2f})."
+    place, before, now = found.gain()
+    which = "" if place == 0 else f" of draft {place + 1}"
+    return (
+        f"{found.better.name}: agreement{which} {now:.2f} against {before:.2f} as declared, at "
+        f"{found.positions} positions of the target's own text."
+    )

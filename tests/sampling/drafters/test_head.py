@@ -14,8 +14,8 @@ from toys import decoding
 
 from ngram_assisted import NGramStorage
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
-from sampling.distill.generate import Page
-from sampling.distill.students import HeadStudent
+from sampling.distill.pages import Page
+from sampling.distill.students import Student
 from sampling.drafters import feature_sessions
 from utils.comparison.job import Job, SharedPrefills
 from utils.config.settings import Settings
@@ -54,7 +54,7 @@ def test_drafting_computes_what_training_computed(known):
     tokens = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
     features = features_of(target, tokens)
     page = Page(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
-    student = HeadStudent(model.head, model.embed, model.rows.weight, model.vocabulary)
+    student = Student(model.head, model.embed, model.rows.weight, model.vocabulary)
     model.head.config._attn_implementation = "sdpa"
     unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
     model.head.config._attn_implementation = "row_invariant"

@@ -10,11 +10,19 @@ import pytest
 import torch
 from trained_drafter import LAYERS, PROMPT, RIGHT, SIZE, random_drafter, target_model, text_of, trained
 
-from utils.drafter_formats.readings import shifted_layers
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions
 from utils.pairs import doctor
-from utils.pairs.doctor import GROUP, LEAST_GROUPS, SIGNIFICANCE, examine, own_text, sign_flip_test
+from utils.pairs.doctor import (
+    GROUP,
+    LEAST_GROUPS,
+    SIGNIFICANCE,
+    examine,
+    other_readings,
+    own_text,
+    shifted_layers,
+    sign_flip_test,
+)
 from utils.pairs.doctor import _significance as significance
 
 
@@ -65,8 +73,7 @@ def test_a_drafter_of_another_target_is_recognised():
     ],
 )
 def test_shifted_layers_stay_within_the_target(layers, expected):
-    found = shifted_layers(Conventions(layers), LAYERS)
-    assert {each.feature_layers for each in found.values()} == expected
+    assert set(shifted_layers(layers, LAYERS).values()) == expected
 
 
 def test_two_wrong_conventions_are_corrected_one_after_the_other():
@@ -95,7 +102,7 @@ def test_two_wrong_conventions_are_found_even_if_neither_correction_helps_alone(
 def test_readings_in_two_conventions_are_not_compared_if_the_present_one_is_right(monkeypatch):
     target, text, drafter = trained()
     drafter.conventions = RIGHT
-    alone = len(drafter.readings())
+    alone = len(other_readings(drafter, RIGHT))
     hits = doctor._Examination.hits
     monkeypatch.setattr(
         doctor._Examination,
@@ -135,7 +142,7 @@ def test_false_alarms_are_as_rare_as_stated(monkeypatch):
     for _ in range(runs):
         examination = doctor._Examination(drafter, target, text, rounds, doctor.silent)
         alarms += examination.better_than(examination.reading("", RIGHT)) is not None
-    assert len(examination.readings) > 1 + len(drafter.readings())
+    assert len(examination.readings) > 1 + len(other_readings(drafter, RIGHT))
     assert alarms <= 3 * SIGNIFICANCE * runs  # a probability below 0.001 if the rate is the stated one
 
 
