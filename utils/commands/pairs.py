@@ -68,10 +68,8 @@ def _doctor(context: CommandContext) -> Outcome:
             "/pair doctor examines drafters that read hidden states of the target, such as EAGLE-3 heads: "
             f"{name or 'this pair'} is not one."
         )
-    events = _examination(harness, settings, drafter)
-    return [
-        RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, _conclusion, title=f"/pair doctor: {name}"))
-    ]
+    events, title = _examination(harness, settings, drafter), f"/pair doctor: {name}"
+    return [RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, _conclusion, title=title))]
 
 
 def _examination(harness: Harness, settings: Settings, drafter: FeatureDrafter) -> Iterator[ReportEvent]:

@@ -18,8 +18,7 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.layer_config import layer_config
-from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
+from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import load_embedding, load_head, misfit, share_parts
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 

@@ -50,6 +50,7 @@ CHANGED = {
 READINGS = "readings"  # in the cache folder: how drafters were found to be read, a file for each drafter and target
 COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
+EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
 Reporter = Callable[[str], None]
 Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a reading changes
 
@@ -313,10 +314,7 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     if known is not None:
         is_new = known != drafter.conventions
         drafter.conventions = known
-        earlier = (
-            f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
-        )
-        return earlier if is_new else ""
+        return EARLIER if is_new else ""
     if not drafter.origin.is_ambiguous:
         return ""
     try:

@@ -13,8 +13,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import DrafterFormat, format_of
-from utils.drafter_formats.mtp import load_mtp
-from utils.drafter_formats.mtp_layouts import mtp_layers, no_layers
+from utils.drafter_formats.mtp import load_mtp, mtp_layers, no_layers
 from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError

@@ -24,7 +24,7 @@ from sampling.distill.students import create_student, load_student
 from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
-from utils.drafter_formats.eagle3_conventions import LAYER_IDS
+from utils.drafter_formats.eagle3 import LAYER_IDS
 from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.errors import UserError

@@ -18,7 +18,7 @@ from utils.comparison.low_acceptance import is_low, low_acceptance_hint
 from utils.comparison.session_state import SessionState
 from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3_conventions import is_ambiguous
+from utils.drafter_formats.eagle3 import is_ambiguous
 from utils.engine.stored_results import ResultFile
 from utils.models.feature_drafter import Origin
 from utils.pairs import doctor

@@ -33,8 +33,7 @@ from tiny_gguf import write_gguf
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from utils.drafter_formats.mtp import load_mtp
-from utils.drafter_formats.mtp_layouts import mtp_layers
+from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
 from utils.pairs.doctor import examine, own_text
 from utils.pairs.load_pair import load_pair
