@@ -34,7 +34,7 @@ LADDER = (
 EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
 LIGHT = (
-    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request"),
+    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.request", "utils.pairs.request"),
     *("utils.servers.client", "utils.servers.engines.recognise"),
 )
 SCREEN_LIBRARIES = {"rich", "termcolor"}

@@ -13,7 +13,7 @@ from sampling.distill.progress import Report
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device
-from utils.models.gguf import convert_if_gguf
+from utils.models.gguf_model import convert_if_gguf
 from utils.models.sources import locate
 
 

@@ -21,8 +21,7 @@ from utils.pairs.doctor import (
     own_text,
     use,
 )
-from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import PairRequest, parse_request
+from utils.pairs.request import PAIRS, PairRequest, PairSpec, parse_request
 
 LIST, DOCTOR = "list", "doctor"
 NOT_TRIED = (

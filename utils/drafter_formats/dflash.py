@@ -1,7 +1,9 @@
 """DFlash and DSpark drafters in the layouts of z-lab, SpecForge, DeepSpec and speculators: all drafts of a round from
 one pass over a block of mask tokens (arXiv 2602.06036; arXiv 2607.05147).
 
-DSpark adds heads: see dspark_heads.
+DSpark adds heads: see block_layers. Keys of the config stand at the top level or under `dflash_config`. Layer ids are
+outputs of layers in `target_layer_ids` (z-lab, SpecForge, DeepSpec), and hidden states in `aux_hidden_state_layer_ids`
+(speculators).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The table of drafter formats: how each is recognised by its config and tensors, and how it is loaded."""
+"""The table of drafter formats: how each is recognised by its config and tensors, and how it is loaded.
+
+Drafters that look like models, but have a format that is not supported, are refused by name.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.models.progress import Count
+from utils.models import Count
 from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import HOST
 from utils.text import visible
