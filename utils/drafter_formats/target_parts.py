@@ -1,5 +1,5 @@
-"""What ties a drafter to its target: the embedding and the output head that they share, the vocabulary of the drafts, and
-target.json, a sample of the target's weights beside a drafter that this program trained.
+"""What ties a drafter to its target: the embedding and the output head that they share, the vocabulary of the drafts,
+and target.json, a sample of the target's weights beside a drafter that this program trained.
 
 A drafter of another target with the same sizes would give correct text and no speed.
 """
