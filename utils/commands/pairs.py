@@ -14,7 +14,7 @@ from utils.pairs.doctor import (
     DEPTH,
     OWN_PROMPT,
     TEXT_TOKENS,
-    Diagnosis,
+    Examination,
     Reading,
     examine,
     other_readings,
@@ -67,11 +67,20 @@ def _doctor(context: CommandContext) -> Outcome:
             "/pair doctor examines drafters that read hidden states of the target, such as EAGLE-3 heads: "
             f"{name or 'this pair'} is not one."
         )
-    events, title = _examination(harness, settings, drafter), f"/pair doctor: {name}"
-    return [RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, _conclusion, title=title))]
+    done: list[Examination] = []
+    events = _examined(harness, settings, drafter, done)
+
+    def conclusion(_: Sequence[Finding]) -> list[str]:
+        return [line for found in done for line in _conclusion(found)]  # nothing if it was stopped before
+
+    return [
+        RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, conclusion, title=f"/pair doctor: {name}"))
+    ]
 
 
-def _examination(harness: Harness, settings: Settings, drafter: FeatureDrafter) -> Iterator[ReportEvent]:
+def _examined(
+    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[Examination]
+) -> Iterator[ReportEvent]:
     pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
     yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
     text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
@@ -80,7 +89,8 @@ def _examination(harness: Harness, settings: Settings, drafter: FeatureDrafter) 
         yield Note("This format leaves nothing to convention.")
     # Nothing takes time from here on, so that Ctrl-C cannot come between the correction and its findings.
     if found.better is not None:
-        use(pair, found)
+        use(pair, found.used.conventions)
+    done.append(found)
     for reading in found.readings:
         yield Finding(_cells(reading), _figures(reading, found))
 
@@ -90,43 +100,37 @@ def _cells(reading: Reading) -> tuple[str, ...]:
     return (reading.name or "as it is read now", *shares, *["-"] * (DEPTH - len(shares)))
 
 
-def _figures(reading: Reading, found: Diagnosis) -> dict[str, object]:
+def _figures(reading: Reading, found: Examination) -> dict[str, object]:
     return {
         "reading": reading.name,
         **asdict(reading.conventions),
         "agreement": list(reading.agreement),
-        "positions": found.positions,
+        "positions": len(found.rounds),
         "is_used": reading is found.used,
         "reads_target": found.reads_target,
         "displaced_agreement": found.displaced,
     }
 
 
-def _conclusion(findings: Sequence[Finding]) -> list[str]:
+def _conclusion(found: Examination) -> list[str]:
     """Which reading is used, and whether the drafter fits the target at all."""
-    rows = [finding.figures for finding in findings]
-    used = next((row for row in rows if row["is_used"]), None)
-    if used is None:  # stopped before its finding
-        return []
-    present, agreement, positions = rows[0], used["agreement"][0], used["positions"]
-    if not used["reads_target"]:
-        displaced = used["displaced_agreement"]
-        extent = "hardly" if agreement > displaced else "no"
+    agreement, positions = found.used.agreement[0], len(found.rounds)
+    if not found.reads_target:
+        extent = "hardly" if agreement > found.displaced else "no"
         return [
             f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
-            f"from those of other positions ({displaced:.2f}), at {positions} positions: it was probably "
+            f"from those of other positions ({found.displaced:.2f}), at {positions} positions: it was probably "
             "made for a different target, or is read in a way that was not compared. Use a different --drafter."
         ]
-    if used is not present:
-        places = range(min(len(used["agreement"]), len(present["agreement"])))
-        place = max(places, key=lambda index: used["agreement"][index] - present["agreement"][index])
+    if found.better is not None:
+        place, before, now = found.gain()
         return [
-            f"The drafter is now read with {used['reading']}: draft {place + 1} agrees with the target's text at "
-            f"{used['agreement'][place]:.2f} of {positions} positions, before at {present['agreement'][place]:.2f}.",
+            f"The drafter is now read with {found.better.name}: draft {place + 1} agrees with the target's text at "
+            f"{now:.2f} of {positions} positions, before at {before:.2f}.",
             CORRECTED,
         ]
     lines = []
-    if len(rows) > 1:
+    if len(found.readings) > 1:
         lines.append(f"The present reading is right: no other one is significantly better at {positions} positions.")
     if agreement < LITTLE:
         lines.append(f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -26,6 +26,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
+from utils.files import file_state
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
 from utils.models.target_identity import fingerprint
 from utils.pairs.pair import Pair
@@ -40,6 +41,7 @@ LEAST_GROUPS = 11  # with fewer, none of ten readings could be significantly bet
 # The largest probability that a reading is replaced although no other one is better. One half is divided by the number
 # of readings that differ in one convention, the other by the number of those that differ in two.
 SIGNIFICANCE = 0.01
+SHIFTS = {1: "outputs of layers, one later", -1: "inputs of layers, one earlier", 0: ""}
 # What a reading is called whose convention is changed to False or to True.
 CHANGED = {
     "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
@@ -73,41 +75,7 @@ class Reading:
         return tuple(self.hits.float().mean(0).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What an examination found.
-
-    readings: the present one first. better: a reading that is significantly better. displaced: the agreement of first
-    drafts with features of other positions. reads_target: whether it is significantly lower than with the right ones.
-    """
-
-    readings: tuple[Reading, ...]
-    better: Reading | None
-    displaced: float
-    reads_target: bool
-
-    @property
-    def used(self) -> Reading:
-        """The reading to use from now on."""
-        return self.better or self.readings[0]
-
-    @property
-    def positions(self) -> int:
-        """The number of positions that were compared."""
-        return len(self.readings[0].hits)
-
-    def gain(self) -> tuple[int, float, float]:
-        """The draft that the better reading improves most, counted from 0, and its agreement before and now."""
-        pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
-        place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
-        return place, *pairs[place]
-
-
-def silent(_: str) -> None:
-    """A reporter that shows nothing."""
-
-
-def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS, report: Reporter = silent) -> list[int]:
+def own_text(target: object, prompt: list[int], count: int, report: Reporter = print) -> list[int]:
     """The prompt and the target's greedy answer, which does not end at end tokens, as far as the context reaches."""
     if (bound := context_length(target)) is not None:
         count = max(0, min(count, bound - 1 - len(prompt)))
@@ -119,13 +87,13 @@ def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS, report
 
 
 def examine(
-    drafter: FeatureDrafter, target: object, text: list[int], start: int, *, report: Reporter = silent
-) -> Diagnosis:
+    drafter: FeatureDrafter, target: object, text: list[int], start: int, *, report: Reporter = print
+) -> Examination:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
     If one is significantly better, those that differ from it in one more convention are compared with it, and so on.
-    The drafter's conventions are as before afterwards; `better` is for the caller to apply. Raises UserError for a text
-    that is too short, or repeats itself too much, to tell readings apart.
+    The drafter's conventions are as before afterwards. Raises UserError for a text that is too short, or repeats itself
+    too much, to tell readings apart.
     """
     rounds = _new_passages(text, start)
     if len(rounds) < GROUP * LEAST_GROUPS:
@@ -133,17 +101,14 @@ def examine(
             f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
             f"the drafter: {GROUP * LEAST_GROUPS} are needed."
         )
-    examination = _Examination(drafter, target, text, rounds, report)
-    best = own = examination.reading("", drafter.conventions)
-    while (better := examination.better_than(best)) is not None:
-        best = better
-    displaced = examination.hits(best.conventions, moved=MOVED)
-    return Diagnosis(
-        tuple(examination.readings),
-        None if best is own else best,
-        float(displaced[:, 0].float().mean()),
-        _significance(best.hits, displaced) <= SIGNIFICANCE,
-    )
+    found = Examination(drafter, target, text, rounds, report)
+    better: Reading | None = found.reading("", drafter.conventions)
+    while better is not None:
+        found.used, better = better, found.better_than(better)
+    displaced = found.hits(found.used.conventions, moved=MOVED)
+    found.displaced = float(displaced[:, 0].float().mean())
+    found.reads_target = _significance(found.used.hits, displaced) <= SIGNIFICANCE
+    return found
 
 
 def _new_passages(text: list[int], start: int) -> list[int]:
@@ -177,27 +142,29 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     """The hidden states one layer earlier or later, and the last one before or after the final norm.
 
     count: the number of the target's layers n, or 0 for a drafter whose layers are certain. Number n is after the final
-    norm, and n + 1 before it.
+    norm, as -1 is, and n + 1 before it.
     """
-    plain = tuple(count if layer in (-1, count + 1) else layer for layer in own)
+    own = tuple(count if layer == -1 else layer for layer in own)
     found = {}
-    for shift, name in ((1, "outputs of layers, one later"), (-1, "inputs of layers, one earlier")):
-        layers = tuple(layer + shift for layer in plain)
-        if all(0 <= layer <= count for layer in layers):
-            found[f"layer ids read as {name}"] = tuple(count + 1 if layer == count else layer for layer in layers)
-            if count in layers:
-                found[f"layer ids read as {name}, the last one after the final norm"] = layers
-    if count and count in plain:
-        for last, name in ((count, "after"), (count + 1, "before")):
-            layers = tuple(last if layer == count else layer for layer in plain)
-            if layers != tuple(count if layer == -1 else layer for layer in own):
-                found[f"the last hidden state {name} the final norm"] = layers
-    return found
+    for shift, shifted in SHIFTS.items() if count else ():
+        layers = tuple(min(layer, count) + shift for layer in own)
+        if min(layers) < 0 or max(layers) > count:
+            continue
+        for last, side in ((count + 1, "before"), (count, "after")) if count in layers else ((0, ""),):
+            name = f"layer ids read as {shifted}" if shift else f"the last hidden state {side} the final norm"
+            name += ", the last one after the final norm" if shift and side == "after" else ""
+            found[name] = tuple(last if layer == count else layer for layer in layers)
+    return {name: layers for name, layers in found.items() if layers != own}
 
 
 @dataclass(slots=True)
-class _Examination:
-    """rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared."""
+class Examination:
+    """An examination, and what it found.
+
+    rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared, the
+    present one first. used: the reading to use from now on. displaced: the agreement of first drafts with features of
+    other positions. reads_target: whether it is significantly lower than with the right ones.
+    """
 
     drafter: FeatureDrafter
     target: object
@@ -206,6 +173,20 @@ class _Examination:
     report: Reporter
     states: dict[int, Tensor] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
+    used: Reading = field(init=False)
+    displaced: float = 0.0
+    reads_target: bool = False
+
+    @property
+    def better(self) -> Reading | None:
+        """The reading that is significantly better than the present one."""
+        return None if self.used is self.readings[0] else self.used
+
+    def gain(self) -> tuple[int, float, float]:
+        """The draft that the better reading improves most, counted from 0, and its agreement before and now."""
+        pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
+        place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
+        return place, *pairs[place]
 
     def reading(self, name: str, conventions: Conventions) -> Reading:
         """Compare a reading with the text, unless it has been compared before."""
@@ -309,12 +290,10 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     drafter = pair.drafter
     if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
         return ""
-    file = _reading_file(pair, drafter) if drafter.origin.is_ambiguous or _has_readings(pair) else None
-    known = None if file is None else _stored(file)
+    known = _stored(_reading_file(pair, drafter))
     if known is not None:
-        is_new = known != drafter.conventions
-        drafter.conventions = known
-        return EARLIER if is_new else ""
+        before, drafter.conventions = drafter.conventions, known
+        return "" if known == before else EARLIER
     if not drafter.origin.is_ambiguous:
         return ""
     try:
@@ -324,26 +303,19 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
         return INTERRUPTED
     except UserError as error:
         return f"How the drafter is read is ambiguous, and could not be examined: {error}"
-    use(pair, found)
+    use(pair, found.used.conventions)
     return _sentence(found)
 
 
-def use(pair: Pair, found: Diagnosis) -> None:
-    """Read the drafter as an examination found, now and at later starts."""
+def use(pair: Pair, conventions: Conventions) -> None:
+    """Read the drafter in this way, now and at later starts."""
     drafter = pair.drafter
     assert isinstance(drafter, FeatureDrafter)
-    drafter.conventions = found.used.conventions
-    file = _reading_file(pair, drafter)
-    if file is not None:
+    drafter.conventions = conventions
+    if (file := _reading_file(pair, drafter)) is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(asdict(drafter.conventions)), encoding="utf-8")
-
-
-def _has_readings(pair: Pair) -> bool:
-    """Whether an examination has ever been stored, so that most starts need not read the drafter's files again."""
-    results = pair.engine.results
-    return results is not None and (Path(results.path).parent / READINGS).is_dir()
 
 
 def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
@@ -352,29 +324,27 @@ def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
     if origin is None or results is None:
         return None
     try:
-        digest = hashlib.sha256(repr(origin.declared).encode() + fingerprint(pair.target).numpy().tobytes())
-        for path in sorted(origin.files):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        made_from = repr([origin.declared, *map(file_state, origin.files), fingerprint(pair.target).tolist()])
     except (OSError, RuntimeError, TypeError):  # weights whose data are elsewhere have no fingerprint
         return None
-    return Path(results.path).parent / READINGS / f"{digest.hexdigest()}.json"
+    return Path(results.path).parent / READINGS / f"{hashlib.sha256(made_from.encode()).hexdigest()}.json"
 
 
-def _stored(file: Path) -> Conventions | None:
+def _stored(file: Path | None) -> Conventions | None:
+    """How an earlier examination found that the drafter must be read."""
     try:
-        entry: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        entry: dict[str, Any] = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
     except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined anew
         return None
 
 
-def _sentence(found: Diagnosis) -> str:
+def _sentence(found: Examination) -> str:
     """What was found, for the messages of loading."""
     agreement = found.used.agreement[0]
     if not found.reads_target:
         return (
-            f"The drafter agrees with the target's text at {agreement:.2f} of {found.positions} positions, and "
+            f"The drafter agrees with the target's text at {agreement:.2f} of {len(found.rounds)} positions, and "
             f"with hidden states of other positions at {found.displaced:.2f}: {COMMAND} examines it on a longer text."
         )
     if found.better is None:
@@ -383,5 +353,5 @@ def _sentence(found: Diagnosis) -> str:
     which = "" if place == 0 else f" of draft {place + 1}"
     return (
         f"{found.better.name}: agreement{which} {now:.2f} against {before:.2f} as declared, at "
-        f"{found.positions} positions of the target's own text."
+        f"{len(found.rounds)} positions of the target's own text."
     )

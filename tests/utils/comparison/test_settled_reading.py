@@ -104,7 +104,7 @@ def test_clear_files_are_examined_by_the_command_only(pair, monkeypatch):
     monkeypatch.setattr(drafter, "origin", replace(drafter.origin, is_ambiguous=False))
     seen = examinations(monkeypatch)
     assert settle_reading(pair) == "" and not seen
-    doctor.use(pair, SimpleNamespace(used=SimpleNamespace(conventions=RIGHT)))  # as /pair doctor found it
+    doctor.use(pair, RIGHT)  # as /pair doctor found it
     drafter.conventions = WRONG
     assert settle_reading(pair) and drafter.conventions == RIGHT and not seen
 
