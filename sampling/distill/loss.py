@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sampling.distill.pages import Page
+from sampling.distill.pages import TextPage
 from sampling.distill.progress import Rates
 from sampling.distill.students import Student
 
@@ -54,7 +54,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 _soft_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _SoftCrossEntropy.apply
 
 
-def distillation_loss(student: Student, page: Page, lm_head: Tensor, steps: int) -> Tensor:
+def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: int) -> Tensor:
     """Weighted mean over steps of the cross entropy to the target, at the tokens that the target generated.
 
     lm_head: the target's output weight (V, H). Only the student's vocabulary is compared.
@@ -105,7 +105,7 @@ class Acceptance:
         }
 
 
-def measure_acceptance(student: Student, page: Page, lm_head: Tensor, *, steps: int, batch: int) -> Acceptance:
+def measure_acceptance(student: Student, page: TextPage, lm_head: Tensor, *, steps: int, batch: int) -> Acceptance:
     """The acceptance on a page, `batch` rows at a time. lm_head: the target's output weight (V, H)."""
     counts = Acceptance.empty(steps)
     for rows in torch.arange(page.tokens.shape[0]).split(batch):
@@ -115,7 +115,7 @@ def measure_acceptance(student: Student, page: Page, lm_head: Tensor, *, steps: 
 
 
 @torch.no_grad()
-def count_acceptance(student: Student, page: Page, lm_head: Tensor, counts: Acceptance) -> None:
+def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: Acceptance) -> None:
     """Add the acceptance on a page to `counts`. Tokens outside the student's vocabulary count as rejected."""
     steps = len(counts.greedy)
     # The last feature is the input of the output head, so the target's logits need no forward pass: (B, T, H).

@@ -47,7 +47,7 @@ layers_flag = flag_type(_layers)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
@@ -80,7 +80,7 @@ class Plan:
 class Options:
     """A plan, the folder of the drafter, and whether to resume, to keep the work folder, or only to measure."""
 
-    plan: Plan
+    plan: TrainingPlan
     out: Path
     resume: bool
     keep: bool
@@ -111,9 +111,9 @@ def parse_options(argv: list[str] | None = None) -> Options:
         parser.error("--layers is for a new drafter of --kind eagle3: leave it out")
     if flags.steps > MAX_STEPS:
         parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
-    values = {field.name: getattr(flags, field.name) for field in fields(Plan) if hasattr(flags, field.name)}
+    values = {field.name: getattr(flags, field.name) for field in fields(TrainingPlan) if hasattr(flags, field.name)}
     # With --resume the target may be omitted, and comes from the stored plan.
-    plan = Plan(**values | {"target": flags.target or ""})
+    plan = TrainingPlan(**values | {"target": flags.target or ""})
     options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep, flags.measure)
     return _resumed(options) if options.resume else _checked(options)
 
@@ -124,7 +124,7 @@ def save_plan(options: Options) -> None:
     write_json(options.work / PLAN_FILE, asdict(options.plan))
 
 
-def public_settings(plan: Plan) -> dict[str, Any]:
+def public_settings(plan: TrainingPlan) -> dict[str, Any]:
     """The plan without paths of this machine, which mean nothing elsewhere. In their place stand names of flags."""
     settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
     return settings | {name: name.upper() for name in ("prompts", "start") if settings[name]}
@@ -138,7 +138,7 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
     file = folder / TRAINING_FILE
     if not file.is_file():
         return {}
-    kinds = {field.name: type(field.default) for field in fields(Plan)} | {"target": str, "prompts": str}
+    kinds = {field.name: type(field.default) for field in fields(TrainingPlan)} | {"target": str, "prompts": str}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         stored = {name: values[name] for name in MEASURED if values.get(name) is not None}
@@ -154,7 +154,7 @@ def _resumed(options: Options) -> Options:
     file = options.work / PLAN_FILE
     if not file.is_file():
         raise UserError(f"There is nothing to resume in {options.out}: leave out --resume to begin.")
-    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    plan = TrainingPlan(**json.loads(file.read_text(encoding="utf-8")))
     if options.plan.target and options.plan.target != plan.target:
         raise UserError(f"The work in {options.out} is for {plan.target}, not for {options.plan.target}.")
     device = plan.device if options.plan.device == "auto" else options.plan.device
@@ -178,7 +178,7 @@ def _checked(options: Options) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Plan(target="")
+    defaults = TrainingPlan(target="")
     parser = argparse.ArgumentParser(
         prog="python -m sampling.distill",
         description="Train a drafter for a target model on text that the target generates itself.",

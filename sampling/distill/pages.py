@@ -29,7 +29,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class TextPage:
     """B conversations of T tokens.
 
     tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
@@ -51,10 +51,10 @@ class Page:
         """(B, T): True for tokens of answers."""
         return self.sources == ANSWER
 
-    def rows(self, index: Tensor | slice, device: torch.device | None = None) -> Page:
+    def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
         """A page of some of its rows, on `device`."""
         tensors = (self.tokens, self.features, self.sources, self.temperatures)
-        return Page(*(tensor[index].to(device) for tensor in tensors))
+        return TextPage(*(tensor[index].to(device) for tensor in tensors))
 
 
 class Corpus:
@@ -80,7 +80,7 @@ class Corpus:
                 total += int(file.metadata()["count"])
         return total
 
-    def add(self, page: Page) -> None:
+    def add(self, page: TextPage) -> None:
         """Write a page after the last one."""
         # "voices" and "warmths" are names of the file format, for sources and temperatures.
         tensors = {
@@ -92,10 +92,10 @@ class Corpus:
         with replacing(self._path(len(self))) as file:
             file.write(save(tensors, metadata={"count": str(int(page.generated.sum()))}))
 
-    def page(self, number: int) -> Page:
+    def page(self, number: int) -> TextPage:
         """One page, memory-mapped."""
         tensors = load_file(self._path(number))
-        return Page(tensors["tokens"], tensors["features"], tensors["voices"], tensors["warmths"])
+        return TextPage(tensors["tokens"], tensors["features"], tensors["voices"], tensors["warmths"])
 
     def _path(self, number: int) -> Path:
         return self._folder / f"page-{number:05d}.safetensors"
@@ -120,7 +120,7 @@ class PageGenerator:
 
     def generate(
         self, seed: int, *, complete: bool = False, on_tokens: Callable[[int], None] = lambda count: None
-    ) -> Page:
+    ) -> TextPage:
         """The page of a seed.
 
         complete: whether openings are complete user messages. on_tokens: called with the number of new tokens.
@@ -153,7 +153,7 @@ class PageGenerator:
                 sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
                 on_tokens(self._rows)
         assert features is not None
-        return Page(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
+        return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
 
 
 def _use_grouped_attention(model: Any) -> None:

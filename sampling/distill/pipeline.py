@@ -16,8 +16,16 @@ from sampling.distill.chat_script import Script
 from sampling.distill.loss import measure_acceptance
 from sampling.distill.model_card import write_card
 from sampling.distill.options import Options, save_plan
-from sampling.distill.pages import Corpus, Page, PageGenerator
-from sampling.distill.progress import Progress, ProgressReporter, Rates, Report, advice, missing_text, rates_text
+from sampling.distill.pages import Corpus, PageGenerator, TextPage
+from sampling.distill.progress import (
+    ProgressReporter,
+    Rates,
+    Report,
+    TrainingProgress,
+    advice,
+    missing_text,
+    rates_text,
+)
 from sampling.distill.students import Student, create_student, load_student, planned_layers, save_student
 from sampling.distill.target import load_target
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
@@ -71,7 +79,7 @@ class Distillation:
         options, work = self._options, self._options.work
         save_plan(options)
         self._report(self._plan_text())
-        progress = Progress.load(work)
+        progress = TrainingProgress.load(work)
         corpus = Corpus(work / "pages")
         held_out = self._prepare()
         self._generate(corpus, progress)
@@ -99,7 +107,7 @@ class Distillation:
             f"{model.device}."
         )
 
-    def _prepare(self) -> Page:
+    def _prepare(self) -> TextPage:
         """The held-out page, once there is room on the disk. Raises UserError if there is none."""
         folder = self._options.work
         corpus = Corpus(folder / "held-out")
@@ -128,7 +136,7 @@ class Distillation:
         if (kind := student.kind) != self._plan.kind:
             raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to continue training it.")
 
-    def _measured(self, student: Student, page: Page) -> Rates:
+    def _measured(self, student: Student, page: TextPage) -> Rates:
         plan = self._plan
         rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
         self._report(f"{self._options.out}: {rates_text(rates)}")
@@ -136,12 +144,12 @@ class Distillation:
             self._report(line)
         return rates
 
-    def _page(self, number: int, reporter: ProgressReporter) -> Page:
+    def _page(self, number: int, reporter: ProgressReporter) -> TextPage:
         # Neighbouring seeds of the plan must not share pages.
         seed = self._plan.seed * 100_000 + number
         return self._generator.generate(seed, complete=self._has_questions, on_tokens=reporter.advance)
 
-    def _generate(self, corpus: Corpus, progress: Progress) -> None:
+    def _generate(self, corpus: Corpus, progress: TrainingProgress) -> None:
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         done, total = (pages * self._page_tokens for pages in (len(corpus), self._pages))
         reporter = self._reporter("generating", done, total)
@@ -152,7 +160,7 @@ class Distillation:
             progress.writing += time.monotonic() - started
             progress.save(self._options.work)
 
-    def _trainer(self, corpus: Corpus, held_out: Page) -> Trainer:
+    def _trainer(self, corpus: Corpus, held_out: TextPage) -> Trainer:
         plan = self._plan
         total = max(1, len(corpus) * (plan.rows // plan.batch) * plan.passes)
         data = TrainingData(corpus, held_out, self._target.lm_head)
@@ -162,7 +170,7 @@ class Distillation:
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _train(self, trainer: Trainer, progress: Progress) -> None:
+    def _train(self, trainer: Trainer, progress: TrainingProgress) -> None:
         step_tokens = self._plan.batch * self._plan.length
         earlier = progress.training
         saved = started = time.monotonic()
@@ -186,7 +194,7 @@ class Distillation:
             if trainer.is_consistent:  # otherwise the last checkpoint stays
                 self._save_checkpoint(trainer, progress)
 
-    def _evaluate(self, trainer: Trainer, progress: Progress) -> None:
+    def _evaluate(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Add a point to the curve, from part of the held-out page."""
         rates = trainer.acceptance(EVALUATION_ROWS).rates()
         tokens = trainer.step * self._plan.batch * self._plan.length
@@ -196,11 +204,11 @@ class Distillation:
         self._evaluated = progress.training
         self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {rates_text(rates)}")
 
-    def _save_checkpoint(self, trainer: Trainer, progress: Progress) -> None:
+    def _save_checkpoint(self, trainer: Trainer, progress: TrainingProgress) -> None:
         trainer.save(self._options.work)
         progress.save(self._options.work)
 
-    def _shorten(self, trainer: Trainer, progress: Progress) -> None:
+    def _shorten(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Reduce the number of steps to what fits into the remaining time."""
         seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
         steps_left = int(seconds_left / (progress.training / TIMED_STEPS))

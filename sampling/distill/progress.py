@@ -23,7 +23,7 @@ Rates = dict[str, list[float | None]]
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation."""
 
     writing: float = 0.0
@@ -34,7 +34,7 @@ class Progress:
         write_json(folder / PROGRESS_FILE, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path) -> Progress:
+    def load(cls, folder: Path) -> TrainingProgress:
         """The stored progress, or an empty one."""
         file = folder / PROGRESS_FILE
         return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
-from sampling.distill.options import Plan
-from sampling.distill.pages import Corpus, Page
+from sampling.distill.options import TrainingPlan
+from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.target import Target
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
@@ -60,7 +60,7 @@ class Student:
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
 
-    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
+    def predictions(self, page: TextPage, steps: int) -> Iterator[Predictions]:
         """The predictions of each step, with N = T - steps - 1 entries."""
         # The same N for all steps, so that the last entry of the last step still has a token to predict.
         count = page.tokens.shape[1] - steps - 1
@@ -91,7 +91,7 @@ def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
     return read if read[-1:] == (LAST,) else (*read, LAST)
 
 
-def planned_layers(plan: Plan, target: Target) -> tuple[int, ...]:
+def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     """The hidden states that pages of this plan hold. Raises UserError if the target does not have one of them."""
     if plan.start:
         return load_student(Path(plan.start), target).layers
@@ -102,7 +102,7 @@ def planned_layers(plan: Plan, target: Target) -> tuple[int, ...]:
     return page_layers(chosen_layers(chosen, count))
 
 
-def create_student(target: Target, corpus: Corpus, plan: Plan) -> Student:
+def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Student:
     """A new student, or the one in `plan.start`.
 
     The vocabulary of a head is always that of the corpus. An EAGLE-3 drafter keeps the one it has.

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from sampling.distill.loss import Acceptance, autocast_for, distillation_loss, measure_acceptance
-from sampling.distill.options import Plan
-from sampling.distill.pages import Corpus, Page
+from sampling.distill.options import TrainingPlan
+from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.students import Student
 from utils.files import replacing
 
@@ -29,14 +29,14 @@ class TrainingData:
     """pages: the training text. held_out: a page not trained on. lm_head: the target's output weight (V, H)."""
 
     pages: Corpus
-    held_out: Page
+    held_out: TextPage
     lm_head: Tensor
 
 
 class Trainer:
     """Trains a student for `total` steps; `step` of them are done. loss: a running mean."""
 
-    def __init__(self, student: Student, data: TrainingData, plan: Plan, total: int) -> None:
+    def __init__(self, student: Student, data: TrainingData, plan: TrainingPlan, total: int) -> None:
         self.student, self._data, self._plan, self.total = student, data, plan, total
         self.step, self.loss = 0, float("nan")
         self.is_consistent = True  # False while only some of the weights have made the current step
@@ -49,7 +49,7 @@ class Trainer:
         ]
         self._rates = (plan.rate, plan.rate_rest)
         self._page_count = len(data.pages)
-        self._loaded: tuple[int, Page] | None = None  # the current page and its number
+        self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
         """Train on the next batch."""
@@ -109,7 +109,7 @@ class Trainer:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / max(1, self.total))))
         return min(1.0, (self.step + 1) / WARM_UP_STEPS) * max(0.01, cosine)
 
-    def _batch(self) -> Page:
+    def _batch(self) -> TextPage:
         """Some rows of one page, both in a random order that the seed determines."""
         plan = self._plan
         per_page = max(1, plan.rows // plan.batch)
@@ -120,7 +120,7 @@ class Trainer:
         order = _shuffled(page.tokens.shape[0], plan.seed, visit)
         return page.rows(torch.tensor(order[part * plan.batch : (part + 1) * plan.batch]), self._data.lm_head.device)
 
-    def _page(self, number: int) -> Page:
+    def _page(self, number: int) -> TextPage:
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = number, self._data.pages.page(number)
         return self._loaded[1]

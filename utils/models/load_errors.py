@@ -24,7 +24,7 @@ from utils.errors import UserError
 TIMEOUTS = ("ConnectTimeout", "NetworkError", "PoolTimeout", "ProxyError", "ReadTimeout")
 
 
-class Cause(NamedTuple):
+class LoadCause(NamedTuple):
     """A row of the table. It applies if a sign is in the text of an exception or in the names of its classes: the hub
     client moves its classes, and importing them all would be slow.
     """
@@ -35,61 +35,63 @@ class Cause(NamedTuple):
 
 # The first row that applies is used, so the specific ones come first.
 CAUSES = {
-    "gated": Cause(
+    "gated": LoadCause(
         "is gated: accept its licence on its model page, then log in with `hf auth login`", ("GatedRepoError",)
     ),
-    "revision": Cause(
+    "revision": LoadCause(
         "has no such revision: omit @REVISION, or name a branch, a tag or a commit", ("RevisionNotFoundError",)
     ),
-    "token": Cause(
+    "token": LoadCause(
         "is not accessible because the hub rejects your token: log in again with `hf auth login`",
         ("Invalid credentials",),
     ),
-    "unknown id": Cause(
+    "unknown id": LoadCause(
         "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling",
         ("RepositoryNotFoundError", "HFValidationError"),
     ),
-    "offline": Cause(
+    "offline": LoadCause(
         "is not on this machine and the hub cannot be reached: connect once, or name a local folder",
         ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", *TIMEOUTS),
     ),
-    "remote code": Cause(
+    "remote code": LoadCause(
         "needs Python code from its own repository, which is never run: use a model that transformers knows",
         ("custom code",),
     ),
-    "architecture": Cause(
+    "architecture": LoadCause(
         "has an architecture that the installed transformers does not know",
         ("does not recognize this architecture", "Unrecognized model"),
     ),
-    "task": Cause("is not a text generation model", ("Unrecognized configuration class",)),
-    "corrupt weights": Cause("has truncated or corrupt weights: fetch or copy them again", ("SafetensorError",)),
-    "pickled weights": Cause(
+    "task": LoadCause("is not a text generation model", ("Unrecognized configuration class",)),
+    "corrupt weights": LoadCause("has truncated or corrupt weights: fetch or copy them again", ("SafetensorError",)),
+    "pickled weights": LoadCause(
         "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
         ("named model.safetensors",),
     ),
-    "shapes": Cause(
+    "shapes": LoadCause(
         "has weights whose shapes differ from its config.json: fetch or copy it again", ("ignore_mismatched_sizes",)
     ),
-    "package": Cause(
+    "package": LoadCause(
         "needs a package that is not installed, probably for its quantization: use an unquantized model or a GGUF file",
         ("ModuleNotFoundError", "pip install", "No module named"),
     ),
-    "index": Cause(
+    "index": LoadCause(
         "has an unusable index of its weights: fetch or copy it again",
         ("weight_map", "is not in the index", ".index.json"),
     ),
-    "missing file": Cause(
+    "missing file": LoadCause(
         "lacks a file of its weights, or has one that cannot be read: fetch or copy it again",
         (".safetensors'", '.safetensors"'),
     ),
-    "json": Cause("holds a file that is not valid JSON: fetch or copy it again", ("JSONDecodeError", "RecursionError")),
-    "tokenizer": Cause("has no usable tokenizer files: copy them next to the weights", ("backend tokenizer",)),
-    "disk full": Cause(
+    "json": LoadCause(
+        "holds a file that is not valid JSON: fetch or copy it again", ("JSONDecodeError", "RecursionError")
+    ),
+    "tokenizer": LoadCause("has no usable tokenizer files: copy them next to the weights", ("backend tokenizer",)),
+    "disk full": LoadCause(
         "could not be stored because the disk is full: make room, or set HF_HOME to a folder on a different disk",
         ("No space left on device",),
     ),
-    "memory": Cause(
+    "memory": LoadCause(
         "does not fit into memory: use a smaller model, --quantize int8, or a different --device",
         ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory", "not enough memory"),
     ),
@@ -137,7 +139,7 @@ def is_offline(error: BaseException) -> bool:
     return _has_sign(CAUSES["offline"], _classes(error))
 
 
-def _has_sign(cause: Cause, text: str) -> bool:
+def _has_sign(cause: LoadCause, text: str) -> bool:
     return any(sign in text for sign in cause.signs)
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import log_softmax, softmax
 
 from sampling.distill.chat_script import ANSWER
 from sampling.distill.loss import Acceptance, count_acceptance, distillation_loss
-from sampling.distill.pages import Page
+from sampling.distill.pages import TextPage
 from sampling.distill.students import Predictions, Student
 from utils.decode.model_info import hidden_features
 
@@ -18,7 +18,7 @@ LAYERS = (1, -1)
 def test_the_loss_and_its_gradient_are_cross_entropy():
     """The chunked loss against autograd over all logits."""
     model = tiny_llama()
-    page = Page(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.randint(3, (2, 12)), torch.zeros(2))
+    page = TextPage(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.randint(3, (2, 12)), torch.zeros(2))
     student = student_of(model)
     lm_head = model.lm_head.weight.detach()
     loss = distillation_loss(student, page, lm_head, 2)
@@ -69,7 +69,7 @@ def test_acceptance_counts_drafts_as_decoding_would():
     with torch.no_grad():
         target = model(input_ids=tokens, output_hidden_states=True)
         logits = student.model(input_ids=tokens).logits
-    page = Page(tokens, hidden_features(target, LAYERS), sources, torch.tensor([0.0, 0.0, 1.0, 0.5]))
+    page = TextPage(tokens, hidden_features(target, LAYERS), sources, torch.tensor([0.0, 0.0, 1.0, 0.5]))
     counts = Acceptance.empty(2)
     count_acceptance(student, page, model.lm_head.weight.detach(), counts)
     matches = logits.argmax(-1) == target.logits.argmax(-1)

@@ -14,7 +14,7 @@ from toys import decoding
 
 from ngram_assisted import NGramStorage
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
-from sampling.distill.pages import Page
+from sampling.distill.pages import TextPage
 from sampling.distill.students import Student
 from sampling.drafters import feature_sessions
 from utils.comparison.job import Job, SharedPrefills
@@ -53,7 +53,7 @@ def test_drafting_computes_what_training_computed(known):
     model = tiny_head(target)
     tokens = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
     features = features_of(target, tokens)
-    page = Page(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
+    page = TextPage(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
     student = Student(model.head, model.embed, model.rows.weight, model.vocabulary)
     model.head.config._attn_implementation = "sdpa"
     unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
