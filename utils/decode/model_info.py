@@ -5,9 +5,6 @@ fits.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from utils.errors import ContextOverflow, UserError
 from utils.freed_memory import available_memory
 from utils.text import byte_size, count_of
@@ -56,13 +53,6 @@ def _key_size(config: Any) -> int:
     heads = getattr(config, "num_key_value_heads", None) or queries
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, queries)
     return int(heads * size)
-
-
-def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
-    """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is the last one, after the
-    final norm.
-    """
-    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
 
 
 def is_spread(model: Any) -> bool:

@@ -3,14 +3,13 @@
 from itertools import product
 
 import torch
-from tiny import tiny_head, tiny_llama
+from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
 from sampling.distill.chat_script import ANSWER
 from sampling.distill.loss import Acceptance, count_acceptance, distillation_loss
 from sampling.distill.pages import TextPage
 from sampling.distill.students import Predictions, Student
-from utils.decode.model_info import hidden_features
 
 LAYERS = (1, -1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import tiny_pair
 from samplers import PROCESSORS
-from tiny import tiny_head, tiny_llama, tiny_sliding
+from tiny import hidden_features, tiny_head, tiny_llama, tiny_sliding
 from toys import decoding
 
 from ngram_assisted import NGramStorage
@@ -19,7 +19,6 @@ from sampling.distill.students import Student
 from sampling.drafters import feature_sessions
 from utils.comparison.job import Job, SharedPrefills
 from utils.config.settings import Settings
-from utils.decode.model_info import hidden_features
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
 from utils.engine.module_swap import EngineLinear
