@@ -278,7 +278,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
             turned[total + difference] += ways
             turned[total - difference] += ways
         sums = turned
-    return sum(ways for total, ways in sums.items() if total >= sum(differences)) / 2 ** len(differences)
+    return sum(ways for total, ways in sums.items() if total >= sum(differences)) / (1 << len(differences))
 
 
 def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
