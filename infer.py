@@ -39,7 +39,7 @@ from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
-from utils.pairs.weights import loaded_message
+from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import input_waits, piped_lines, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, announcer

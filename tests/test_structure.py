@@ -35,7 +35,7 @@ LADDER = (
 EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
 LIGHT = (
-    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.known_pairs", "utils.pairs.request"),
+    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.request"),
     *("utils.servers.client", "utils.servers.kinds"),
 )
 SCREEN_LIBRARIES = {"rich", "termcolor"}
@@ -121,7 +121,6 @@ def test_commands_do_not_import_each_other() -> None:
     shared = {
         "utils.commands.registry",
         "utils.commands.outcomes",
-        "utils.commands.experiments.doctor",
         "utils.commands.experiments.repeated_runs",
         "utils.commands.experiments.predicted_speed",
         "utils.commands.experiments.logit_trials",

@@ -214,6 +214,11 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
 
 
+def hidden_features(output: Any, layers: tuple[int, ...]) -> torch.Tensor:
+    """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is after the final norm."""
+    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+
+
 def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> TargetHead:
     """A random draft head on a target. vocabulary: the ids that it drafts, by default every second one."""
     size = target.config.vocab_size

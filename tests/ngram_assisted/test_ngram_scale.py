@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ngram_assisted import STORAGES, NGramStorage, OneLevelNGramStorage, load_storage, save_storage
-from ngram_assisted.ngram_file import ARRAYS, DAMAGED
+from ngram_assisted.ngram_storage import ARRAYS, DAMAGED
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 

@@ -14,7 +14,7 @@ from utils.comparison.harness import Harness
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.pairs.known_pairs import PAIRS, PairSpec
+from utils.pairs.request import PAIRS, PairSpec
 from utils.text import QUOTES
 
 # Headings of /help, in this order.

@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from utils.artifact_cache import build_folder, digest, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import Reporter
-from utils.models.progress import Count, counted_seconds
+from utils.models import Count, Reporter, counted_seconds
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"

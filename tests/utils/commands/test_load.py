@@ -9,9 +9,8 @@ from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.config.settings import setting_fields
-from utils.pairs.known_pairs import PAIRS
 from utils.pairs.load_pair import load_pair
-from utils.pairs.request import PairRequest, parse_request
+from utils.pairs.request import PAIRS, PairRequest, parse_request
 from utils.repl.loaded_pair import LoadedPair
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+import utils.models
 from utils.artifact_cache import MANIFEST, build_folder
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import embedded, progress
+from utils.models import Count, embedded
 from utils.models.embedded import embedded_folder
 
 SILENT = list[str]().append
@@ -84,17 +85,17 @@ def test_slow_steps_say_how_far_they_have_got(
     cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts, which a screen drops where it cannot replace lines."""
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(utils.models, "EVERY", 0.01)
     convert, lines = embedded.convert, list[str]()
 
     def slow(gguf: Path, folder: Path) -> None:
-        while not any("float32" in line for line in lines if isinstance(line, progress.Count)):
+        while not any("float32" in line for line in lines if isinstance(line, Count)):
             time.sleep(0.01)
         convert(gguf, folder)
 
     monkeypatch.setattr(embedded, "convert", slow)
     embedded_folder(lines.append)
-    assert len([line for line in lines if not isinstance(line, progress.Count)]) == 3
+    assert len([line for line in lines if not isinstance(line, Count)]) == 3
 
 
 def test_the_download_reports_the_size_of_the_unfinished_file(tmp_path: Path) -> None:

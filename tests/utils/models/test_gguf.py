@@ -16,10 +16,10 @@ from tiny_gguf import write_gguf
 from sampling import autoregressive_generate
 from utils.artifact_cache import MANIFEST
 from utils.errors import UserError
-from utils.models import gguf as gguf_files
+from utils.models import gguf_model as gguf_files
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.gguf import convert_if_gguf
+from utils.models.gguf_model import convert_if_gguf
 from utils.models.sources import Source, locate
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest

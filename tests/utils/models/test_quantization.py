@@ -17,11 +17,11 @@ from utils.bounds import QUANTIZATIONS
 from utils.decode.layer_cut import first_layers
 from utils.engine.stored_weights import data
 from utils.errors import UserError
-from utils.models import gguf as gguf_files
+from utils.models import gguf_model as gguf_files
 from utils.models import quantization
 from utils.models.load_errors import CAUSES
+from utils.models.memory import stored_bytes
 from utils.models.quantization import check_quantization
-from utils.models.stored_bytes import stored_bytes
 from utils.pairs import load_pair as loading
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])

@@ -26,8 +26,7 @@ from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import Generation, pooled
-from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.prompts.samples import limited
+from utils.prompts.prompt_files import Prompt, limited, read_prompts
 from utils.text import count_of
 
 MANY = 50  # prompts from which on a note recommends a limit

@@ -25,7 +25,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.metrics.results import first_difference
-from utils.models.progress import Count
+from utils.models import Count
 from utils.servers.connection import ServerList
 from utils.servers.processes.programs import DRAFTS, Launch
 from utils.text import count_of

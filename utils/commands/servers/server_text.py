@@ -21,8 +21,7 @@ from utils.decode.steps import FinishReason
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
 from utils.models.sources import parse_path
-from utils.prompts.prompt_files import read_prompts
-from utils.prompts.samples import spaced
+from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest

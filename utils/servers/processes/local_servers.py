@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.models.progress import Count
+from utils.models import Count
 from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import EMBEDDED, HOST, LLAMA, PROGRAMS, Launch, command_line
 from utils.text import visible

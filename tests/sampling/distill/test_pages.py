@@ -4,14 +4,12 @@ import random
 
 import pytest
 import torch
-from tiny import tiny_llama, tiny_tokenizer
+from tiny import hidden_features, tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sampling.distill.chat_script import ANSWER, QUESTION, TEMPLATE, Conversation, Script
-from sampling.distill.generate import PageGenerator, sample_by_inversion
-from sampling.distill.prompts import openings
-from utils.decode.model_info import hidden_features
+from sampling.distill.chat_script import ANSWER, QUESTION, TEMPLATE, Conversation, Script, openings
+from sampling.distill.pages import PageGenerator, sample_by_inversion
 from utils.engine import attention
 
 LAYERS = (1, -1)

@@ -1,6 +1,6 @@
-"""Generation of training text: a target continues many conversations at once.
+"""The training text: pages of conversations that a target generates, many at once, and the folders that hold them.
 
-The features that a head reads are hidden states of the same forward passes; nothing is computed for training only.
+The features that a drafter reads are hidden states of the same forward passes; nothing is computed for training only.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -18,6 +21,7 @@ from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
+from utils.files import replacing
 
 SAMPLED_ROWS = 16  # rows sampled at once, few enough for the CPU cache
 BLOCK = 256  # width of the blocks that `sample_by_inversion` sums first
@@ -25,7 +29,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class TextPage:
     """B conversations of T tokens.
 
     tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
@@ -47,10 +51,54 @@ class Page:
         """(B, T): True for tokens of answers."""
         return self.sources == ANSWER
 
-    def rows(self, index: Tensor | slice, device: torch.device | None = None) -> Page:
+    def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
         """A page of some of its rows, on `device`."""
         tensors = (self.tokens, self.features, self.sources, self.temperatures)
-        return Page(*(tensor[index].to(device) for tensor in tensors))
+        return TextPage(*(tensor[index].to(device) for tensor in tensors))
+
+
+class Corpus:
+    """The pages in a folder, one safetensors file each, numbered from 0. A page is written whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __len__(self) -> int:
+        """The number of pages; their numbers have no gaps."""
+        count = 0
+        while self._path(count).exists():
+            count += 1
+        return count
+
+    @property
+    def generated_tokens(self) -> int:
+        """The number of tokens in all pages that the target generated; tokens of the template do not count."""
+        total = 0
+        for number in range(len(self)):
+            with safe_open(self._path(number), framework="pt") as file:
+                total += int(file.metadata()["count"])
+        return total
+
+    def add(self, page: TextPage) -> None:
+        """Write a page after the last one."""
+        # "voices" and "warmths" are names of the file format, for sources and temperatures.
+        tensors = {
+            "tokens": page.tokens,
+            "features": page.features,
+            "voices": page.sources,
+            "warmths": page.temperatures,
+        }
+        with replacing(self._path(len(self))) as file:
+            file.write(save(tensors, metadata={"count": str(int(page.generated.sum()))}))
+
+    def page(self, number: int) -> TextPage:
+        """One page, memory-mapped."""
+        tensors = load_file(self._path(number))
+        return TextPage(tensors["tokens"], tensors["features"], tensors["voices"], tensors["warmths"])
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"page-{number:05d}.safetensors"
 
 
 class PageGenerator:
@@ -72,7 +120,7 @@ class PageGenerator:
 
     def generate(
         self, seed: int, *, complete: bool = False, on_tokens: Callable[[int], None] = lambda count: None
-    ) -> Page:
+    ) -> TextPage:
         """The page of a seed.
 
         complete: whether openings are complete user messages. on_tokens: called with the number of new tokens.
@@ -105,7 +153,7 @@ class PageGenerator:
                 sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
                 on_tokens(self._rows)
         assert features is not None
-        return Page(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
+        return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
 
 
 def _use_grouped_attention(model: Any) -> None:
