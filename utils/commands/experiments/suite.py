@@ -53,7 +53,7 @@ class SuitePlan:
 
 
 def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None = None) -> Outcome:
-    """The report of /race N FILE and /suite FILE. limit: the most prompts of each task.
+    """The report of /race N FILE. limit: the most prompts of each task.
 
     Raises UserError for a file that cannot be used.
     """

@@ -1,6 +1,6 @@
 """/server text: is a server's greedy text that of its baseline, alone and with other requests at the same time?
 
-The questions are those of /audit and /divergence: is equal input answered equally at all, where do texts differ, and
+The questions are those of /audit and /texts: is equal input answered equally at all, where do texts differ, and
 is that a rounding tie? A tie is shown without probabilities: the baseline itself takes either token.
 """
 
