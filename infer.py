@@ -16,15 +16,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from utils.config.arguments import parse_arguments
 from utils.files import user_folder
-from utils.models.embedded import check_embedded_early
 from utils.pairs.request import request_from_flags
 from utils.screen.starting import clear_importing, show_importing
 
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
-    flags = parse_arguments()
-    if not flags.servers_only and (asked := request_from_flags(flags)).target == "embedded":
-        check_embedded_early(gguf=asked.engine_weights == "gguf")
+    parse_arguments()
     show_importing()
     gc.disable()  # the imports create a million objects that stay; looking through them takes a tenth of the time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during those imports just ends the program
@@ -42,7 +39,7 @@ from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
-from utils.pairs.weights import loaded_message
+from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import input_waits, piped_lines, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, announcer

@@ -7,7 +7,7 @@ arXiv 2404.08698).
 
 from typing import Any
 
-from ngram_assisted.matches import Match, buckets_of
+from ngram_assisted.match_drafter import Match, buckets_of
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.adaptive_gamma import AdaptiveGamma
 from sampling.debug import traced

@@ -1,12 +1,15 @@
 """Environment and fixtures of all tests.
 
 The environment is set before torch is imported: a passive wait policy, because spinning threads slow down a busy
-machine, no model hub, and one thread in each of several test processes.
+machine, no model hub, and one thread in each of several test processes. Caches, the configuration and histories lie in
+a temporary folder, so no test reads or writes those of the user.
 """
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,24 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["XDG_CONFIG_HOME"] = os.devnull  # ignores the config file of the user
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TESTS_HOME"] = tempfile.mkdtemp(prefix="speculative-decoding-tests-")
+# Each process has folders of its own. Set here and not in a fixture, because the hub's library reads HF_HOME once.
+FOLDERS = Path(os.environ["TESTS_HOME"], os.environ.get("PYTEST_XDIST_WORKER", "main"))
+for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "HF_HOME"):
+    os.environ[name] = str(FOLDERS / name.lower())
 # A background job of a shell ignores these signals, and would pass that on to the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folders of all processes."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TESTS_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
@@ -53,6 +67,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "speculative-decoding"
+
+
+@pytest.fixture(scope="session")
+def real_embedded_model() -> None:
+    """The embedded model as users get it. Its files alone outlive a run of tests, in a folder that all runs share."""
+    from embedded_session import share_embedded_model  # torch comes with it
+
+    share_embedded_model()
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 Norms, biases and multipliers are random too, so that one that is left out changes the logits.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from tiny import DECODER, build
 from torch import Tensor
@@ -84,6 +86,14 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", SLIDING | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1], "hidden_act": "relu"}),
 }
 FAMILIES = tuple(FAMILY_CONFIGS)
+# Plain; two kinds of layers, with all norms and a capped head; joined projections and a window; norms after layers.
+REPRESENTATIVES = ("llama", "gemma3_text", "phi3", "olmo2")
+
+
+def in_turn(rows: Iterable[tuple[str, ...]]) -> list[Any]:
+    """Parameters whose last value is a family: `make test` runs the representatives, `make test-full` all."""
+    marks = {True: (), False: (pytest.mark.full,)}
+    return [pytest.param(*row, marks=marks[row[-1] in REPRESENTATIVES], id="-".join(row)) for row in rows]
 
 
 def tiny_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

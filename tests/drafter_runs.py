@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.metrics.results import tokens_of
 from utils.models.sources import locate
+from utils.pairs.doctor import other_readings
 
 TOKENS = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
 DRAFTS = [50, 9, 33, 2, 61, 8]
@@ -36,6 +38,12 @@ def loaded(folder: Path, target: Any, name: str) -> Any:
     row = format_of(checkpoint)
     assert row is not None and row.name == name
     return row.load(checkpoint, target)
+
+
+def other_conventions(drafter: Any) -> dict[str, Any]:
+    """What the doctor compares with the conventions of a drafter, by a description."""
+    own = drafter.conventions
+    return {name: replace(own, **change) for name, change in other_readings(drafter, own).items()}
 
 
 def hidden_states(target: Any, layers: tuple[int, ...]) -> Tensor:
@@ -68,9 +76,14 @@ def draft_rounds(drafter: Any, features: Tensor, count: int) -> Iterator[tuple[i
 
 
 def check_texts(target: Any, drafter: Any, rule: str, gamma: int = 4) -> None:
-    """Texts of a tiny vocabulary are those of the target alone, with drafts that are often right and often wrong."""
+    """Texts of a tiny vocabulary are those of the target alone, with drafts that are often right and often wrong.
+
+    At least four prompts, and as many more as it takes until drafts of both kinds were seen.
+    """
     plan, accepted = decoding(12, processor=PROCESSORS[rule == "coupled"], seed=3), set()
-    for prompt in ([first, second] for first in range(8) for second in (2, 5)):
+    for number, prompt in enumerate([first, second] for first in range(8) for second in (2, 5)):
+        if number >= 4 and accepted >= {0, 1}:
+            return
         expected = tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))
         session = ModelSession(target, features=drafter.feature_layers)
         shares = RULES[rule].shares_noise

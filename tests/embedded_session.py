@@ -1,5 +1,8 @@
-"""Sessions with the embedded pair, and prompts for them."""
+"""Sessions with the embedded pair, prompts for them, and the files of its target."""
 
+import fcntl
+import os
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +13,8 @@ from utils.comparison import warm_up
 from utils.comparison.records import RecordFile
 from utils.config.settings import Settings
 from utils.engine import engine
+from utils.files import user_folder
+from utils.models.embedded import FOLDER, GGUF_FOLDER, embedded_folder, embedded_gguf
 from utils.pairs.pair import Pair
 from utils.repl.repl_session import ReplSession
 from utils.repl.tools import SessionTools
@@ -33,3 +38,23 @@ def session_of(pair: Pair, view: Screen, file: Path, *, measured: bool = False) 
     return ReplSession(
         pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings(engine="invariant")
     )
+
+
+def share_embedded_model() -> None:
+    """Link the embedded model into the cache of this process.
+
+    It is set up once per machine in a folder of the tests, because that takes half a minute and a download.
+    """
+    shared = Path(tempfile.gettempdir()) / f"speculative-decoding-embedded-{os.getuid()}"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    own = user_folder("cache")
+    own.mkdir(parents=True, exist_ok=True)
+    with (shared / "lock").open("w") as lock, mock.patch.dict(os.environ, XDG_CACHE_HOME=str(shared)):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be setting it up
+        theirs = user_folder("cache")
+        if not all((theirs / name).exists() for name in (FOLDER, GGUF_FOLDER)):
+            embedded_folder(print)
+            embedded_gguf(print)
+    for name in (FOLDER, GGUF_FOLDER):
+        if not (own / name).exists():
+            (own / name).symlink_to(theirs / name)

@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from tiny import tiny_llama, tiny_t5, tiny_tokenizer
+from table_model import TableConfig, TableModel
+from tiny import build, tiny_llama, tiny_t5, tiny_tokenizer
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
@@ -67,11 +68,26 @@ class TinyPair(SimpleNamespace):
     feature_layers, memory, drafter_memory = Pair.feature_layers, Pair.memory, Pair.drafter_memory
 
 
+def one_layer_llama(seed: int, **overrides: Any) -> Any:
+    return tiny_llama(seed, **{"num_hidden_layers": 1} | overrides)
+
+
+def table_model(seed: int, **overrides: Any) -> Any:
+    return build(TableModel, TableConfig(**overrides), seed)
+
+
+KINDS: dict[str, Callable[..., Any]] = {"table": table_model, "llama": one_layer_llama, "t5": tiny_t5}
+
+
+def table_pair(**options: Any) -> TinyPair:
+    """Two models that read their logits from tables: for tests of everything above models, layers and engines."""
+    return tiny_pair(kind="table", **options)
+
+
 def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", **overrides: Any) -> TinyPair:
-    """Two tiny models with random weights."""
-    build = {"llama": tiny_llama, "t5": tiny_t5}[kind]
+    """Two tiny models with random weights and, unless overridden, one layer."""
     tokenizer = tiny_tokenizer(VOCABULARY, chat=chat)
-    models = [build(seed=seed, vocab_size=VOCABULARY, **overrides) for seed in range(2 if drafter else 1)]
+    models = [KINDS[kind](seed=seed, vocab_size=VOCABULARY, **overrides) for seed in range(2 if drafter else 1)]
     return TinyPair(
         target=models[0],
         drafter=models[1] if drafter else None,
@@ -115,7 +131,7 @@ def open_session(
     """A session on the plain engine whose costs are constant and for one context length. draft_seconds: replaces the
     timing of drafters.
     """
-    pair = tiny_pair() if pair is None else pair
+    pair = table_pair() if pair is None else pair
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file, load=load, strategies=strategies)
     # These patches are stopped by a fixture in conftest.py.
@@ -123,7 +139,7 @@ def open_session(
         mock.patch.object(warm_up, "draft_seconds", constant_drafter(draft_seconds)).start()
     mock.patch.object(engine, "verify_costs", constant_costs).start()
     mock.patch.object(ForwardProbe, "longer", lambda probe: None).start()
-    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=35))
+    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=8))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

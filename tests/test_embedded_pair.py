@@ -1,5 +1,5 @@
 """The embedded pair, as `make run` loads it: all strategies give the same greedy text, and so does transformers' own
-generate.
+generate. `make test` runs that on three prompts.
 """
 
 from pathlib import Path
@@ -29,10 +29,11 @@ from utils.repl.runner import Verdict
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
+def pair(real_embedded_model: None) -> Pair:
     return load_pair(PairRequest("embedded", "head"), lambda message: None)
 
 
+@pytest.mark.full
 def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> None:
     """Of 30 greedy tokens per prompt. The model card has the share on many more."""
     first = [0, 0]
@@ -47,29 +48,36 @@ def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> No
 
 
 @pytest.mark.parametrize(
-    ("prompts", "length"), [(PROMPTS[3::2], 12), pytest.param(PROMPTS, 40, marks=pytest.mark.full)]
+    ("prompts", "length", "kinds"),
+    [
+        (PROMPTS[1::2], 12, ["loaded"]),
+        pytest.param(PROMPTS, 40, ["loaded", "layers:10", "chain"], marks=pytest.mark.full),
+    ],
 )
 def test_the_greedy_text_of_every_strategy_is_that_of_generate(
-    pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int
+    pair: Pair, view: Screen, tmp_path: Path, prompts: list[str], length: int, kinds: list[str]
 ) -> None:
     file = tmp_path / "runs.jsonl"
-    session = session_of(pair, view, file, measured=len(prompts) > 2)
-    for line in (f"/length {length}", "/drafter_kind loaded layers:10 chain"):
+    session = session_of(pair, view, file, measured=len(prompts) > 3)
+    for line in (f"/length {length}", f"/drafter_kind {' '.join(kinds)}"):
         session.handle(line)
     for prompt in prompts:
         assert session.handle(prompt) is Verdict.DONE
-    assert len(records_of(file)) == 5 * len(prompts)
+    runs = len(kinds) + 2  # with n-grams and the target alone
+    assert len(records_of(file)) == runs * len(prompts)
     for index, prompt in enumerate(prompts):
         ids = prompt_ids(pair.tokenizer, prompt, chat=True, system=None)
         whole = pair.target.generate(
             torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=list(pair.end_ids)
         )
         expected = whole[0, len(ids) :].tolist()
-        for row in records_of(file)[5 * index : 5 * index + 5]:
+        for row in records_of(file)[runs * index : runs * (index + 1)]:
             assert row["token_ids"] == expected, (prompt, row["strategy"])
             assert row["same_as_target"] is True
+    assert any(row["drafter_kind"] == "head" and row["accepted"] for row in records_of(file))
 
 
+@pytest.mark.full
 def test_all_texts_are_the_same_without_chat_template_and_without_cache(
     pair: Pair, view: Screen, tmp_path: Path
 ) -> None:
@@ -86,6 +94,7 @@ def test_all_texts_are_the_same_without_chat_template_and_without_cache(
     assert len({tuple(row["token_ids"]) for row in records_of(file)}) == 1
 
 
+@pytest.mark.full
 def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = session_of(pair, view, file)
@@ -101,6 +110,7 @@ def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path:
     assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
 
 
+@pytest.mark.full
 def test_verify_passes_have_the_bits_of_decode_steps(pair: Pair) -> None:
     """The engine on the real weights of target and drafter: random widths and rewinds, and no cache."""
     state = pair.engine.use("invariant", 0)
@@ -112,6 +122,7 @@ def test_verify_passes_have_the_bits_of_decode_steps(pair: Pair) -> None:
         assert torch.equal(uncached, stepwise_logits(model, context)[-5:])
 
 
+@pytest.mark.full
 def test_end_token_and_context_length_are_those_of_the_model(pair: Pair) -> None:
     assert pair.end_ids == {pair.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert context_length(pair.target) == 8192
@@ -121,6 +132,7 @@ def test_end_token_and_context_length_are_those_of_the_model(pair: Pair) -> None
     assert len(made) < 60 and made[-1] in pair.end_ids
 
 
+@pytest.mark.full
 def test_sampled_tokens_lie_in_the_nucleus(pair: Pair) -> None:
     """The nucleus is that of one forward pass without a cache."""
     ids = prompt_ids(pair.tokenizer, PROMPTS[0], chat=True, system=None)

@@ -6,6 +6,8 @@ and greedy tests would depend on rounding. No generation config has an end token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,15 @@ def tiny_tokenizer(vocab_size: int = 300, chat: bool = True, shift: int = 0) -> 
     )
 
 
+# Where the number of layers does not matter.
+SHALLOW: dict[str, Callable[..., Any]] = {
+    "llama": partial(tiny_llama, num_hidden_layers=1),
+    "sliding": partial(tiny_sliding, num_hidden_layers=1),
+    "t5": partial(tiny_t5, num_layers=1),
+    "bart": partial(tiny_bart, encoder_layers=1, decoder_layers=1),
+}
+
+
 def save_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> Path:
     """Write a checkpoint folder. Without a tokenizer only the model's files are written."""
     model.save_pretrained(path)
@@ -201,6 +212,11 @@ def next_logits(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
                 0, -1
             ]
         return model(input_ids=torch.tensor([[*prompt, *made]])).logits[0, -1]
+
+
+def hidden_features(output: Any, layers: tuple[int, ...]) -> torch.Tensor:
+    """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is after the final norm."""
+    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
 
 
 def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> TargetHead:

@@ -1,7 +1,7 @@
 """Cached folders that are either complete or absent.
 
-A manifest with the digest of every file is written last, then the folder is renamed into place. So nothing that an
-interruption, a full disk or a damaged sector leaves behind is taken for a model. Nothing heavy is imported.
+A manifest with the names of all files is written last, then the folder is renamed into place. So nothing that an
+interruption or a full disk leaves behind is taken for a model. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 
 MANIFEST = "manifest.json"
-PIECE = 1 << 25  # bytes; large, because a thread waits for the interpreter after each piece
-HASHED_AT_ONCE = 4  # files
-_early: dict[tuple[Path, str], tuple[Thread, list[bool]]] = {}
 
 
 @contextmanager
@@ -37,54 +32,24 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
         made = work / "made"
         yield made
         made.chmod(0o700)
-        files = {path.name: digest(path) for path in sorted(made.iterdir())}
+        files = sorted(path.name for path in made.iterdir())
         (made / MANIFEST).write_text(json.dumps({"made_from": made_from, "files": files}, indent=1))
         _move_into_place(made, folder, made_from)
 
 
-def check_early(folder: Path, made_from: str) -> None:
-    """Begin in a thread what `is_intact` will ask for, while this one does something else."""
-    answers: list[bool] = []
-    thread = Thread(target=lambda: answers.append(_is_intact(folder, made_from)), daemon=True)
-    _early[folder, made_from] = (thread, answers)
-    thread.start()
-
-
 def is_intact(folder: Path, made_from: str) -> bool:
-    """Whether a folder has this origin and unchanged files. Hashing takes about a second per gigabyte."""
-    if begun := _early.pop((folder, made_from), None):  # once: later calls must see later changes
-        thread, answers = begun
-        thread.join()
-        if answers:
-            return answers[0]
-    return _is_intact(folder, made_from)
-
-
-def _is_intact(folder: Path, made_from: str) -> bool:
+    """Whether a folder has this origin and all its files. What is in them is not read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-        # An empty list would otherwise pass as a folder in which no file has changed.
-        if not files or manifest["made_from"] != made_from:
-            return False
-        # A device that a damaged manifest names would be read without an end.
-        regular = all((folder / name).is_file() for name in files)
-        if not regular:
-            return False
-        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:  # hashing releases the interpreter lock
-            return all(pool.map(lambda item: digest(folder / item[0]) == item[1], files.items()))
-    # The manifest itself may be damaged: not JSON, or JSON of a different shape.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return manifest["made_from"] == made_from and all((folder / name).stat().st_size for name in manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):  # missing or unreadable
         return False
 
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    result, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
-            result.update(piece[:size])
-    return result.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_stale(root: Path) -> None:

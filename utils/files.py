@@ -17,7 +17,6 @@ from utils.errors import UserError
 
 DEFAULT_FOLDERS = {"cache": ".cache", "config": ".config", "state": ".local/state"}
 PRIVATE_FILE = 0o600
-NEW_FILE = 0o666  # the umask applies, as for any new file
 HEADER = 1 << 16  # bytes of a large file that identify it
 MAX_TEXT_BYTES = 256_000_000  # a device such as /dev/zero never ends
 
@@ -69,7 +68,6 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
 def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that becomes `path` when the block ends without an error.
 
-    Where the system allows it, the file has no name until then, so nothing is left behind, however the program ends.
     Only regular files are replaced, never devices, pipes or folders. A new file has the mode that the umask gives, and
     a replaced file keeps its mode. Raises OSError if the file cannot be created, FileExistsError if it exists and
     `overwrite` is False.
@@ -78,19 +76,13 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path)) if overwrite else path
     mode = _replaceable_mode(path, overwrite=overwrite)
     part = path.with_name(f".{secrets.token_hex(8)}.part")
-    descriptor, named = _open_temporary(part)
     try:
-        with open(descriptor, "wb") as file:
+        with part.open("xb") as file:
             if mode is not None:
-                os.fchmod(descriptor, mode)
+                os.fchmod(file.fileno(), mode)
             yield file
-            file.flush()
-            if not named:
-                _link(descriptor, part if overwrite else path)
-        if named and not overwrite and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        if named or overwrite:
-            os.replace(part, path)
+        _replaceable_mode(path, overwrite=overwrite)  # it may have appeared meanwhile
+        os.replace(part, path)
     except BaseException:  # Ctrl-C included
         with suppress(OSError):
             part.unlink()
@@ -100,36 +92,15 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 def _replaceable_mode(path: Path, *, overwrite: bool) -> int | None:
     """The mode of the file to be replaced, or None if there is none. Raises OSError if it must not be replaced."""
     try:
-        status = path.lstat()
+        mode = path.lstat().st_mode
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(status.st_mode):
-        if overwrite:
-            return stat.S_IMODE(status.st_mode)
+    if not overwrite and (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    if stat.S_ISLNK(status.st_mode):  # only without `overwrite`
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-
-
-def _open_temporary(part: Path) -> tuple[int, bool]:
-    """A new file for writing, and whether it has the name `part`. Raises OSError."""
-    if hasattr(os, "O_TMPFILE"):
-        # Not every file system has files without a name. The second attempt reports errors such as a missing folder.
-        with suppress(OSError):
-            return os.open(part.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, NEW_FILE), False
-    return os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, NEW_FILE), True
-
-
-def _link(descriptor: int, path: Path) -> None:
-    """Give a name to a file without one. Raises OSError, FileExistsError if the name is taken."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # With a descriptor of a folder Python calls linkat with AT_SYMLINK_FOLLOW, which /proc/self/fd needs.
-        os.link(f"/proc/self/fd/{descriptor}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:
-        os.close(folder)
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return stat.S_IMODE(mode)
 
 
 def user_folder(kind: Literal["cache", "config", "state"]) -> Path:

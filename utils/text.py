@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+QUOTES = '"""'  # around a prompt that is sent exactly as it is
 _BROKEN = "\ufffd"
 _DIRECTION_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # C0 codes have visible symbols from U+2400. C1 codes and direction marks have none.
@@ -28,6 +29,14 @@ _SHORT_ESCAPES = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 def visible(text: str) -> str:
     """The text with control characters, except newline and tab, replaced by visible symbols."""
     return text.translate(_UNSAFE)
+
+
+def quoted_text(line: str) -> str | None:
+    """The text of a block between three quotation marks, without newlines at its ends, or None if it is no block."""
+    block = line.strip()
+    if len(block) < 2 * len(QUOTES) or not (block.startswith(QUOTES) and block.endswith(QUOTES)):
+        return None
+    return block.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
 def byte_size(size: int) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from sampling.distill.prompts import openings
-
+OPENINGS = Path(__file__).with_name("openings")
 # Placeholders for message contents. They are letters only, so that no template trims or escapes them.
 FIRST_QUESTION, FIRST_ANSWER, SECOND_QUESTION = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
 TEMPLATE, QUESTION, ANSWER = range(3)  # the source of a token; stored in the pages
@@ -114,3 +114,23 @@ class Conversation:
         self.answering, self.turn_tokens = answering, 0
         has_template = bool(self.script.answer_prefix)
         self.inserted += self.script.answer_prefix if answering and has_template else self.script.question_prefix
+
+
+def openings() -> tuple[tuple[str, ...], ...]:
+    """Groups of beginnings of user messages: small models alone cover few subjects and seldom code.
+
+    A group is drawn first, then one of its texts, so a group that is listed twice has twice the share. The subject goes
+    where a form has "{}", otherwise to the end.
+    """
+    subjects, tasks = _lines("subjects"), _lines("tasks")
+    questions, requests = _filled(_lines("questions"), subjects), _filled(_lines("requests"), subjects)
+    open_ended = tuple(line.replace("\\n", "\n") for line in _lines("open_ended"))
+    return open_ended, questions, questions, requests, requests, _filled(_lines("code"), tasks)
+
+
+def _filled(forms: list[str], words: list[str]) -> tuple[str, ...]:
+    return tuple(form.format(word) if "{}" in form else f"{form} {word}" for form in forms for word in words)
+
+
+def _lines(name: str) -> list[str]:
+    return (OPENINGS / f"{name}.txt").read_text(encoding="utf-8").splitlines()

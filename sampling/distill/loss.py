@@ -1,16 +1,21 @@
-"""The training loss: cross entropy between the target's distributions and a student's, over all steps of a draft."""
+"""How a student's predictions on a page compare with the target's distributions: the training loss, and the acceptance.
+
+The loss is the cross entropy over all steps of a draft. The acceptance is counted without decoding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sampling.distill.generate import Page
+from sampling.distill.pages import TextPage
+from sampling.distill.progress import Rates
 from sampling.distill.students import Student
 
 STEP_DECAY = 0.8  # weight of a step's loss relative to the step before it
@@ -20,51 +25,43 @@ CHUNK = 128  # rows of logits at a time, few enough for the CPU cache
 class _SoftCrossEntropy(torch.autograd.Function):
     """Mean cross entropy of softmax(states @ rows.T) to softmax(target_states @ target_rows.T), with its gradient.
 
-    The gradient is computed in the forward pass, in chunks: each logit is visited once, and few exist at a time.
+    Only the states have a gradient: the rows are the target's. It is computed in the forward pass, in chunks, so that
+    each logit is visited once, and few exist at a time.
     """
 
     @staticmethod
     def forward(context: Any, states: Tensor, rows: Tensor, target_states: Tensor, target_rows: Tensor) -> Tensor:
-        states_gradient = torch.empty_like(states)
-        # Only a small model trains its output rows; a head drafts with the target's. Summed over chunks, hence float32.
-        rows_gradient = torch.zeros_like(rows, dtype=torch.float32) if context.needs_input_grad[1] else None
+        gradient = torch.empty_like(states)
         total = torch.zeros((), device=states.device)
         student_rows = rows.to(target_rows.dtype)
         for begin in range(0, len(states), CHUNK):
             chunk = slice(begin, begin + CHUNK)
-            student_states = states[chunk].to(target_rows.dtype)
             p = torch.softmax(linear(target_states[chunk], target_rows).float(), dim=-1)  # (chunk, V')
-            log_q = torch.log_softmax(linear(student_states, student_rows).float(), dim=-1)
+            log_q = torch.log_softmax(linear(states[chunk].to(target_rows.dtype), student_rows).float(), dim=-1)
             total -= torch.dot(p.flatten(), log_q.flatten())
             difference = log_q.exp_().sub_(p).to(target_rows.dtype)  # q - p, the gradient of the logits
-            states_gradient[chunk] = difference @ student_rows
-            if rows_gradient is not None:
-                rows_gradient += difference.T @ student_states
+            gradient[chunk] = difference @ student_rows
         count = max(1, len(states))
-        gradients = [states_gradient.div_(count)]
-        if rows_gradient is not None:
-            gradients.append(rows_gradient.div_(count).to(rows.dtype))
-        # The gradients themselves instead of the logits, which would be (N, V').
-        context.save_for_backward(*gradients)
+        # The gradient itself instead of the logits, which would be (N, V').
+        context.save_for_backward(gradient.div_(count))
         return total / count
 
     @staticmethod
     def backward(context: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [gradient * output_gradients[0] for gradient in context.saved_tensors]
-        return gradients[0], gradients[1] if len(gradients) > 1 else None, None, None
+        return context.saved_tensors[0] * output_gradients[0], None, None, None
 
 
 _soft_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _SoftCrossEntropy.apply
 
 
-def distillation_loss(student: Student, page: Page, lm_head: Tensor, steps: int) -> Tensor:
+def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: int) -> Tensor:
     """Weighted mean over steps of the cross entropy to the target, at the tokens that the target generated.
 
     lm_head: the target's output weight (V, H). Only the student's vocabulary is compared.
     """
     last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)  # (B, T, H)
     # Both softmaxes then run over V', so the target is renormalised to what the student can draft.
-    target_rows = lm_head if student.vocabulary is None else lm_head[student.vocabulary]
+    target_rows = lm_head[student.vocabulary]
     losses = []
     for predictions in student.predictions(page, steps):
         begin, count = predictions.position, predictions.states.shape[1]
@@ -82,3 +79,67 @@ def autocast_for(lm_head: Tensor) -> AbstractContextManager[Any]:
     """Autocast to the target's number format if it has 16 bits."""
     short = lm_head.dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(lm_head.device.type, lm_head.dtype) if short else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Counts by position in the round.
+
+    greedy: [accepted, counted] in greedy answers; a draft is counted if all earlier drafts of its round match.
+    sampled: [summed probability, count] in answers at temperature 1, where a draft is accepted with probability
+    sum_x min(p(x), q(x)).
+    """
+
+    greedy: list[list[float]]
+    sampled: list[list[float]]
+
+    @classmethod
+    def empty(cls, steps: int) -> Acceptance:
+        return cls([[0.0, 0.0] for _ in range(steps)], [[0.0, 0.0] for _ in range(steps)])
+
+    def rates(self) -> Rates:
+        """A rate per position, or None if nothing was counted. The keys are those of progress.json."""
+        return {
+            name: [accepted / count if count else None for accepted, count in counts]
+            for name, counts in (("greedy", self.greedy), ("drawn", self.sampled))
+        }
+
+
+def measure_acceptance(student: Student, page: TextPage, lm_head: Tensor, *, steps: int, batch: int) -> Acceptance:
+    """The acceptance on a page, `batch` rows at a time. lm_head: the target's output weight (V, H)."""
+    counts = Acceptance.empty(steps)
+    for rows in torch.arange(page.tokens.shape[0]).split(batch):
+        with autocast_for(lm_head):
+            count_acceptance(student, page.rows(rows, lm_head.device), lm_head, counts)
+    return counts
+
+
+@torch.no_grad()
+def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: Acceptance) -> None:
+    """Add the acceptance on a page to `counts`. Tokens outside the student's vocabulary count as rejected."""
+    steps = len(counts.greedy)
+    # The last feature is the input of the output head, so the target's logits need no forward pass: (B, T, H).
+    last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)
+    matching_prefix: Tensor | None = None
+    for step, predictions in enumerate(student.predictions(page, steps)):
+        begin, count = predictions.position, predictions.states.shape[1]
+        answers = page.answers[:, begin : begin + count]
+        target_logits = linear(last_hidden[:, begin - 1 : begin - 1 + count], lm_head).float()  # (B, N, V)
+        logits = linear(predictions.states.to(lm_head.dtype), predictions.rows.to(lm_head.dtype)).float()  # (B, N, V')
+        matches, overlap = _compare(logits, target_logits, student.vocabulary)
+        matching_prefix = torch.ones_like(matches) if matching_prefix is None else matching_prefix
+        # (B, N): a draft counts only if the drafts before it in the same round match.
+        greedy = answers & matching_prefix & (page.temperatures == 0)[:, None]
+        counts.greedy[step][0] += float((matches & greedy).sum())
+        counts.greedy[step][1] += float(greedy.sum())
+        sampled = answers & (page.temperatures == 1)[:, None]
+        counts.sampled[step][0] += float(overlap[sampled].sum())
+        counts.sampled[step][1] += float(sampled.sum())
+        matching_prefix = matching_prefix & matches
+
+
+def _compare(logits: Tensor, target_logits: Tensor, vocabulary: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the likeliest tokens match (B, N), and the overlap sum_x min(p(x), q(x)) (B, N)."""
+    p, q = target_logits.softmax(-1), logits.softmax(-1)
+    # p is not renormalised: what the student cannot draft is lost acceptance.
+    return vocabulary[logits.argmax(-1)] == target_logits.argmax(-1), torch.minimum(p[..., vocabulary], q).sum(-1)

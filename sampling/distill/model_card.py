@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from sampling.distill.chat_script import MAX_QUESTION_TOKENS, QUESTION_TEMPERATURE
-from sampling.distill.generate import ANSWER_TEMPERATURES
-from sampling.distill.options import TRAINING_FILE, Options, Plan, public_settings
-from sampling.distill.progress import Progress, Rates, missing_text, rate_text, write_json
+from sampling.distill.options import TRAINING_FILE, Options, TrainingPlan, public_settings
+from sampling.distill.pages import ANSWER_TEMPERATURES
+from sampling.distill.progress import Rates, TrainingProgress, missing_text, rate_text, write_json
 from utils.errors import UserError
 
 KINDS = {
@@ -21,11 +21,12 @@ KINDS = {
     "(EAGLE, arXiv 2401.15077, 2503.01840)",
     "eagle3": "one decoder layer in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992); "
     "target.json tells its target apart",
-    "lm": "a small causal language model with the target's tokenizer",
 }
 
 
-def write_card(options: Options, progress: Progress, rates: Rates, *, generated: int, steps: int, model: Any) -> None:
+def write_card(
+    options: Options, progress: TrainingProgress, rates: Rates, *, generated: int, steps: int, model: Any
+) -> None:
     """Write README.md and the settings next to the weights. generated: tokens by the target.
 
     Raises UserError if writing fails.
@@ -85,7 +86,7 @@ def _cells(rates: list[float | None]) -> str:
     return " | ".join(map(rate_text, rates))
 
 
-def _curve_table(progress: Progress) -> list[str]:
+def _curve_table(progress: TrainingProgress) -> list[str]:
     return [
         "| tokens trained on | seconds | loss | greedy, position 1 | at T = 1, position 1 |",
         "|---|---|---|---|---|",
@@ -97,7 +98,7 @@ def _curve_table(progress: Progress) -> list[str]:
     ]
 
 
-def _questions(plan: Plan) -> str:
+def _questions(plan: TrainingPlan) -> str:
     if plan.prompts:
         return "questions from a file"
     return (

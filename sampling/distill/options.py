@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sampling.distill.number_format import AUTO, FORMATS
 from sampling.distill.progress import write_json
 from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
-KINDS = ("head", "eagle3", "lm")
+KINDS = ("head", "eagle3")
+AUTO, FORMATS = "auto", ("bfloat16", "float32")  # of --dtype
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 MAX_STEPS = 8
-MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")
-MEASURED_IN = "dtype"  # which older files do not have
+MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps", "dtype")  # what a measurement depends on
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
@@ -28,8 +27,6 @@ COUNT_FLAGS = {
     "passes": "training passes over the generated text",
     "steps": f"consecutive drafts to train for, at most {MAX_STEPS}",
     "vocabulary": "number of token ids that a head can draft",
-    "width": "hidden size of an lm, a multiple of 64",
-    "depth": "number of layers of an lm",
 }
 
 count_flag = flag_type(WholeRange(1).parse)
@@ -50,11 +47,11 @@ layers_flag = flag_type(_layers)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
-    shape of a page. dtype: the number format, a name of FORMATS once the work has begun. batch: rows per training step.
+    shape of a page. dtype: the number format, one of FORMATS once the work has begun. batch: rows per training step.
     steps: drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all
     other weights. start: folder of a drafter to train further.
     """
@@ -77,15 +74,13 @@ class Plan:
     vocabulary: int = 8192
     rate: float = 0.02
     rate_rest: float = 0.001
-    width: int = 256
-    depth: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """A plan, the folder of the drafter, and whether to resume, to keep the work folder, or only to measure."""
 
-    plan: Plan
+    plan: TrainingPlan
     out: Path
     resume: bool
     keep: bool
@@ -112,15 +107,13 @@ def parse_options(argv: list[str] | None = None) -> Options:
         flags = parser.parse_args(argv, namespace=stored)
     if flags.rows < flags.batch:
         parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
-    if flags.width % 64:
-        parser.error(f"--width {flags.width} is not a multiple of 64")
     if flags.layers and (flags.start or flags.measure or flags.kind != "eagle3"):
         parser.error("--layers is for a new drafter of --kind eagle3: leave it out")
     if flags.steps > MAX_STEPS:
         parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
-    values = {field.name: getattr(flags, field.name) for field in fields(Plan) if hasattr(flags, field.name)}
+    values = {field.name: getattr(flags, field.name) for field in fields(TrainingPlan) if hasattr(flags, field.name)}
     # With --resume the target may be omitted, and comes from the stored plan.
-    plan = Plan(**values | {"target": flags.target or ""})
+    plan = TrainingPlan(**values | {"target": flags.target or ""})
     options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep, flags.measure)
     return _resumed(options) if options.resume else _checked(options)
 
@@ -131,7 +124,7 @@ def save_plan(options: Options) -> None:
     write_json(options.work / PLAN_FILE, asdict(options.plan))
 
 
-def public_settings(plan: Plan) -> dict[str, Any]:
+def public_settings(plan: TrainingPlan) -> dict[str, Any]:
     """The plan without paths of this machine, which mean nothing elsewhere. In their place stand names of flags."""
     settings = asdict(plan) | ({"target": "TARGET"} if Path(plan.target).expanduser().exists() else {})
     return settings | {name: name.upper() for name in ("prompts", "start") if settings[name]}
@@ -145,12 +138,11 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
     file = folder / TRAINING_FILE
     if not file.is_file():
         return {}
-    kinds = {field.name: type(field.default) for field in fields(Plan)} | {"target": str, "prompts": str}
+    kinds = {field.name: type(field.default) for field in fields(TrainingPlan)} | {"target": str, "prompts": str}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        stored = {name: values[name] for name in MEASURED if values[name] is not None}
-        stored |= {name: values[name] for name in (MEASURED_IN,) if name in values}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        stored = {name: values[name] for name in MEASURED if values.get(name) is not None}
+    except (OSError, ValueError, AttributeError):
         stored = {"seed": ""}  # of the wrong type
     if any(type(value) is not kinds[name] or (value in (0, "") and name != "seed") for name, value in stored.items()):
         raise UserError(f"{file} is damaged: delete it, and repeat the flags of the training.")
@@ -162,7 +154,7 @@ def _resumed(options: Options) -> Options:
     file = options.work / PLAN_FILE
     if not file.is_file():
         raise UserError(f"There is nothing to resume in {options.out}: leave out --resume to begin.")
-    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    plan = TrainingPlan(**json.loads(file.read_text(encoding="utf-8")))
     if options.plan.target and options.plan.target != plan.target:
         raise UserError(f"The work in {options.out} is for {plan.target}, not for {options.plan.target}.")
     device = plan.device if options.plan.device == "auto" else options.plan.device
@@ -186,7 +178,7 @@ def _checked(options: Options) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Plan(target="")
+    defaults = TrainingPlan(target="")
     parser = argparse.ArgumentParser(
         prog="python -m sampling.distill",
         description="Train a drafter for a target model on text that the target generates itself.",
@@ -199,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=KINDS,
         default="head",
         help="head: one decoder layer on the target's hidden states; eagle3: the same in the EAGLE-3 format, which "
-        "other programs load too; lm: a small language model (default: head)",
+        "other programs load too (default: head)",
     )
     add(
         "--hours",
@@ -209,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit, of which less than half is for generation",
     )
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="number format; auto: the faster one (default: auto)")
+    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="auto: bfloat16 where it is fast (default: auto)")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add(

@@ -6,38 +6,27 @@ since the last checkpoint.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from sampling.distill.acceptance import measure_acceptance
 from sampling.distill.chat_script import Script
-from sampling.distill.dataset import Corpus
-from sampling.distill.estimate import (
-    TRIAL_STEPS,
-    Workload,
-    estimate_text,
-    estimated,
-    space_text,
-    step_seconds,
-    weight_count,
-    written_bytes,
-)
-from sampling.distill.generate import Page, PageGenerator
+from sampling.distill.loss import measure_acceptance
 from sampling.distill.model_card import write_card
 from sampling.distill.options import Options, save_plan
+from sampling.distill.pages import Corpus, PageGenerator, TextPage
 from sampling.distill.progress import (
-    Progress,
     ProgressReporter,
     Rates,
     Report,
+    TrainingProgress,
     advice,
     missing_text,
     rates_text,
 )
-from sampling.distill.student_files import create_student, is_converted, load_student, planned_layers, save_student
-from sampling.distill.students import Student
+from sampling.distill.students import Student, create_student, load_student, planned_layers, save_student
 from sampling.distill.target import load_target
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
 from utils.decode.model_info import context_length
@@ -49,8 +38,12 @@ FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
 EVALUATIONS, EVALUATION_ROWS = 20, 24  # during training, on part of the held-out page
 EVALUATION_SECONDS = 60.0  # of training between two reports of them
-TIMED_STEPS = 10  # steps after which the duration of the training is estimated
+GENERATION_SHARE = 0.45  # of --hours
+TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
+FEATURE_BYTES, OTHER_BYTES = 2, 5  # pages hold hidden states in bfloat16, and the id and the source of each token
+# Bytes of a checkpoint for each weight: up to three float32 numbers. While one is written, the last one exists too.
+CHECKPOINT_BYTES, DRAFTER_BYTES = 2 * 3 * 4, 2
 
 
 class Distillation:
@@ -60,7 +53,7 @@ class Distillation:
         plan = options.plan
         questions = _questions(Path(plan.prompts)) if plan.prompts else []
         self._target = load_target(plan.target, plan.device, report, dtype=plan.dtype)
-        # What was measured once is kept, so that resumed work continues in the same format.
+        # The plan names the format that was chosen, so that resumed work continues in it.
         plan = replace(plan, dtype=str(self._target.model.dtype).removeprefix("torch."))
         self._options, self._report = replace(options, plan=plan), report
         model, tokenizer = self._target.model, self._target.tokenizer
@@ -72,11 +65,12 @@ class Distillation:
             )
         if plan.start and not options.measure:
             self._check_start(Path(plan.start))
-        measured = load_student(options.out, self._target) if options.measure else None
-        layers = measured.layers if measured else planned_layers(plan, self._target)
+        target = self._target
+        layers = load_student(options.out, target).layers if options.measure else planned_layers(plan, target)
         self._generator = PageGenerator(model, script, layers, rows=plan.rows, length=self._plan.length)
-        units = len(layers) * self._target.lm_head.shape[1]
-        self._work = Workload.of(self._plan, self._generator.page_tokens, units)
+        self._page_tokens = self._generator.page_tokens
+        self._pages = -(-plan.tokens // self._page_tokens)  # of training text, besides the held-out one
+        self._units = len(layers) * self._target.lm_head.shape[1]  # numbers of hidden states for each token
         self._has_questions = bool(questions)
         self._evaluated = 0.0  # seconds of training at the last report of the held-out page
 
@@ -85,9 +79,9 @@ class Distillation:
         options, work = self._options, self._options.work
         save_plan(options)
         self._report(self._plan_text())
-        progress = Progress.load(work)
+        progress = TrainingProgress.load(work)
         corpus = Corpus(work / "pages")
-        held_out = self._prepare(progress, len(corpus))
+        held_out = self._prepare()
         self._generate(corpus, progress)
         trainer = self._trainer(corpus, held_out)
         self._train(trainer, progress)
@@ -105,59 +99,44 @@ class Distillation:
     def _plan_text(self) -> str:
         """What will be generated, and in which number format. Only whole pages are generated."""
         plan, model = self._plan, self._target.model
-        total = self._work.pages * self._work.page_tokens
-        asked = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
+        total = self._pages * self._page_tokens
+        rounded = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
         return (
-            f"generating {self._work.pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all"
-            f"{asked}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {plan.dtype} on "
+            f"generating {self._pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all"
+            f"{rounded}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {plan.dtype} on "
             f"{model.device}."
         )
 
-    def _prepare(self, progress: Progress, pages: int) -> Page:
-        """The held-out page. Before it the needed disk space is reported, and after it how long the rest will take.
-
-        pages: those that exist. Raises UserError if the disk is too full.
-        """
+    def _prepare(self) -> TextPage:
+        """The held-out page, once there is room on the disk. Raises UserError if there is none."""
         folder = self._options.work
         corpus = Corpus(folder / "held-out")
-        student = create_student(self._target, corpus, self._plan)  # for its size and speed alone
+        self._report(space_text(folder, self._disk_bytes(create_student(self._target, corpus, self._plan))))
+        if not len(corpus):
+            corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._page_tokens)))
+        return corpus.page(0)
+
+    def _disk_bytes(self, student: Student) -> int:
+        """What the pages, the checkpoints and the drafter still take at most."""
+        text = (self._pages + 1) * self._page_tokens * (FEATURE_BYTES * self._units + OTHER_BYTES)
+        weights = sum(part.numel() for part in student.head.parameters())
         # The EAGLE-3 format stores an embedding, perhaps in float32, and an output head, which are not trained.
         frozen = 3 * self._target.lm_head.numel() if student.kind == "eagle3" else 0
-        needed = self._work.disk_bytes(weight_count(student.weights), frozen) - written_bytes(folder)
-        self._report(space_text(folder, max(0, needed)))
-        started = time.monotonic()
-        if not len(corpus):
-            corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._work.page_tokens)))
-            progress.page_seconds = time.monotonic() - started
-            progress.save(folder)
-        page = corpus.page(0)
-        if not progress.step_seconds:
-            trial = Trainer(student, TrainingData(corpus, page, self._target.lm_head), self._plan, TRIAL_STEPS)
-            progress.step_seconds = step_seconds(trial)
-            progress.save(folder)
-        # Work of an earlier version has no measured page; then the first page brings the estimate.
-        if not (folder / STATE_FILE).is_file() and (progress.writing or progress.page_seconds):
-            self._report(self._estimate_text(progress, pages))
-        return page
-
-    def _estimate_text(self, progress: Progress, pages: int) -> str:
-        # An interruption after the first page, before its time was saved, leaves only that of the held-out page.
-        page_seconds = progress.writing / pages if pages and progress.writing else progress.page_seconds
-        seconds = (page_seconds, progress.step_seconds)
-        return estimate_text(self._work, pages, estimated(self._work, pages, progress.writing, seconds))
+        written = sum(path.stat().st_size for path in self._options.work.rglob("*") if path.is_file())
+        return max(0, text + weights * (CHECKPOINT_BYTES + DRAFTER_BYTES) + frozen * DRAFTER_BYTES - written)
 
     def measure(self) -> None:
         """Report the acceptance of the drafter in the folder on the held-out page, which is generated again."""
         student = load_student(self._options.out, self._target)
-        self._measured(student, self._page(0, self._reporter("generating", 0, self._generator.page_tokens)))
+        self._measured(student, self._page(0, self._reporter("generating", 0, self._page_tokens)))
 
     def _check_start(self, folder: Path) -> None:
         """Raise UserError, before hours of generation, if the drafter in the folder cannot be trained further."""
         student = load_student(folder, self._target)
-        if (kind := student.kind) != self._plan.kind and not is_converted(student, self._plan):
+        if (kind := student.kind) != self._plan.kind:
             raise UserError(f"The drafter in {folder} is of kind {kind}: add --kind {kind} to continue training it.")
 
-    def _measured(self, student: Student, page: Page) -> Rates:
+    def _measured(self, student: Student, page: TextPage) -> Rates:
         plan = self._plan
         rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
         self._report(f"{self._options.out}: {rates_text(rates)}")
@@ -165,26 +144,25 @@ class Distillation:
             self._report(line)
         return rates
 
-    def _page(self, number: int, reporter: ProgressReporter) -> Page:
+    def _page(self, number: int, reporter: ProgressReporter) -> TextPage:
         # Neighbouring seeds of the plan must not share pages.
         seed = self._plan.seed * 100_000 + number
         return self._generator.generate(seed, complete=self._has_questions, on_tokens=reporter.advance)
 
-    def _generate(self, corpus: Corpus, progress: Progress) -> None:
-        work, started_with = self._work, len(corpus)
-        reporter = self._reporter("generating", started_with * work.page_tokens, work.pages * work.page_tokens)
+    def _generate(self, corpus: Corpus, progress: TrainingProgress) -> None:
+        limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
+        done, total = (pages * self._page_tokens for pages in (len(corpus), self._pages))
+        reporter = self._reporter("generating", done, total)
         # At least one page, however short the time: training needs text.
-        while len(corpus) < work.pages and (progress.writing < work.generation_limit or not len(corpus)):
+        while len(corpus) < self._pages and (progress.writing < limit or not len(corpus)):
             started = time.monotonic()
             corpus.add(self._page(FIRST_TRAINING_SEED + len(corpus), reporter))
             progress.writing += time.monotonic() - started
             progress.save(self._options.work)
-            if len(corpus) == started_with + 1 < work.pages:
-                self._report(self._estimate_text(progress, len(corpus)))
 
-    def _trainer(self, corpus: Corpus, held_out: Page) -> Trainer:
+    def _trainer(self, corpus: Corpus, held_out: TextPage) -> Trainer:
         plan = self._plan
-        total = self._work.steps(len(corpus))
+        total = max(1, len(corpus) * (plan.rows // plan.batch) * plan.passes)
         data = TrainingData(corpus, held_out, self._target.lm_head)
         trainer = Trainer(create_student(self._target, corpus, plan), data, plan, total)
         if (self._options.work / STATE_FILE).is_file():
@@ -192,7 +170,7 @@ class Distillation:
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _train(self, trainer: Trainer, progress: Progress) -> None:
+    def _train(self, trainer: Trainer, progress: TrainingProgress) -> None:
         step_tokens = self._plan.batch * self._plan.length
         earlier = progress.training
         saved = started = time.monotonic()
@@ -216,7 +194,7 @@ class Distillation:
             if trainer.is_consistent:  # otherwise the last checkpoint stays
                 self._save_checkpoint(trainer, progress)
 
-    def _evaluate(self, trainer: Trainer, progress: Progress) -> None:
+    def _evaluate(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Add a point to the curve, from part of the held-out page."""
         rates = trainer.acceptance(EVALUATION_ROWS).rates()
         tokens = trainer.step * self._plan.batch * self._plan.length
@@ -226,11 +204,11 @@ class Distillation:
         self._evaluated = progress.training
         self._report(f"step {trainer.step} of {trainer.total}, loss {trainer.loss:.2f}, held out: {rates_text(rates)}")
 
-    def _save_checkpoint(self, trainer: Trainer, progress: Progress) -> None:
+    def _save_checkpoint(self, trainer: Trainer, progress: TrainingProgress) -> None:
         trainer.save(self._options.work)
         progress.save(self._options.work)
 
-    def _shorten(self, trainer: Trainer, progress: Progress) -> None:
+    def _shorten(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Reduce the number of steps to what fits into the remaining time."""
         seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
         steps_left = int(seconds_left / (progress.training / TIMED_STEPS))
@@ -245,3 +223,18 @@ def _questions(file: Path) -> list[str]:
     if not questions:
         raise UserError(f"The prompts file {file} contains no prompt: write one per line.")
     return questions
+
+
+def space_text(folder: Path, needed: int) -> str:
+    """How much more disk space is needed, and how much is free. Raises UserError if it is not enough."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {_size(free)} of free disk space and up to {_size(needed)} are needed: choose fewer "
+            "--tokens, or an --out on a different disk."
+        )
+    return f"needs up to {_size(needed)} of disk space in {folder}, where {_size(free)} are free"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -18,29 +18,23 @@ LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs mor
 PROGRESS_FILE = "progress.json"
 
 Report = Callable[[str], None]
-Rates = dict[
-    str, list[float | None]
-]  # acceptance rates by text ("greedy", "drawn") and position, None if nothing was counted
+# Acceptance rates by text ("greedy", "drawn") and position, None if nothing was counted.
+Rates = dict[str, list[float | None]]
 
 
 @dataclass(slots=True)
-class Progress:
-    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation.
-
-    page_seconds, step_seconds: of the held-out page and of a training step, as they were measured; 0 before.
-    """
+class TrainingProgress:
+    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation."""
 
     writing: float = 0.0
     training: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
-    page_seconds: float = 0.0
-    step_seconds: float = 0.0
 
     def save(self, folder: Path) -> None:
         write_json(folder / PROGRESS_FILE, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path) -> Progress:
+    def load(cls, folder: Path) -> TrainingProgress:
         """The stored progress, or an empty one."""
         file = folder / PROGRESS_FILE
         return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()

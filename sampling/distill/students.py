@@ -1,25 +1,38 @@
-"""The drafters that are trained ("students"): what they predict on a page.
+"""The drafters that are trained ("students"): made new for a plan, read from a folder, and written to one.
 
 A head, or a drafter in the EAGLE-3 format, is unrolled over several drafts (arXiv 2503.01840): its prediction of step s
-at entry t uses its own state of step s - 1 at t and the true token. A small language model needs no unrolling, because
-it reads the target's text as long as its drafts are accepted.
+at entry t uses its own state of step s - 1 at t and the true token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.utils import CONFIG_NAME
 
-from sampling.distill.generate import Page
-from utils.drafter_formats.eagle3 import Eagle3
-from utils.models.draft_head import Head
+from sampling.distill.options import TrainingPlan
+from sampling.distill.pages import Corpus, TextPage
+from sampling.distill.target import Target
+from utils.decode.features import layer_count
+from utils.decode.model_info import vocabulary_size
+from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
+from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, new_eagle3, save_eagle3, usual_layers
+from utils.drafter_formats.formats import format_of
+from utils.drafter_formats.target_parts import DraftHead
+from utils.errors import UserError
+from utils.models.draft_head import Head, feature_layers, shape_for
+from utils.models.head_file import HeadFile, is_head, read_head, save_head
+from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads
+TRAINING_ATTENTION = "sdpa"  # faster than row-invariant attention, which only drafting needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +47,20 @@ class Predictions:
     position: int
 
 
-class Student(Protocol):
+class Student:
     """A drafter in training.
 
-    kind: as --kind names it. weights: the trained module. vocabulary: the ids (V',) it can draft, None for all. layers:
-    the hidden states that its pages hold, of which the last one is the input of the target's output layer.
-    """
-
-    kind: str
-    weights: nn.Module
-    vocabulary: Tensor | None
-    layers: tuple[int, ...]
-
-    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]: ...
-
-
-class HeadStudent:
-    """A head or an EAGLE-3 drafter in training. embed: its input embedding. rows: its output rows (V', H) of
-    `vocabulary`. Neither is trained.
+    kind: as --kind names it. embed: its input embedding. rows: its output rows (V', H) of the ids `vocabulary` (V',).
+    Neither is trained. layers: the hidden states that its pages hold, of which the last one is the input of the
+    target's output layer.
     """
 
     def __init__(self, head: Head | Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
         self.kind = "eagle3" if isinstance(head, Eagle3) else "head"
-        self.head, self.ids = head, vocabulary
-        self.weights: nn.Module = head
-        self.vocabulary: Tensor | None = vocabulary
+        self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
-        self.embed, self.rows = embed, rows
 
-    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
+    def predictions(self, page: TextPage, steps: int) -> Iterator[Predictions]:
         """The predictions of each step, with N = T - steps - 1 entries."""
         # The same N for all steps, so that the last entry of the last step still has a token to predict.
         count = page.tokens.shape[1] - steps - 1
@@ -80,25 +78,6 @@ class HeadStudent:
             states = head.feedback(states)
 
 
-class ModelStudent:
-    """A small causal language model in training, with the target's vocabulary."""
-
-    def __init__(self, model: Any) -> None:
-        self.kind, self.layers = "lm", page_layers(())
-        self.model = model
-        self.weights: nn.Module = model
-        self.vocabulary: Tensor | None = None
-
-    def predictions(self, page: Page, steps: int) -> Iterator[Predictions]:
-        """The predictions of each step; one forward pass serves them all."""
-        states = self.model.get_decoder()(input_ids=page.tokens.long()).last_hidden_state
-        count = page.tokens.shape[1] - steps - 1
-        rows = self.model.get_output_embeddings().weight
-        for step in range(steps):
-            # The state at position p predicts token p + 1, so entry 0 of this slice predicts token step + 2.
-            yield Predictions(states[:, step + 1 : step + 1 + count], rows, step + 2)
-
-
 def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
     """(1, 1, N, (step + 1) N): an entry attends to true entries up to itself and to its own earlier steps."""
     # (N, N) each. Keys lie in the cache step after step.
@@ -110,3 +89,113 @@ def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
 def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
     """The hidden states that pages hold for a drafter that reads these: training compares with the last one."""
     return read if read[-1:] == (LAST,) else (*read, LAST)
+
+
+def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
+    """The hidden states that pages of this plan hold. Raises UserError if the target does not have one of them."""
+    if plan.start:
+        return load_student(Path(plan.start), target).layers
+    count = layer_count(target.model)
+    if plan.kind == "head":
+        return page_layers(feature_layers(count))
+    chosen = [int(number) for number in plan.layers.split(",")] if plan.layers else usual_layers(count)
+    return page_layers(chosen_layers(chosen, count))
+
+
+def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Student:
+    """A new student, or the one in `plan.start`.
+
+    The vocabulary of a head is always that of the corpus. An EAGLE-3 drafter keeps the one it has.
+    """
+    torch.manual_seed(plan.seed)
+    student = load_student(Path(plan.start), target) if plan.start else None
+    if student is not None:
+        student.head.requires_grad_(True)  # weights are frozen when they are loaded
+        if student.kind == "eagle3":
+            return student
+    counts = token_counts(corpus, vocabulary_size(target.model))
+    ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values
+    if student is not None:
+        return _with_target(student.head, target, ids)
+    if plan.kind == "eagle3":
+        return _with_target(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
+    return _with_target(_new_head(target.model), target, ids)
+
+
+def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
+    """How often the target generated each token (V,)."""
+    totals = torch.zeros(vocabulary, dtype=torch.long)
+    for number in range(len(corpus)):
+        page = corpus.page(number)
+        totals += torch.bincount(page.tokens[page.generated].long(), minlength=vocabulary)
+    return totals
+
+
+def load_student(folder: Path, target: Target) -> Student:
+    """The drafter in a folder, in float32. Raises UserError if there is none or if it does not fit the target."""
+    if is_head(folder):
+        head, vocabulary = read_head(folder, target.model)
+        return _with_target(head, target, vocabulary)
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"{folder} contains no drafter: give a folder that this command has written.")
+    checkpoint = read_checkpoint(locate(str(folder), lambda line: None))
+    known = format_of(checkpoint) if checkpoint else None
+    if not checkpoint or not known:
+        raise UserError(f"{folder} holds a model or an unknown format, which this command does not train.")
+    if known.load is not load_eagle3:
+        raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
+    return _loaded_eagle3(load_eagle3(checkpoint, target.model), folder)
+
+
+def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:
+    """Write the drafter to a folder that `--drafter FOLDER` accepts. corpus: the text that it was trained on."""
+    if isinstance(student.head, Head):
+        save_head(folder, HeadFile.of(student.head, student.vocabulary, target.model))
+        return
+    counts = token_counts(corpus, vocabulary_size(target.model))
+    around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
+    save_eagle3(folder, student.head, target.model, around)
+
+
+def _loaded_eagle3(drafter: Eagle3, folder: Path) -> Student:
+    """A loaded drafter in float32. What it may share with its target stays as it is."""
+    if any(cast(Any, layer).self_attn.sliding_window for layer in drafter.layers):
+        raise UserError(f"The drafter in {folder} has layers with a sliding window, which this command does not train.")
+    embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
+    del drafter.embed_tokens, drafter.lm_head
+    rows, ids = output.rows.weight, output.vocabulary
+    every = torch.arange(len(rows), device=rows.device)
+    drafter.config._attn_implementation = TRAINING_ATTENTION
+    return Student(drafter.float(), embed, rows.detach(), every if ids is None else ids)
+
+
+def _with_target(head: Head | Eagle3, target: Target, vocabulary: Tensor) -> Student:
+    """A student that reads the target's embedding, and drafts with its output rows of `vocabulary`."""
+    vocabulary = vocabulary.to(target.model.device)
+    embed = target.model.get_input_embeddings()
+    if isinstance(head, Eagle3):  # it is loaded with the weights alone, without the factor of some targets
+        embed = nn.Embedding.from_pretrained(embed.weight.detach())
+        head.config._attn_implementation = TRAINING_ATTENTION
+    return Student(head.to(target.model.device), embed, target.lm_head[vocabulary], vocabulary)
+
+
+@torch.no_grad()
+def _new_head(model: Any) -> Head:
+    """Small random weights that pass the last feature through: at first a head repeats the previous prediction."""
+    head = Head(shape_for(model, feature_layers(layer_count(model))))
+    size = head.shape.hidden
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    norm = getattr(model.get_decoder(), "norm", None)
+    # The last feature comes after the target's final norm. Dividing by that norm's weight undoes the scaling, and the
+    # head's own norm, which starts with the same weight, applies it again.
+    scale = torch.ones(size) if norm is None or norm.weight.shape != (size,) else norm.weight.float().cpu()
+    # Weights near 0 would give huge reciprocals.
+    median = scale.abs().median().clamp(min=1e-3)
+    scale = scale.where(scale.abs() > 0.05 * median, median)
+    head.norm.weight.copy_(scale)
+    head.read.weight[:, -size:] += torch.diag(1 / scale)
+    # The second half of the input of `mix` is the state, the first half the embedding.
+    head.mix.weight[:, -size:] += torch.eye(size)
+    return head

@@ -1,4 +1,4 @@
-"""The target of a distillation: loading it, and checking that a drafter can be trained for it."""
+"""The target of a distillation: its number format, loading it, and checking that a drafter can be trained for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampling.distill.number_format import AUTO, FORMATS, training_dtype
+from sampling.distill.options import AUTO
 from sampling.distill.progress import Report
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device
-from utils.models.gguf import convert_if_gguf
+from utils.models.gguf_model import convert_if_gguf
 from utils.models.sources import locate
 
 
@@ -29,7 +29,7 @@ class Target:
 def load_target(name: str, device_name: str, report: Report, *, dtype: str = AUTO) -> Target:
     """Load a hub id, folder, GGUF file or `embedded`. Raises UserError if no drafter can be trained for it."""
     device = choose_device(device_name)
-    placement = Placement(device, FORMATS[dtype] if dtype in FORMATS else training_dtype(device), report)
+    placement = Placement(device, training_dtype(device) if dtype == AUTO else getattr(torch, dtype), report)
     source = convert_if_gguf(locate(name, report), placement)
     model = load_model(source, "none", placement)
     tokenizer = load_tokenizer(source)
@@ -38,6 +38,15 @@ def load_target(name: str, device_name: str, report: Report, *, dtype: str = AUT
             f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
         )
     return Target(model, tokenizer, output_weight(model))
+
+
+def training_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the hardware has instructions for it, float32 elsewhere."""
+    if device.startswith("cuda"):
+        is_short = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_short = device == "cpu" and torch.cpu._is_amx_tile_supported()  # without matrix tiles bfloat16 is slow
+    return torch.bfloat16 if is_short else torch.float32
 
 
 @torch.no_grad()

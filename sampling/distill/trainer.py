@@ -14,11 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from sampling.distill.acceptance import Acceptance, measure_acceptance
-from sampling.distill.dataset import Corpus
-from sampling.distill.generate import Page
-from sampling.distill.loss import autocast_for, distillation_loss
-from sampling.distill.options import Plan
+from sampling.distill.loss import Acceptance, autocast_for, distillation_loss, measure_acceptance
+from sampling.distill.options import TrainingPlan
+from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.students import Student
 from utils.files import replacing
 
@@ -31,28 +29,27 @@ class TrainingData:
     """pages: the training text. held_out: a page not trained on. lm_head: the target's output weight (V, H)."""
 
     pages: Corpus
-    held_out: Page
+    held_out: TextPage
     lm_head: Tensor
 
 
 class Trainer:
     """Trains a student for `total` steps; `step` of them are done. loss: a running mean."""
 
-    def __init__(self, student: Student, data: TrainingData, plan: Plan, total: int) -> None:
+    def __init__(self, student: Student, data: TrainingData, plan: TrainingPlan, total: int) -> None:
         self.student, self._data, self._plan, self.total = student, data, plan, total
         self.step, self.loss = 0, float("nan")
         self.is_consistent = True  # False while only some of the weights have made the current step
-        named = list(student.weights.named_parameters())
-        # torch's Muon refuses anything but matrices, and is meant for hidden layers, not for embeddings.
-        matrices = [parameter for name, parameter in named if parameter.dim() == 2 and "embed" not in name]
-        others = [parameter for name, parameter in named if parameter.dim() != 2 or "embed" in name]
+        weights = list(student.head.parameters())
+        matrices = [parameter for parameter in weights if parameter.dim() == 2]  # torch's Muon refuses anything else
+        others = [parameter for parameter in weights if parameter.dim() != 2]
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=plan.rate, weight_decay=0.01),
             torch.optim.AdamW(others, lr=plan.rate_rest, weight_decay=0.0, betas=(0.9, 0.95)),
         ]
         self._rates = (plan.rate, plan.rate_rest)
         self._page_count = len(data.pages)
-        self._loaded: tuple[int, Page] | None = None  # the current page and its number
+        self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
         """Train on the next batch."""
@@ -62,7 +59,7 @@ class Trainer:
         loss.backward()
         # Waits for a GPU to finish, before any weight is changed.
         value = loss.item()
-        nn.utils.clip_grad_norm_(self.student.weights.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.student.head.parameters(), 1.0)
         self.is_consistent = False
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
@@ -80,7 +77,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write the weights, the optimizers' states and the step number."""
-        tensors = {f"weights.{name}": part.contiguous() for name, part in self.student.weights.state_dict().items()}
+        tensors = {f"weights.{name}": part.contiguous() for name, part in self.student.head.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
@@ -88,7 +85,7 @@ class Trainer:
         # safetensors stores texts only.
         metadata = {"step": str(self.step), "total": str(self.total), "loss": repr(self.loss)}
         with replacing(folder / STATE_FILE) as file:
-            file.write(save(_without_shared(tensors), metadata=metadata))
+            file.write(save(tensors, metadata=metadata))
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote."""
@@ -97,7 +94,7 @@ class Trainer:
             metadata = file.metadata()
         self.step, self.total, self.loss = int(metadata["step"]), int(metadata["total"]), float(metadata["loss"])
         weights = {name.removeprefix("weights."): part for name, part in tensors.items() if name.startswith("weights.")}
-        self.student.weights.load_state_dict(weights, strict=False)  # tied weights are stored once
+        self.student.head.load_state_dict(weights)
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._optimizers]
         for name, part in tensors.items():
             if name.startswith("optimizer."):
@@ -112,7 +109,7 @@ class Trainer:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / max(1, self.total))))
         return min(1.0, (self.step + 1) / WARM_UP_STEPS) * max(0.01, cosine)
 
-    def _batch(self) -> Page:
+    def _batch(self) -> TextPage:
         """Some rows of one page, both in a random order that the seed determines."""
         plan = self._plan
         per_page = max(1, plan.rows // plan.batch)
@@ -123,7 +120,7 @@ class Trainer:
         order = _shuffled(page.tokens.shape[0], plan.seed, visit)
         return page.rows(torch.tensor(order[part * plan.batch : (part + 1) * plan.batch]), self._data.lm_head.device)
 
-    def _page(self, number: int) -> Page:
+    def _page(self, number: int) -> TextPage:
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = number, self._data.pages.page(number)
         return self._loaded[1]
@@ -132,14 +129,3 @@ class Trainer:
 def _shuffled(count: int, seed: int, turn: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
     return torch.randperm(count, generator=generator).tolist()
-
-
-def _without_shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each storage once, because safetensors refuses tensors that share memory."""
-    seen: set[int] = set()
-    unique = {}
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() not in seen or not tensor.numel():
-            seen.add(tensor.data_ptr())
-            unique[name] = tensor
-    return unique

@@ -1,6 +1,6 @@
 """`make bench`: our decoders against transformers' own and llama.cpp on this machine, with interleaved runs.
 
-It ends with a table of bars, and writes a JSON file with all figures and a picture. arms.py has our arms, peers.py the
+It ends with a table of bars, and writes a JSON file with all figures. arms.py has our arms, peers.py the
 others, probes.py single figures, bars.py the bars.
 """
 
@@ -22,7 +22,6 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 import report
 from bars import bars
 from measurement import Bench, load
-from picture import draw
 
 from utils.bounds import ENGINE_WEIGHTS, ENGINES
 from utils.metrics.intervals import Interval
@@ -50,11 +49,9 @@ def finish(result: dict[str, Any], flags: argparse.Namespace, screen: Renderer) 
     result["bars"] = [bar.figures() for bar in rows]
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "bench.json").write_text(json.dumps(result, indent=1, default=_plain) + "\n", encoding="utf-8")
-    if result.get("ratios"):
-        draw(result, flags.out / "bench.png")
     if flags.append:
         report.append(result, rows)
-    screen.result(f"written to {flags.out}: bench.json" + (" and bench.png" if result.get("ratios") else ""))
+    screen.result(f"written to {flags.out / 'bench.json'}")
 
 
 def flags_of(argv: list[str] | None) -> argparse.Namespace:
@@ -70,7 +67,7 @@ def flags_of(argv: list[str] | None) -> argparse.Namespace:
     add("--skip", action="append", default=[], metavar="ARM", help="leave out an arm, e.g. 'generate, assistant'")
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: everything)")
     add("--append", action="store_true", help="append the results to the table in tests/benchmarks/README.md")
-    add("--out", type=Path, default=Path(".bench"), help="folder of bench.json and bench.png (default: .bench)")
+    add("--out", type=Path, default=Path(".bench"), help="folder of bench.json (default: .bench)")
     return parser.parse_args(argv)
 
 

@@ -24,11 +24,14 @@ sys.path.insert(0, str(ROOT))
 
 from utils.servers.address import ServerAddress  # noqa: E402
 from utils.servers.client import ServerClient  # noqa: E402
-from utils.servers.completion import ServerCompletion  # noqa: E402
-from utils.servers.engines.draft_counters import own_tokens  # noqa: E402
-from utils.servers.engines.kind import Counters, EngineAcceptance  # noqa: E402
-from utils.servers.engines.recognise import recognise  # noqa: E402
-from utils.servers.request import ServerRequest  # noqa: E402
+from utils.servers.kinds import recognise  # noqa: E402
+from utils.servers.kinds.completion import (  # noqa: E402
+    Counters,
+    ServerAcceptance,
+    ServerCompletion,
+    ServerRequest,
+)
+from utils.servers.kinds.server_kind import own_tokens  # noqa: E402
 
 COUNTING = "one two three four one two three four one two three four one two three"
 REQUESTS = {
@@ -51,7 +54,7 @@ class Answer:
     completion: ServerCompletion
     before: Counters
     after: Counters
-    acceptance: EngineAcceptance | None
+    acceptance: ServerAcceptance | None
     logged: list[tuple[float, ...]]
 
 

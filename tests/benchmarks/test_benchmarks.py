@@ -250,7 +250,6 @@ def test_a_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }
     assert result["first_start"] == result["program"] == program
     assert result["perplexity"]["float32"] == pytest.approx(result["perplexity"]["llama.cpp (Q4_1)"], rel=1e-3)
-    assert (tmp_path / "bench.png").stat().st_size > 1000
     row = machines.read_text().splitlines()[1]
     header = next(line for line in (BENCHMARKS / "README.md").read_text().splitlines() if line.startswith("| date"))
     assert row.count("|") == header.count("|")

@@ -28,6 +28,7 @@ def check(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.full
 def test_every_section_runs_on_the_cpu_with_tiny_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ngram_assisted import STORAGES, NGramStorage, OneLevelNGramStorage, load_storage, save_storage
-from ngram_assisted.ngram_file import ARRAYS, DAMAGED
+from ngram_assisted.ngram_storage import ARRAYS, DAMAGED
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 
@@ -29,7 +29,7 @@ def contents_of(storage: NGramStorage) -> list[tuple[tuple[int, ...], list[tuple
     return [(context, list(counts.items())) for context, counts in storage.contexts()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(n=st.integers(2, 5), ids=st.lists(TOKENS, max_size=60), limit=st.integers(1, 30))
 @pytest.mark.parametrize("storage_class", [NGramStorage, OneLevelNGramStorage])
 def test_the_limit_is_never_exceeded(storage_class: type[NGramStorage], n: int, ids: list[int], limit: int) -> None:
@@ -224,25 +224,25 @@ def test_a_storage_can_be_used_in_a_later_session(view: Screen, tmp_path: Path) 
     for line in ("/target off", "/speculative off", "/length 30"):
         first.handle(line)
     cold = checked(first, file, "Hello there")
-    assert first.handle(f"/ngram_save {path}") is Verdict.DONE
+    assert first.handle(f"/ngram save {path}") is Verdict.DONE
     assert str(path) in view.take()[1]
 
     second = open_session(view, records=file)
     for line in ("/target off", "/speculative off", "/length 30"):
         second.handle(line)
-    assert second.handle("/ngram_save nowhere.ngrams") is Verdict.FAILED  # it is still empty
-    assert second.handle(f"/ngram_load {path}") is Verdict.DONE
+    assert second.handle("/ngram save nowhere.ngrams") is Verdict.FAILED  # it is still empty
+    assert second.handle(f"/ngram load {path}") is Verdict.DONE
     assert "/ngram keep" in view.take()[1]
     assert not second.settings.reset_in_between
     warm = checked(second, file, "Hello there")
     assert warm["token_ids"] == cold["token_ids"]
     assert warm["accepted"] > cold["accepted"]
     for line in (
-        "/ngram_load",
-        f"/ngram_load {tmp_path / 'none'}",
+        "/ngram load",
+        f"/ngram load {tmp_path / 'none'}",
         "/ngram_limit 0",
         "/ngram_limit x",
-        "/ngram_save ~nobody-knows/x",
+        "/ngram save ~nobody-knows/x",
     ):
         assert second.handle(line) is Verdict.FAILED, line
     assert checked(second, file, "/ngram_limit 3", "Hello there")["settings"]["ngram_limit"] == 3

@@ -29,11 +29,12 @@ def _cache(own_cache: Path) -> None:
 def main(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Like `program`, but inside this process, which saves the imports."""
+    """Like `program`, but inside this process, which saves the imports, and with the plain engine unless named."""
 
     def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin.encode())))
-        status = infer.main([*map(str, arguments)])
+        engine = [] if "--engine" in arguments else ["--engine", "plain"]
+        status = infer.main([*map(str, arguments), *engine])
         return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
     threads = torch.get_num_threads()

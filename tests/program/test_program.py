@@ -48,11 +48,16 @@ def test_help_and_version_need_no_heavy_imports() -> None:
         ["--seed", "x"],
         ["--pair", "nonsense"],
         ["--pair", "embedded", "--target", "x"],
-        ["--no-such-flag"],
     ],
 )
-def test_wrong_flags_are_usage_errors(flags: list[str]) -> None:
-    result = program(*flags)
+def test_wrong_flags_are_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        infer.main(flags)
+    assert ended.value.code == 2 and capsys.readouterr().out == ""
+
+
+def test_a_usage_error_is_the_status_of_the_process() -> None:
+    result = program("--no-such-flag")
     assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
 
 
@@ -62,7 +67,8 @@ def test_the_second_start_uses_what_the_first_one_tested_and_measured(
     only_engines(monkeypatch, "plain", "invariant")
     prefer("invariant")
     monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: False)
-    flags = ("--target", folder, "--threads", "1", "--json", tmp_path / "runs.jsonl", "-c", "/length 4", "-c", "Hello")
+    flags = ("--target", folder, "--engine", "auto", "--threads", "1", "--json", tmp_path / "runs.jsonl")
+    flags += ("-c", "/length 4", "-c", "Hello")
     for _ in range(2):
         result = main(*flags)
         assert result.returncode == 0, result.stderr

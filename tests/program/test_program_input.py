@@ -31,7 +31,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main: Any) -> None:
     file = tmp_path / "runs.jsonl"
-    result = main("--target", folder, "--json", file, stdin="/length 4\n\n/say /gamma\nHello" + end)
+    result = main("--target", folder, "--json", file, stdin='/length 4\n\n"""/gamma"""\nHello' + end)
     assert result.returncode == 0, result.stderr
     assert [row["prompt"] for row in records_of(file)] == ["/gamma"] * 3 + ["Hello"] * 3
 
@@ -47,7 +47,7 @@ def test_only_newlines_end_piped_lines(folder: Path, tmp_path: Path, main: Any) 
 def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path, main: Any) -> None:
     result = main("--target", folder, "-c", "/gamma abc", "-c", "/length 3", "-c", "Hello")
     assert result.returncode == 1 and "Target only" in result.stdout and "abc" in result.stderr
-    assert program("--target", folder, stdin="/nonsense\n/quit\nnever run").returncode == 1
+    assert main("--target", folder, stdin="/nonsense\n/quit\nnever run").returncode == 1
 
 
 def test_quit_ends_the_lines(folder: Path, main: Any) -> None:

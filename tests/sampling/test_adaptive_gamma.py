@@ -206,8 +206,8 @@ def test_the_number_of_drafts_does_not_change_the_text(seed):
     ("rule", "processor"), [(name, GreedyProcessor()) for name in RULE_NAMES] + [("coupled", MultinomialProcessor(1.0))]
 )
 def test_the_same_costs_give_the_same_drafts_and_no_costs_change_the_text(rule, processor):
-    target, other = tiny_llama(vocab_size=8), tiny_llama(1, vocab_size=8)
-    plan = Decoding.of(processor, 80, end_ids=None, seed=5)
+    target, other = (tiny_llama(seed, vocab_size=8, num_hidden_layers=1) for seed in range(2))
+    plan = Decoding.of(processor, 40, end_ids=None, seed=5)
     expected = tokens_of(autoregressive_steps([1, 2, 3], ModelSession(target, rewinds=False), plan))
 
     def run(costs):

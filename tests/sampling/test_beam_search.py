@@ -1,15 +1,16 @@
 """Beam search against a reference with lists and uncached forward passes, and the same scoring formula."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny import next_logits, tiny_bart, tiny_llama, tiny_mamba, tiny_sliding, tiny_t5
+from tiny import SHALLOW, next_logits, tiny_llama, tiny_mamba
 
 from sampling import autoregressive_generate, beam_search_generate
 from utils.errors import UserError
 
-BUILDERS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart, "mamba": tiny_mamba}
+BUILDERS = SHALLOW | {"mamba": partial(tiny_mamba, num_hidden_layers=1)}
 
 
 def log_probs(model: Any, prompt: list[int], made: list[int]) -> torch.Tensor:
@@ -46,7 +47,7 @@ def reference(
 @pytest.mark.parametrize(("beams", "top_k", "alpha"), [(1, 1, 1.2), (3, 2, 0.0), (4, 3, 1.2), (6, 5, 2.0)])
 def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: float) -> None:
     prompt = [5, 9, 2, 11]
-    for seed in range(2):
+    for seed in range(1 + (beams < 4)):
         model = BUILDERS[kind](seed=seed)
         end = autoregressive_generate(prompt, model, 6, eos_tokens_id=-1)[-1]
         for ending in (-1, end):
@@ -61,8 +62,8 @@ def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: flo
 def test_the_score_is_at_least_that_of_generate(alpha: float) -> None:
     """With early_stopping=False, and as many continuations as transformers takes."""
     prompt, beams, length = [5, 9, 2, 11], 3, 12
-    for seed in range(8):
-        model = tiny_llama(seed=seed, initializer_range=0.2)
+    for seed in range(3):
+        model = tiny_llama(seed=seed, initializer_range=0.2, num_hidden_layers=1)
         for end in autoregressive_generate(prompt, model, 6, eos_tokens_id=-1)[1::2]:
             theirs = model.generate(
                 torch.tensor([prompt]),

@@ -26,6 +26,7 @@ MORE = [
 ]
 
 
+@pytest.mark.usefixtures("real_embedded_model")
 def test_long_greedy_texts_are_the_same_with_wide_verify_passes(tmp_path: Path) -> None:
     """12 prompts x 64 tokens with a drafter whose drafts are often accepted."""
     file = tmp_path / "runs.jsonl"

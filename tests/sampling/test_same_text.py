@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from samplers import PROCESSORS
-from tiny import tiny_bart, tiny_llama, tiny_sliding, tiny_t5
+from tiny import SHALLOW, tiny_llama
 from toys import ToyModel, decoding, opposed, session, toy
 
 from ngram_assisted import NGramDrafter, NGramStorage, ngram_assisted_speculative_generate
@@ -97,7 +97,8 @@ def test_coupled_text_is_the_autoregressive_text_for_every_drafter_and_gamma(
     name: str, processor: LogitsProcessor
 ) -> None:
     target = toy(9, SIZE)
-    for seed, gamma in zip((0, 1) * 9, [*range(9)] * 2, strict=True):
+    for gamma in range(9):
+        seed = gamma % 2
         plan = decoding(LENGTH, processor=processor, seed=seed)
         steps = list(
             speculative_steps(
@@ -113,7 +114,8 @@ def test_coupled_text_is_the_autoregressive_text_for_every_drafter_and_gamma(
 @pytest.mark.parametrize("processor", PROCESSORS, ids=str)
 def test_ngram_assisted_text_is_the_autoregressive_text_with_every_rule(processor: LogitsProcessor, rule: Rule) -> None:
     target = toy(9, SIZE)
-    for seed, gamma in zip((0, 1) * 9, [*range(9)] * 2, strict=True):
+    for gamma in range(9):
+        seed = gamma % 2
         plan = decoding(LENGTH, processor=processor, seed=seed)
         drafter = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=bool(seed % 2))
         assert tokens_of(
@@ -186,14 +188,14 @@ def test_noise_that_is_drawn_in_sequence_is_detected(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("p_seed", "q_seed"), [(0, 1), (2, 3), (4, 5)])
 def test_coupled_acceptance_has_its_closed_form(p_seed: int, q_seed: int) -> None:
-    """Pr[match] = sum_j 1 / sum_i max(p_i/p_j, q_i/q_j) (Daliri, Musco and Suresh 2024), by 5,000 first drafts.
+    """Pr[match] = sum_j 1 / sum_i max(p_i/p_j, q_i/q_j) (Daliri, Musco and Suresh 2024), by 2,000 first drafts.
 
-    A false alarm, 5 standard deviations or 0.035, has a probability below 1e-6. Drafts that do not share the noise
+    A false alarm, 5 standard deviations or 0.056, has a probability below 1e-6. Drafts that do not share the noise
     are accepted with probability sum_i p_i q_i, which is lower by more than 0.09 here.
     """
     p, q = (torch.softmax(toy(seed, 6).table[0].double(), 0) for seed in (p_seed, q_seed))
     expected = sum(1 / sum(max(float(p[i] / p[j]), float(q[i] / q[j])) for i in range(6)) for j in range(6))
-    trials = 5000
+    trials = 2000
     accepted = sum(
         RULES["coupled"](torch.stack([p, p]), Draft([Noise(seed).sample(q, 0)]), Noise(seed), start=0)[0]
         for seed in range(trials)
@@ -203,13 +205,10 @@ def test_coupled_acceptance_has_its_closed_form(p_seed: int, q_seed: int) -> Non
     assert overlap / (2 - overlap) <= expected <= overlap  # the known bounds for shared noise
 
 
-MODELS = {"llama": tiny_llama, "sliding": tiny_sliding, "t5": tiny_t5, "bart": tiny_bart}
-
-
 @pytest.mark.parametrize("processor", PROCESSORS[1:], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", SHALLOW)
 def test_the_library_functions_give_the_same_text_with_cached_models(kind: str, processor: LogitsProcessor) -> None:
-    target, drafter, prompt = MODELS[kind](seed=0), MODELS[kind](seed=1), [5, 9, 13, 9, 5]
+    target, drafter, prompt = SHALLOW[kind](seed=0), SHALLOW[kind](seed=1), [5, 9, 13, 9, 5]
     cases = ((1, True, "rejection"), (4, True, "coupled"), (7, False, "block"))
     for seed, (gamma, use_cache, rule) in enumerate(cases):
         expected = autoregressive_generate(prompt, target, 12, processor, -1, seed=seed)

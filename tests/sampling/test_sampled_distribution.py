@@ -99,7 +99,7 @@ def test_ngram_assisted_decoding_follows_the_targets_distribution(processor: Log
 @pytest.mark.parametrize("processor", SAMPLERS, ids=str)
 def test_ngram_assisted_text_is_the_autoregressive_text_for_every_seed(processor: LogitsProcessor) -> None:
     target = toy(3, 6)
-    for seed in range(60):
+    for seed in range(20):
         expected = autoregressive_steps([START], session(target), decoding(LENGTH, processor=processor, seed=seed))
         assert tokens_of(assist(Noise(seed), processor=processor, target=target)) == tokens_of(expected)
 
@@ -207,7 +207,7 @@ def test_an_unprocessed_q_against_a_processed_p_is_detected() -> None:
 def test_tokens_drawn_from_p_use_the_targets_noise(rule: Rule) -> None:
     """Bonus tokens, and tokens of rounds without drafts, are those of autoregressive decoding after the same text."""
     p = torch.softmax(toy(1, 6).table.double(), dim=-1)
-    for seed in range(200):
+    for seed in range(60):
         noise = Noise(seed)
         drafted = [noise.pick(p[row], Domain.DRAFT, 5 + row, 5) for row in range(3)]
         assert rule(p[:4], Draft([]), noise, start=5) == (0, noise.sample(p[0], 5))

@@ -59,7 +59,7 @@ def test_several_drafts_are_exact_for_distributions_on_a_grid(rule: Verify, size
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("gamma", "pairs"), [(2, 150), (3, 45)])
+@pytest.mark.parametrize(("gamma", "pairs"), [(2, 60), (3, 24)])
 def test_several_drafts_are_exact_for_distributions_that_depend_on_the_context(
     rule: Verify, gamma: int, pairs: int
 ) -> None:
@@ -70,7 +70,7 @@ def test_several_drafts_are_exact_for_distributions_that_depend_on_the_context(
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("gamma", "pairs"), [(2, 150), (3, 60)])
+@pytest.mark.parametrize(("gamma", "pairs"), [(2, 60), (3, 24)])
 def test_stopping_by_earlier_drafts_is_exact(rule: Verify, gamma: int, pairs: int) -> None:
     """Whether there is one more draft may depend on all earlier ones, but not on the token that would be drawn."""
     lengths: set[int] = set()
@@ -104,14 +104,14 @@ def test_one_hot_drafts_are_exact_for_every_draft(rule: Verify, gamma: int) -> N
 
 def test_block_verification_accepts_at_least_as_much_as_rejection() -> None:
     gains = 0
-    for seed in range(60):
+    for seed in range(30):
         p, q, gamma = contextual(seed, 3), contextual(seed + 500, 3), 2 + seed % 2
         rejection, block = (
             mean_accepted(outcome_probs(partial(one_round, p, q, gamma, rule))) for rule in (REJECTION, BLOCK)
         )
         assert block >= rejection, seed
         gains += block > rejection
-    assert gains > 30
+    assert gains > 15
 
 
 def test_block_verification_of_one_draft_equals_rejection() -> None:

@@ -1,4 +1,4 @@
-"""Helpers for tests that start servers: a program that acts as an engine, and what is left of processes."""
+"""Helpers for tests that start servers: a program that acts as one, and what is left of processes."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-FAKE = Path(__file__).parent / "fake_engine.py"
+FAKE = Path(__file__).parent / "fake_program.py"
 
 
 def fake_program(folder: Path, behaviour: str = "serve", name: str = "llama-server") -> str:
-    """The path of a program that takes an engine's flags."""
+    """The path of a program that takes the flags of a server program."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / name
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" {behaviour} "$@"\n')

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from embedded_session import share_embedded_model
 from servers.launches import started
 
 from utils.models.embedded import embedded_gguf
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
-from utils.servers.processes.launch import Launch
+from utils.servers.connection import answers
 from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.programs import Launch
 
 PYTHON = "SERVERS_PYTHON"
 
@@ -24,6 +26,7 @@ def llama_python() -> str:
 
 
 def embedded_file() -> str:
+    share_embedded_model()
     return str(embedded_gguf(lambda line: None))
 
 
@@ -38,7 +41,7 @@ def llama_launch(**values: object) -> Launch:
 @contextmanager
 def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers]]:
     """A client of a server that runs within the block."""
-    servers = LocalServers()
+    servers = LocalServers(answers)
     try:
         url = started(servers.start("llama", llama_launch(**values), limit=120))
         with ServerClient(ServerAddress("llama", url)) as client:

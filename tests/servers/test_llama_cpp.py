@@ -14,10 +14,10 @@ from servers.server_sessions import server_session
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.client import ServerClient
-from utils.servers.completion import ServerCompletion
-from utils.servers.engines.recognise import recognise
+from utils.servers.connection import answers
+from utils.servers.kinds import recognise
+from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest
 from utils.servers.processes.local_servers import LocalServers
-from utils.servers.request import Chat, ServerRequest
 
 pytestmark = pytest.mark.servers
 REPEATING = "Count: one two three four five six. one two three four five six. one two three four five six. one two"
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:
     broken = f"{tmp_path}/broken.gguf"
     with open(broken, "wb") as file:
         file.write(b"GGUF" + bytes(100))
-    servers = LocalServers()
+    servers = LocalServers(answers)
     with pytest.raises(UserError, match=r"(?s)ended with status \d+.*Its log ends with:.*model"):
         started(servers.start("llama", replace(launch, model=broken), limit=60))
     servers.stop_all()

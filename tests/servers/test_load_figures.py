@@ -12,31 +12,29 @@ from servers.loopback import Faults, Loopback
 from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
-from utils.servers.completion import ServerCompletion
-from utils.servers.engines.kind import Counters, EngineAcceptance, ServerReader
-from utils.servers.engines.openai import OpenAIKind
-from utils.servers.load import TooSlow, median_and_p95, percentile, run_slice
-from utils.servers.request import ServerRequest
+from utils.servers.kinds.completion import Counters, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind, ServerReader
+from utils.servers.load_slice import TooSlow, median_and_p95, percentile, run_slice
 
 LENGTH = 5
 
 
-class CountingKind(OpenAIKind):
-    """An engine whose drafts are in the answers (`timings`), or else in counters of the whole server."""
+class CountingKind(ServerKind):
+    """A kind whose drafts are in the answers (`timings`), or else in counters of the whole server."""
 
-    def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"ignore_eos": request.ignore_eos}
 
     def counters(self, server: ServerReader) -> Counters:
         return server.get_json("/counters") or {}
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> EngineAcceptance | None:
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         if timings := completion.field("timings"):
-            return EngineAcceptance(timings["drafted"], timings["accepted"])
+            return ServerAcceptance(timings["drafted"], timings["accepted"])
         if not before or not after:
             return None
         tokens = after["tokens"] - before["tokens"]
-        return EngineAcceptance(
+        return ServerAcceptance(
             int(after["drafted"] - before["drafted"]),
             int(after["accepted"] - before["accepted"]),
             valid=tokens == completion.token_count,
@@ -46,7 +44,7 @@ class CountingKind(OpenAIKind):
 @dataclass
 class Target:
     client: ServerClient
-    kind: OpenAIKind
+    kind: ServerKind
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def test_requests_that_wait_for_a_slot_have_a_later_first_token(target: Target, 
         Loopback(slots=1, faults=Faults(first_delay=0.1)) as single,
         ServerClient(ServerAddress("one", single.url)) as client,
     ):
-        measured = run_slice(Target(client, OpenAIKind()), requests(3), concurrency=3, limit=60)
+        measured = run_slice(Target(client, ServerKind()), requests(3), concurrency=3, limit=60)
     first = sorted(measured.first_token_seconds)
     assert first[0] >= 0.1 and first[1] >= 0.15 and first[2] >= 0.25  # they are not sent at the same instant
 
@@ -148,7 +146,7 @@ def test_ctrl_c_ends_the_requests(server: Loopback, target: Target, monkeypatch:
 def test_drafts_of_answers_are_added(server: Loopback, target: Target) -> None:
     server.extras = lambda request, answer: {"timings": {"drafted": 4, "accepted": 3}}
     found = run_slice(target, requests(3), concurrency=2, limit=60).acceptance
-    assert found == EngineAcceptance(12, 9)
+    assert found == ServerAcceptance(12, 9)
 
 
 @pytest.mark.parametrize("others", [0, 7])

@@ -13,14 +13,14 @@ from paths import ROOT
 from servers.launches import fake_program, family, gone, is_ready, started
 
 from utils.errors import UserError
-from utils.servers.processes.launch import Launch
 from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.programs import Launch
 
 SESSION = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from servers.launches import is_ready, started
-from utils.servers.processes.launch import Launch
+from utils.servers.processes.programs import Launch
 from utils.servers.processes.local_servers import LocalServers
 servers = LocalServers(is_ready)
 url = started(servers.start("one", Launch("llama.cpp", "a.gguf", program={program!r})))

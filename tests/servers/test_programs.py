@@ -1,4 +1,4 @@
-"""Command lines of engines: loopback only, the flags of each engine for drafts, and launches that are refused."""
+"""Command lines of server programs: loopback only, their flags for drafts, and launches that are refused."""
 
 import json
 import re
@@ -12,24 +12,23 @@ from paths import ROOT
 from servers.launches import fake_program
 
 from utils.errors import UserError
-from utils.servers.processes.launch import DEFAULT_DRAFT, NGRAM, Launch
 from utils.servers.processes.llama_child import parser
-from utils.servers.processes.programs import PROGRAMS, command_line
-from utils.servers.processes.server_process import OUR_VARIABLES, environment
+from utils.servers.processes.local_servers import OUR_VARIABLES, environment
+from utils.servers.processes.programs import DEFAULT_DRAFT, NGRAM, PROGRAMS, Launch, command_line
 
-ENGINES = tuple(PROGRAMS)
+KINDS = tuple(PROGRAMS)
 
 
-def line(engine: str, folder: Path, **values: object) -> list[str]:
+def line(kind: str, folder: Path, **values: object) -> list[str]:
     """The arguments after the program."""
-    name = "python3" if engine == "sglang" else engine
+    name = "python3" if kind == "sglang" else kind
     program = fake_program(folder, name=name)
-    return command_line(Launch(engine, "target", program=program, **values), 1234)[1:]
+    return command_line(Launch(kind, "target", program=program, **values), 1234)[1:]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_listens_on_loopback_only(engine: str, tmp_path: Path) -> None:
-    words = line(engine, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_program_listens_on_loopback_only(kind: str, tmp_path: Path) -> None:
+    words = line(kind, tmp_path)
     assert words[words.index("--host") + 1] == "127.0.0.1" and words[words.index("--port") + 1] == "1234"
     assert not [word for word in words if word.startswith(("--spec", "0.0.0.0"))]
 
@@ -74,9 +73,9 @@ def test_drafts_of_sglang(tmp_path: Path) -> None:
     assert (ngram["--speculative-algorithm"], ngram["--speculative-num-draft-tokens"]) == ("NGRAM", "5")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_draft_length_of_zero_means_no_speculation(engine: str, tmp_path: Path) -> None:
-    assert line(engine, tmp_path, drafter="small", draft=0) == line(engine, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_length_of_zero_means_no_speculation(kind: str, tmp_path: Path) -> None:
+    assert line(kind, tmp_path, drafter="small", draft=0) == line(kind, tmp_path)
 
 
 def test_sizes_and_further_flags_are_passed_on(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_sizes_and_further_flags_are_passed_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({"engine": "vlm"}, "Did you mean vllm"),
+        ({"kind": "vlm"}, "Did you mean vllm"),
         ({"model": ""}, "needs a target"),
         ({"draft": 3}, "needs a drafter"),
         ({"draft": -1, "drafter": NGRAM}, "0 to 256"),
@@ -97,23 +96,23 @@ def test_sizes_and_further_flags_are_passed_on(tmp_path: Path) -> None:
         ({"parallel": 0}, "1 to 4096"),
         ({"program": "/nowhere/llama-server"}, "not a program"),
         ({"flags": ("--host=0.0.0.0",)}, "loopback"),
-        ({"engine": "transformers", "drafter": "small"}, "no flags for speculative"),
-        ({"engine": "transformers", "context": 2048}, "no flags for context"),
+        ({"kind": "transformers", "drafter": "small"}, "no flags for speculative"),
+        ({"kind": "transformers", "context": 2048}, "no flags for context"),
     ],
 )
 def test_launches_that_are_refused(values: dict[str, object], part: str, tmp_path: Path) -> None:
-    base = {"engine": "llama.cpp", "model": "target", "program": fake_program(tmp_path)}
+    base = {"kind": "llama.cpp", "model": "target", "program": fake_program(tmp_path)}
     with pytest.raises(UserError, match=part):
         command_line(Launch(**base | values), 1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engines_that_are_not_installed(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_that_are_not_installed(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr("utils.servers.processes.programs.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"^{re.escape(engine)} is not installed .*program=PATH"):
-        command_line(Launch(engine, "target"), 1)
+    with pytest.raises(UserError, match=rf"^{re.escape(kind)} is not installed .*program=PATH"):
+        command_line(Launch(kind, "target"), 1)
 
 
 def test_llama_server_is_preferred_to_xllamacpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,21 +17,19 @@ from utils.comparison.server_runs import ServerRun
 from utils.decode.steps import FinishReason
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
-from utils.servers.completion import ServerCompletion
 from utils.servers.connection import ServerAnswer
-from utils.servers.engines.kind import EngineAcceptance
-from utils.servers.request import ServerRequest
+from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion, ServerRequest
 
 
-def run_of(tokens: int | None, seconds: float, acceptance: EngineAcceptance | None = None) -> ServerRun:
+def run_of(tokens: int | None, seconds: float, acceptance: ServerAcceptance | None = None) -> ServerRun:
     completion = ServerCompletion("x", (), FinishReason.LENGTH, "length", seconds, usage_tokens=tokens)
     answer = ServerAnswer(ServerRequest("x", 8), completion, acceptance, "vllm", "tiny")
     return ServerRun(ServerAddress("spec", "http://127.0.0.1:1"), answer)
 
 
-def counts(*accepted: int, rounds: int, forwards: int, valid: bool = True) -> EngineAcceptance:
+def counts(*accepted: int, rounds: int, forwards: int, valid: bool = True) -> ServerAcceptance:
     positions = tuple((count, rounds) for count in accepted)
-    return EngineAcceptance(3 * rounds, sum(accepted), rounds, positions, valid=valid, forwards=forwards)
+    return ServerAcceptance(3 * rounds, sum(accepted), rounds, positions, valid=valid, forwards=forwards)
 
 
 def test_figures_by_hand() -> None:
@@ -58,7 +56,7 @@ def test_figures_by_hand() -> None:
 
 def test_what_a_server_does_not_say_is_not_made_up() -> None:
     known = run_of(8, 2.0, counts(3, 1, rounds=4, forwards=5))
-    for other in (None, counts(1, rounds=2, forwards=2, valid=False), EngineAcceptance(9, 3)):
+    for other in (None, counts(1, rounds=2, forwards=2, valid=False), ServerAcceptance(9, 3)):
         figures = server_benchmark_figures({(0, 1): ServerTurns([known, run_of(4, 1.0, other)])}, {})
         assert figures == dict.fromkeys(figures) | {"conditional_acceptance": []}, other
     cut = {(0, 1): ServerTurns([known])}
@@ -72,7 +70,7 @@ def test_a_file_of_spec_bench_has_its_table(view: Screen, tmp_path: Path) -> Non
         {"question_id": 2, "category": "qa", "turns": ["Three"]},
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with Loopback(faults=Faults(chunk_delay=0.05)) as plain, Loopback(faults=Faults(chunk_delay=0.01)) as spec:
+    with Loopback(faults=Faults(chunk_delay=0.03)) as plain, Loopback(faults=Faults(chunk_delay=0.01)) as spec:
         addresses = ServerAddress("plain", plain.url), ServerAddress("spec", spec.url, baseline="plain")
         session = server_session(view, *addresses, records=tmp_path / "r.jsonl")
         assert session.handle(f"/race 2 {tmp_path / 'q.jsonl'}") is Verdict.DONE, view.take()

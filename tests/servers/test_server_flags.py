@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, constant_costs, constant_drafter, records_of, tiny_pair
+from fakes import Screen, constant_costs, constant_drafter, records_of, table_pair
 from servers.loopback import Loopback
 
 import infer
@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.tools import SessionTools
-from utils.screen.line_history import LineHistory, recent_lines
+from utils.screen.line_history import LineHistory
 from utils.servers.address import ServerAddress
 
 URL = "http://127.0.0.1:800"
@@ -113,7 +113,7 @@ def test_models_can_be_loaded_later(view: Screen, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warm_up, "draft_seconds", constant_drafter(lambda job: 0.0))
     monkeypatch.setattr(engine, "verify_costs", constant_costs)
     monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
-    tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: tiny_pair())
+    tools = SessionTools(default_registry(), view.renderer, load=lambda request, note: table_pair())
     with Loopback() as server:
         settings = Settings(engine="plain", gamma=4, length=4)
         session = ReplSession(None, tools, settings, [ServerAddress("plain", server.url)])
@@ -131,5 +131,5 @@ def test_a_key_typed_in_place_of_its_variable_is_not_stored(tmp_path: Path, monk
     kept = [f"/server add a {URL} key=SERVER_KEY", f"/server add a {URL}", "what does key=value mean?"]
     for line in (*kept, f"/server add a {URL} key={KEY}", f'/server add a {URL} "key={KEY}"'):
         history.store_string(line)
-    assert recent_lines(tmp_path / "history", 9) == kept
+    assert list(history.load_history_strings()) == kept[::-1]
     assert KEY not in (tmp_path / "history").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Loopback
 from servers.loopback_values import Answer
 from servers.server_sessions import server_session
@@ -14,26 +14,22 @@ from servers.server_sessions import server_session
 from utils.repl.runner import Verdict
 from utils.servers import connection
 from utils.servers.address import ServerAddress
-from utils.servers.completion import Event
-from utils.servers.engines.kind import ServerReader
-from utils.servers.engines.openai import OpenAIKind
-from utils.servers.request import Chat, ServerRequest
+from utils.servers.kinds.completion import Chat, Event, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind, ServerReader
 
 
-class Tokenizing(OpenAIKind):
+class Tokenizing(ServerKind):
     """A kind that takes and gives ids, with the tokenizer of tiny_pair and perhaps one id more."""
 
     def __init__(self, tokenizer: Any, extra: tuple[int, ...]) -> None:
         self._tokenizer, self._extra = tokenizer, extra
 
-    @property
-    def takes_token_ids(self) -> bool:
-        return True
+    takes_token_ids = True
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         return (*self._tokenizer(text, add_special_tokens=False)["input_ids"], *self._extra)
 
-    def engine_fields(self, request: ServerRequest) -> dict[str, Any]:
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"return_token_ids": True}
 
     def token_ids(self, event: Event) -> tuple[int, ...] | None:
@@ -55,7 +51,7 @@ def test_ids_are_sent_if_both_tokenizers_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = tiny_pair()
+    pair = table_pair()
     monkeypatch.setattr(connection, "recognise", lambda client: Tokenizing(pair.tokenizer, extra))
     servers = ServerAddress("plain", two[0].url), ServerAddress("spec", two[1].url, baseline="plain")
     session = server_session(view, *servers, pair=pair, monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")

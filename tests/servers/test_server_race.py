@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
@@ -15,8 +15,8 @@ from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
-from utils.servers.engines.kind import EngineAcceptance
-from utils.servers.engines.openai import OpenAIKind
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.kinds.server_kind import ServerKind
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults, two[1].faults = Faults(chunk_delay=0.2), Faults()
+    two[0].faults, two[1].faults = Faults(chunk_delay=0.05), Faults()
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello") is Verdict.DONE
     for server in two:
@@ -109,7 +109,7 @@ def test_the_local_target_as_baseline(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     for line in ("/speculative off", "/ngram off", "Hello", "/race 2"):
         assert session.handle(line) is Verdict.DONE, view.take()
     kinds = [row["record"] for row in records_of(tmp_path / "r.jsonl")]
@@ -122,7 +122,7 @@ def test_the_local_target_as_baseline(
 def test_the_local_target_takes_turns_at_going_first(
     command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.commands.servers import race_runs
+    from utils.commands.servers import server_race
     from utils.servers.connection import Connection
 
     order: list[str] = []
@@ -132,12 +132,12 @@ def test_the_local_target_takes_turns_at_going_first(
 
     monkeypatch.setattr(passes, "TOTAL_SECONDS", 0.0)
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch)
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch)
     for line in ("/speculative off", "/ngram off", "Hello"):
         assert session.handle(line) is Verdict.DONE, view.take()
     (tmp_path / "p.txt").write_text("".join(f"Say {number}\n" for number in range(8)))
     monkeypatch.setattr(Connection, "ask", logged("own", Connection.ask))
-    monkeypatch.setattr(race_runs, "_target", logged("target", race_runs._target))
+    monkeypatch.setattr(server_race, "_target", logged("target", server_race._target))
     assert session.handle(command.format(tmp_path / "p.txt")) is Verdict.DONE, view.take()
     turns = [order[index : index + 2] for index in range(0, len(order), 2)]
     assert all(sorted(turn) == ["own", "target"] for turn in turns)
@@ -168,18 +168,18 @@ def test_ctrl_c_keeps_what_was_finished(
 def test_drafts_are_pooled_and_a_gain_needs_them(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two[0].faults = Faults(chunk_delay=0.2)
-    found: list[EngineAcceptance | None] = []
-    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
+    two[0].faults = Faults(chunk_delay=0.03)
+    found: list[ServerAcceptance | None] = []
+    monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     session.handle("Hello")
     cases = {
-        (EngineAcceptance(8, 3, forwards=3), None): (8, 3, 12 / 9),
+        (ServerAcceptance(8, 3, forwards=3), None): (8, 3, 12 / 9),
         # As vLLM counts: three of the accepted drafts are past the end of the answer.
-        (EngineAcceptance(8, 7, forwards=2), EngineAcceptance(4, 4, forwards=2)): (12, 11, 12 / 4),
-        (EngineAcceptance(8, 0, forwards=6), EngineAcceptance(4, 0, forwards=6)): (12, 0, 1.0),
-        (EngineAcceptance(8, 3), EngineAcceptance(4, 0, forwards=6)): (12, 3, None),
-        (EngineAcceptance(8, 3, forwards=3), EngineAcceptance(9, 9, valid=False)): (None, None, None),
+        (ServerAcceptance(8, 7, forwards=2), ServerAcceptance(4, 4, forwards=2)): (12, 11, 12 / 4),
+        (ServerAcceptance(8, 0, forwards=6), ServerAcceptance(4, 0, forwards=6)): (12, 0, 1.0),
+        (ServerAcceptance(8, 3), ServerAcceptance(4, 0, forwards=6)): (12, 3, None),
+        (ServerAcceptance(8, 3, forwards=3), ServerAcceptance(9, 9, valid=False)): (None, None, None),
         (None, None): (None, None, None),
     }
     for drafts, expected in cases.items():

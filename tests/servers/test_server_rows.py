@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import Screen, records_of, screen, tiny_pair
+from fakes import Screen, records_of, screen, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
@@ -25,7 +25,7 @@ def addresses(two: tuple[Loopback, Loopback], **options: str) -> tuple[ServerAdd
 
 
 def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults = Faults(chunk_delay=0.5)  # the slower one by far, also on a busy machine
+    two[0].faults = Faults(chunk_delay=0.2)  # the slower one by far, also on a busy machine
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello there") is Verdict.DONE
     plain, spec = records_of(tmp_path / "r.jsonl")
@@ -106,7 +106,7 @@ def test_servers_beside_the_local_target(
 ) -> None:
     plain = ServerAddress("plain", two[0].url)
     own = ServerAddress("own", two[1].url, baseline="target")
-    session = server_session(view, plain, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    session = server_session(view, plain, own, pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     assert session.handle("Hello") is Verdict.DONE, view.take()
     rows = records_of(tmp_path / "r.jsonl")
     by_name = {row["strategy"]: row for row in rows}
@@ -233,12 +233,15 @@ def test_a_key_is_in_nothing_that_a_session_writes(
     assert session.handle("Hello") is Verdict.DONE, view.take()
     two[1].faults = Faults(status=400, message=f"Bearer {KEY} is wrong")
     assert session.handle("Hello") is Verdict.FAILED
-    for name in ("a.html", "a.md", "a.json", "a.svg", "s.txt"):
+    for name in ("a.html", "a.json", "a.svg", "s.txt"):
         command = "save" if name == "s.txt" else "export"
         two[1].faults = Faults()
         session.handle("Hello")
         assert session.handle(f"/{command} {tmp_path / name}") is Verdict.DONE, view.take()
-    session.handle("/show")
     written = [file.read_text(encoding="utf-8") for file in tmp_path.iterdir()]
-    assert len(written) == 6 and all(KEY not in text for text in (*written, *view.take()))
+    assert len(written) == 5 and all(KEY not in text for text in (*written, view.take()[1]))
+    view.take()
+    for line in ("/texts", "/show"):
+        session.handle(line)
+    assert all(KEY not in text for text in view.take())
     assert "[key]" in (tmp_path / "r.jsonl").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""/server start and stop: an engine of the user becomes a row of the comparison and ends with the session."""
+"""/server start and stop: a server program of the user becomes a row of the comparison and ends with the session."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,12 @@ from servers.launches import fake_program, family, gone
 from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.servers.start import free_name
+from utils.commands.servers.server_start import free_name
 from utils.models.embedded import EMBEDDED_HEAD
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
-from utils.servers.processes.launch import NGRAM, Launch
-from utils.servers.processes.programs import PROGRAMS
+from utils.servers.processes.programs import NGRAM, PROGRAMS, Launch
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_a_started_server_answers_prompts(session: ReplSession, view: Screen, tm
     assert plain["text"] == spec["text"] and spec["same_as_baseline"]
     figures = started["findings"][0]
     assert figures["server"] == "plain" and figures["url"] == plain["server"]["url"]
-    assert figures["command"][-1] == "--metrics" and figures["engine"] == "llama.cpp"
+    assert figures["command"][-1] == "--metrics" and figures["kind"] == "llama.cpp"
 
 
 @pytest.mark.parametrize("line", ["/server stop plain", "/server remove plain"])
@@ -112,7 +111,7 @@ def test_arguments_that_are_refused(rest: str, part: str, session: ReplSession, 
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("/server start", "name an engine: llama.cpp, vllm, sglang, transformers"),
+        ("/server start", "name a server kind: llama.cpp, vllm, sglang, transformers"),
         ("/server start lama.cpp", "Did you mean llama.cpp"),
         ("/server stop", "there is none"),
         ("/server stop other", "not started by this session"),
@@ -149,14 +148,14 @@ def test_only_transformers_is_told_which_model_it_has(session: ReplSession, tmp_
 
 
 def test_flags_that_were_never_run_are_named(session: ReplSession, view: Screen, tmp_path: Path) -> None:
-    for engine, name in (("vllm", "vllm"), ("sglang", "python3")):
-        session.handle(f"/server start {engine} tiny program={fake_program(tmp_path / engine, name=name)}")
+    for kind, name in (("vllm", "vllm"), ("sglang", "python3")):
+        session.handle(f"/server start {kind} tiny program={fake_program(tmp_path / kind, name=name)}")
         shown = "".join(view.take())
-        assert ("never run" in shown) == (not PROGRAMS[engine].was_run), shown
+        assert ("never run" in shown) == (not PROGRAMS[kind].was_run), shown
 
 
 @pytest.mark.parametrize(
-    ("engine", "config", "words", "method"),
+    ("kind", "config", "words", "method"),
     [
         ("vllm", speculators_config({}), "", "eagle3"),
         ("vllm", speculators_config({}), "method=draft_model", "draft_model"),
@@ -164,25 +163,25 @@ def test_flags_that_were_never_run_are_named(session: ReplSession, view: Screen,
         ("vllm", None, "", "draft_model"),  # a folder without a drafter of the table
     ],
 )
-def test_published_drafters_get_the_engine_s_word(
-    engine: str, config: Any, words: str, method: str, session: ReplSession, tmp_path: Path
+def test_published_drafters_get_the_program_s_word(
+    kind: str, config: Any, words: str, method: str, session: ReplSession, tmp_path: Path
 ) -> None:
     folder = tmp_path / "drafter"
     if config is None:
         write_checkpoint(folder, {"model_type": "llama"}, {"norm.weight": torch.ones(2)})
     else:
         write_checkpoint(folder, config, eagle3_tensors({}))
-    program = fake_program(tmp_path / engine, name="vllm" if engine == "vllm" else "python3")
-    session.handle(f"/server start {engine} tiny drafter={folder} {words} program={program}")
+    program = fake_program(tmp_path / kind, name="vllm" if kind == "vllm" else "python3")
+    session.handle(f"/server start {kind} tiny drafter={folder} {words} program={program}")
     (record,) = records_of(tmp_path / "r.jsonl")
     command = record["findings"][0]["command"]
     given = (
-        json.loads(command[-1])["method"] if engine == "vllm" else command[command.index("--speculative-algorithm") + 1]
+        json.loads(command[-1])["method"] if kind == "vllm" else command[command.index("--speculative-algorithm") + 1]
     )
     assert given == method
 
 
-def test_drafters_that_an_engine_cannot_load_are_refused(session: ReplSession, view: Screen, tmp_path: Path) -> None:
+def test_drafters_that_a_program_cannot_load_are_refused(session: ReplSession, view: Screen, tmp_path: Path) -> None:
     peagle = speculators_config({}, speculators_model_type="peagle", mask_token_id=1)
     write_checkpoint(tmp_path / "peagle", peagle, eagle3_tensors({}) | {"mask_hidden": torch.ones(1, 1, 96)})
     program = fake_program(tmp_path / "vllm", name="vllm")

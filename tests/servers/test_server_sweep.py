@@ -9,7 +9,7 @@ from fakes import Screen, records_of
 from servers.launches import fake_program, family
 from servers.server_sessions import server_session
 
-from utils.commands.servers.sweep_conclusion import conclusion
+from utils.commands.servers.server_sweep import conclusion
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import SpeedClaim
 from utils.repl.repl_session import ReplSession

@@ -1,7 +1,6 @@
 """/server text: equal servers, servers that differ, that are not deterministic, and that depend on the load."""
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ from servers.loopback import Faults, Loopback
 from servers.loopback_values import Answer
 from servers.server_sessions import server_session
 
-from utils.commands.servers.text_ties import Cause, Tie, examine, judge
-from utils.commands.servers.text_trials import Output
+from utils.commands.servers.server_text import ALONE, Output, TextCause, TextTrial, cause_of
 from utils.decode.steps import FinishReason
 from utils.servers.address import ServerAddress
-from utils.servers.completion import Arrival, Piece, ServerCompletion
-from utils.servers.engines.logprobs import Position
-from utils.servers.engines.vllm import VllmKind
-from utils.servers.request import ServerRequest
+from utils.servers.kinds.completion import Arrival, Piece, ServerCompletion, ServerRequest
+from utils.servers.kinds.vllm import VllmKind
 
 VLLM = (200, "application/json", '{"data": [{"id": "tiny", "owned_by": "vllm"}]}')
 LINE = "/server text spec repeats=2 concurrency=3 limit=2"
@@ -140,94 +136,42 @@ def test_a_server_that_dies_under_load_leaves_no_threads(view: Screen) -> None:
     assert threading.active_count() <= before + 4  # the loopback servers' own, which end by themselves
 
 
-def at(*pairs: tuple[int, float]) -> Position:
-    return Position(pairs[0][0], pairs[0][1], pairs)
-
-
-def test_a_gap_that_another_computation_moves_by_half_is_a_tie() -> None:
-    last, earlier = at((1, -0.70), (2, -0.73)), at((5, -0.1), (6, -3.0))
-    tie = judge(last, [(earlier, at((5, -0.12), (6, -3.0))), (last, last)], (1, 2))
-    assert tie == Tie(Cause.TIE, pytest.approx(0.03), pytest.approx(0.02))
-    steady = judge(last, [(earlier, at((5, -0.11), (6, -3.0))), (last, last)], (1, 2))
-    assert steady.cause is Cause.BUG and steady.moved == pytest.approx(0.01)
-    assert judge(last, [(last, last)], (1, 2), flips=True).cause is Cause.TIE
-
-
-def test_a_token_that_is_no_candidate_is_no_tie() -> None:
-    last, again = at((1, -0.1), (3, -4.0)), at((1, -0.1), (3, -4.01))
-    tie = judge(last, [(last, again)], (1, 2))
-    assert tie.cause is Cause.BUG and tie.gap == pytest.approx(3.9)
-    assert judge(Position(1, 0.0), [(Position(1, 0.0), again)], (1, 2)) == Tie(Cause.UNKNOWN)
-    assert judge(at((1, -0.1)), [], (1, 2)) == Tie(Cause.UNKNOWN)
-
-
 class Model:
-    """A connection to a model in which token 2 follows with -0.70, and token 1 with -0.68, or -0.71 in a prefill."""
+    """A connection to a model that answers 1, and in a prefill of several tokens another one."""
 
     kind = VllmKind()
+    address = ServerAddress("base", "http://127.0.0.1:1")
 
-    def __init__(self, step: float = 0.02, noise: float = 0.03) -> None:
-        self.client, self.step, self.noise = self, step, noise
+    def __init__(self, prefill: int) -> None:
+        self.client, self.prefill = self, prefill
         self.prompts: list[tuple[int, ...]] = []
 
     def complete(self, request: ServerRequest, kind: VllmKind) -> ServerCompletion:
-        assert isinstance(request.prompt, tuple)
+        assert isinstance(request.prompt, tuple) and request.max_tokens == 1
         self.prompts.append(request.prompt)
-        events = []
-        for place in range(request.max_tokens):
-            prefill = -self.noise if place == 0 and len(request.prompt) > 2 else 0.0
-            top = {"token_id:1": -0.7 + self.step + prefill, "token_id:2": -0.7}
-            logprobs = {"tokens": ["token_id:1"], "token_logprobs": [-0.68], "top_logprobs": [top]}
-            events.append({"choices": [{"text": "a", "logprobs": logprobs}]})
-        arrivals = tuple(Arrival(0.1, Piece("a", (1,))) for _ in events)
-        return ServerCompletion("a", arrivals, FinishReason.LENGTH, "length", 0.1, events=tuple(events))
-
-
-def test_the_baseline_is_asked_for_the_same_positions_in_prefills() -> None:
-    theirs, ours = Output("aaa", (1, 1, 1)), Output("aab", (1, 1, 2))
-    request, model = ServerRequest((8, 9), 3), Model()
-    tie = examine(model, request, theirs, ours)  # type: ignore[arg-type]
-    assert tie.cause is Cause.TIE and tie.gap == pytest.approx(0.02) and tie.moved == pytest.approx(0.03)
-    assert model.prompts == [(8, 9), (8, 9), (8, 9, 1), (8, 9, 1, 1)]
-    exact = examine(Model(step=0.5, noise=0.01), request, theirs, ours)  # type: ignore[arg-type]
-    assert exact.cause is Cause.BUG
-    ended = examine(model, request, theirs, Output("aa", (1, 1)))  # type: ignore[arg-type]
-    assert ended.cause is Cause.BUG
-    assert examine(model, request, Output("aaa", None), ours).cause is Cause.UNKNOWN  # type: ignore[arg-type]
-    flipping = examine(Model(step=0.02, noise=0.2), request, theirs, ours)  # type: ignore[arg-type]
-    assert flipping.cause is Cause.TIE
-
-
-def under_load(ids: tuple[int, ...], moved: Sequence[float]) -> ServerCompletion:
-    """An answer whose log-probabilities are those of `Model`, moved by so much at each position."""
-    events = []
-    for by in moved:
-        top = {"token_id:1": -0.68 + by, "token_id:2": -0.7}
-        logprobs = {"tokens": ["token_id:1"], "token_logprobs": [-0.68], "top_logprobs": [top]}
-        events.append({"choices": [{"text": "a", "logprobs": logprobs}]})
-    arrivals = tuple(Arrival(0.1, Piece("a", (token,))) for token in ids)
-    return ServerCompletion("a" * len(ids), arrivals, FinishReason.LENGTH, "length", 0.1, events=tuple(events))
+        piece = Piece("a", (self.prefill,))
+        return ServerCompletion("a", (Arrival(0.1, piece),), FinishReason.LENGTH, "length", 0.1)
 
 
 @pytest.mark.parametrize(
-    ("ids", "moved", "counted"),
+    ("ours", "prefill", "cause"),
     [
-        ((1, 1, 1, 1), (0, 0.04, 0, 0), 0.04),  # before the difference
-        ((1, 1, 1, 1), (0, 0, 0.04, 0), 0.04),  # where this answer has the baseline's token
-        ((1, 1, 2, 1), (0, 0.01, 0.9, 0.9), 0.01),  # the difference itself says nothing about rounding
-        ((1, 2, 1, 1), (0.01, 0.9, 0.9, 0.9), 0.01),  # nor do contexts that are not the same
-        ((1, 1, 1, 1), (0, 0.01, 0, 0.9), 0.01),  # nor what comes after the difference
-        ((1, 1, 1), (0.9, 0, 0, 0), 0.0),  # log-probabilities of other tokens
+        ((1, 1, 2), 2, TextCause.TIE),
+        ((1, 1, 2), 1, TextCause.UNKNOWN),
+        ((1, 1, 2), 3, TextCause.UNKNOWN),
+        ((1, 1), 2, TextCause.UNKNOWN),  # one text merely ends earlier
+        (None, 2, TextCause.UNKNOWN),
     ],
 )
-def test_the_baseline_under_load_shows_how_far_batches_move_it(
-    ids: tuple[int, ...], moved: Sequence[float], counted: float
+def test_a_tie_is_a_token_that_the_baseline_takes_itself_in_a_prefill(
+    ours: tuple[int, ...] | None, prefill: int, cause: TextCause
 ) -> None:
-    theirs, ours = Output("aaaa", (1, 1, 1, 1)), Output("aaba", (1, 1, 2, 1))
-    model: Any = Model(step=0.02, noise=0.0)
-    tie = examine(model, ServerRequest((8, 9), 4), theirs, ours, loaded=[under_load(ids, moved)])
-    assert tie.moved == pytest.approx(counted, abs=1e-9)
-    assert tie.cause is (Cause.TIE if counted > 0.01 else Cause.BUG)
+    model: Any = Model(prefill)
+    theirs, other = Output("aaa", (1, 1, 1)), Output("aab", ours)
+    trial = TextTrial(model, None, ("Hi",), {"base": [ServerRequest((8, 9), 3)]}, 2, 1)
+    trial.outputs[ALONE, "base"] = [[theirs, theirs]]
+    assert cause_of(trial, 0, other, 2) is cause
+    assert model.prompts == ([] if ours is None else [(8, 9, 1, 1)])
 
 
 def test_outputs_without_ids_are_compared_by_characters() -> None:

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from fakes import Screen, records_of, tiny_pair
+from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
@@ -15,8 +15,8 @@ from utils.commands.experiments.verdict import passes, timing
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
-from utils.servers.engines.kind import EngineAcceptance
-from utils.servers.engines.openai import OpenAIKind
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.kinds.server_kind import ServerKind
 
 TEXTS = [f"Say the word {number}" for number in range(8)]
 
@@ -47,15 +47,15 @@ def verdict(session: Any, view: Screen, folder: Path, texts: list[str] = TEXTS) 
 
 
 def accepted(drafted: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EngineAcceptance(drafted, count, forwards=6 - count)  # of answers of 6 tokens
-    monkeypatch.setattr(OpenAIKind, "acceptance", lambda *arguments: found)
+    found = ServerAcceptance(drafted, count, forwards=6 - count)  # of answers of 6 tokens
+    monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found)
 
 
 def test_a_server_that_helps(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 3, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.03)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert (row["strategy"], row["baseline"], row["verdict"], row["prompts"]) == (
@@ -78,7 +78,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 0, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.03)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert row["speedup"] > 1 and row["without_gain"] and row["verdict"] == "not distinguishable"
@@ -88,7 +88,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
 def test_the_best_of_several_is_chosen_on_other_prompts(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
 ) -> None:
-    two[0].faults = two[1].faults = Faults(chunk_delay=0.05)
+    two[0].faults = two[1].faults = Faults(chunk_delay=0.03)
     with Loopback() as quick:
         third = ServerAddress("quick", quick.url, baseline="plain")
         session = server_session(view, *addresses(two), third, records=tmp_path / "r.jsonl")
@@ -159,7 +159,7 @@ def test_the_loaded_models_come_first(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ServerAddress("own", two[0].url, baseline="target")
-    session = server_session(view, own, pair=tiny_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
+    session = server_session(view, own, pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     row, _ = verdict(session, view, tmp_path, TEXTS[:6])
     assert [one["record"] for one in records_of(tmp_path / "r.jsonl")] == ["verdict", "server_verdict"]
     assert row["baseline"] == "target" and len(row["speedups"]) == row["prompts"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from paths import ROOT
 
@@ -14,14 +15,7 @@ from utils.errors import UserError
 from utils.files import read_text, replacing, user_folder, write_file
 
 
-@pytest.fixture(params=["without a name", "named"])
-def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary files of both kinds: some file systems support only those with a name."""
-    if request.param == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-
-
-def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path, named: None) -> None:
+def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
     with replacing(path) as temporary:
@@ -32,9 +26,7 @@ def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path, named: None
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, named: None, error: type[BaseException]
-) -> None:
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
     with pytest.raises(error), replacing(path) as temporary:
@@ -81,7 +73,7 @@ def test_an_existing_file_is_replaced_only_on_demand(tmp_path: Path) -> None:
     assert path.read_text() == "new" and link.is_symlink(), "a link stays a link"
 
 
-def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, named: None) -> None:
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(FileExistsError), replacing(path, overwrite=False) as temporary:
         temporary.write(b"mine")
@@ -89,14 +81,37 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, named: None) -> N
     assert path.read_text() == "theirs" and list(tmp_path.iterdir()) == [path]
 
 
-def test_killing_the_program_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_killing_the_program_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
     code = (
         "import os, pathlib, sys; from utils.files import replacing\n"
         "with replacing(pathlib.Path(sys.argv[1]) / 'file') as file:\n"
         "    file.write(b'x' * 10**6); file.flush(); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())
+    assert killed.returncode == -signal.SIGKILL and (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, mode: open("/dev/full", "wb"))  # noqa: SIM115
+        patch.setattr(os, "fchmod", lambda descriptor, mode: None)
+        with pytest.raises(UserError, match="No space left"):
+            write_file(path, b"new" * 10_000, overwrite=True)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(UserError, match="Permission denied"):
+            write_file(tmp_path / "file", b"new", overwrite=True)
+    finally:
+        tmp_path.chmod(0o700)
 
 
 def test_reading_has_bounds_and_keeps_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +133,9 @@ def test_user_folders(kind: str, default: str, tmp_path: Path, monkeypatch: pyte
     for value in ("", "relative/folder"):
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", value)
         assert user_folder(kind) == tmp_path / "home" / default / "speculative-decoding"  # type: ignore[arg-type]
+
+
+def test_tests_use_no_folder_of_the_user() -> None:
+    own = Path(os.environ["TESTS_HOME"])
+    assert all(own in user_folder(kind).parents for kind in ("cache", "config", "state"))  # type: ignore[arg-type]
+    assert own in Path(huggingface_hub.constants.HF_HOME).parents

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from utils.commands.outcomes import Outcome, ShowRows
-from utils.commands.registry import GROUPS, Command, CommandContext, CommandError, Page, Registry
+from utils.commands.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
 from utils.errors import UserError
 
 EVERYTHING = "all"
@@ -19,7 +19,8 @@ def _help(argument: str, context: CommandContext) -> Outcome:
     if name == FIGURES:
         return context.registry.run("/explain", context)
     try:
-        return [ShowRows(list(_page(context.registry.find(name), context)))]
+        page = list(_page(context.registry.find(name), context))
+        return [ShowRows([("alias", f"/{name} stands for /{ALIASES[name]}"), *page] if name in ALIASES else page)]
     except UserError as error:
         return _figure(name, context) or _first_word(name, context, error)
 
@@ -61,11 +62,7 @@ def _first_word(name: str, context: CommandContext, error: UserError) -> Outcome
 
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
-    """Rows of (label, text). The page of an old name is that of the present one."""
-    registry = context.registry
-    if command.instead:
-        yield "renamed", f"/{command.name} is now /{command.instead}"
-        command = registry.find(command.instead.split()[0])
+    """Rows of (label, text)."""
     page = command.page
     yield "syntax", "\n".join(page.syntax or (command.typed,))
     yield "about", page.text
@@ -73,13 +70,13 @@ def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]
         yield "now", current
     yield "example", "\n".join(page.example)
     if page.see_also:
-        names = {known.name for known in registry}
+        names = {known.name for known in context.registry}
         yield "see also", ", ".join(f"/{name}" if name in names else name for name in page.see_also)
 
 
 def help_command(commands: Iterable[Command]) -> Command:
     """/help for these commands."""
-    others = [command for command in commands if command.group]
+    others = list(commands)
     return Command(
         "help",
         "[NAME]",

@@ -10,7 +10,7 @@ from ngram_assisted import load_storage, save_storage
 from utils.bounds import WholeRange
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
 from utils.commands.paths import output_in, path_in
-from utils.commands.registry import Command, CommandContext, CommandError, Page, renamed
+from utils.commands.registry import Command, CommandContext, CommandError, Page
 from utils.commands.setting_changes import set_or_show
 from utils.config.setting_parts import NGRAM_PARTS
 from utils.config.settings import setting_fields
@@ -79,6 +79,7 @@ def _list(argument: str, context: CommandContext) -> Outcome:
 
 SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
     **{part.name.removeprefix("ngram "): partial(set_or_show, part.name, part) for part in NGRAM_PARTS},
+    "reset": partial(set_or_show, "reset_in_between", setting_fields()["reset_in_between"]),  # the opposite of keep
     "list": _list,
     "save": _save,
     "load": _load,
@@ -131,7 +132,4 @@ NGRAM_COMMANDS = (
         meanings=MEANINGS,
         files=("save ", "load "),
     ),
-    renamed("ngrams", "ngram list"),
-    renamed("ngram_save", "ngram save"),
-    renamed("ngram_load", "ngram load"),
 )

@@ -87,13 +87,6 @@ class ForgetConversations:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPrompt:
-    """Run a prompt exactly as given."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class RunLines:
     """Process these lines as if they were typed, one after the other."""
 
@@ -129,7 +122,6 @@ Effect = (
     | UsePair
     | UseServers
     | ForgetConversations
-    | RunPrompt
     | RunLines
     | RunReport
     | ClearScreen

@@ -1,17 +1,37 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
-from utils.commands.experiments.doctor import doctor
-from utils.commands.outcomes import Outcome, Reply, ShowRows, UsePair
-from utils.commands.registry import Command, CommandContext, Page, renamed
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from utils.commands.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
+from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.harness import Harness
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import PairRequest, parse_request
+from utils.models.feature_drafter import FeatureDrafter
+from utils.pairs.doctor import (
+    DEPTH,
+    OWN_PROMPT,
+    TEXT_TOKENS,
+    Examination,
+    Reading,
+    examine,
+    other_readings,
+    own_text,
+    use,
+)
+from utils.pairs.request import PAIRS, PairRequest, PairSpec, parse_request
 
 LIST, DOCTOR = "list", "doctor"
 NOT_TRIED = (
     "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
     "checked on random weights."
 )
+
+HEADINGS = ("reading", *(f"draft {place}" for place in range(1, DEPTH + 1)))
+LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
+CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -27,7 +47,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
     if argument.lower() == LIST:
         return _known(context)
     if argument.lower() == DOCTOR:
-        return doctor(context)
+        return _doctor(context)
     if argument:
         raise UserError(
             f"'{argument}' is unknown; /pair checks the loaded pair, /pair {DOCTOR} how its drafter is read, and "
@@ -36,6 +56,85 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
+
+
+def _doctor(context: CommandContext) -> Outcome:
+    """Compare the readings of the loaded drafter, and use the best one from now on if it is significantly better."""
+    harness, settings, name = context.harness, context.settings, context.harness.pair.drafter_name
+    drafter = harness.pair.drafter
+    if not isinstance(drafter, FeatureDrafter):
+        raise UserError(
+            "/pair doctor examines drafters that read hidden states of the target, such as EAGLE-3 heads: "
+            f"{name or 'this pair'} is not one."
+        )
+    done: list[Examination] = []
+    events = _examined(harness, settings, drafter, done)
+
+    def conclusion(_: Sequence[Finding]) -> list[str]:
+        return [line for found in done for line in _conclusion(found)]  # nothing if it was stopped before
+
+    return [
+        RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, conclusion, title=f"/pair doctor: {name}"))
+    ]
+
+
+def _examined(
+    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[Examination]
+) -> Iterator[ReportEvent]:
+    pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
+    yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
+    text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
+    found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
+    if not other_readings(drafter, drafter.conventions):
+        yield Note("This format leaves nothing to convention.")
+    # Nothing takes time from here on, so that Ctrl-C cannot come between the correction and its findings.
+    if found.better is not None:
+        use(pair, found.used.conventions)
+    done.append(found)
+    for reading in found.readings:
+        yield Finding(_cells(reading), _figures(reading, found))
+
+
+def _cells(reading: Reading) -> tuple[str, ...]:
+    shares = [f"{share:.2f}" for share in reading.agreement]
+    return (reading.name or "as it is read now", *shares, *["-"] * (DEPTH - len(shares)))
+
+
+def _figures(reading: Reading, found: Examination) -> dict[str, object]:
+    return {
+        "reading": reading.name,
+        **asdict(reading.conventions),
+        "agreement": list(reading.agreement),
+        "positions": len(found.rounds),
+        "is_used": reading is found.used,
+        "reads_target": found.reads_target,
+        "displaced_agreement": found.displaced,
+    }
+
+
+def _conclusion(found: Examination) -> list[str]:
+    """Which reading is used, and whether the drafter fits the target at all."""
+    agreement, positions = found.used.agreement[0], len(found.rounds)
+    if not found.reads_target:
+        extent = "hardly" if agreement > found.displaced else "no"
+        return [
+            f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
+            f"from those of other positions ({found.displaced:.2f}), at {positions} positions: it was probably "
+            "made for a different target, or is read in a way that was not compared. Use a different --drafter."
+        ]
+    if found.better is not None:
+        place, before, now = found.gain()
+        return [
+            f"The drafter is now read with {found.better.name}: draft {place + 1} agrees with the target's text at "
+            f"{now:.2f} of {positions} positions, before at {before:.2f}.",
+            CORRECTED,
+        ]
+    lines = []
+    if len(found.readings) > 1:
+        lines.append(f"The present reading is right: no other one is significantly better at {positions} positions.")
+    if agreement < LITTLE:
+        lines.append(f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter.")
+    return lines or [f"The drafter reads its target: {agreement:.2f} of the first drafts agree with its text."]
 
 
 def _known(context: CommandContext) -> Outcome:
@@ -96,5 +195,4 @@ PAIR_COMMANDS = (
             DOCTOR: "whether a drafter that reads hidden states reads the right ones",
         },
     ),
-    renamed("pairs", f"pair {LIST}"),
 )

@@ -14,12 +14,21 @@ from utils.comparison.harness import Harness
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.pairs.known_pairs import PAIRS, PairSpec
+from utils.pairs.request import PAIRS, PairSpec
+from utils.text import QUOTES
 
-# Headings of /help, in this order. A command without one of them is hidden: it works, but no list names it.
+# Headings of /help, in this order.
 GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
 FIRST_PAGE = 16  # maximum number of commands that /help shows; it must fit into 24 lines
 SECOND_PAGE = 32  # maximum number of further commands that /help all shows
+# Names that no list shows, and the words for which they stand.
+ALIASES = {
+    "exit": "quit",
+    "set_ngramstorage": "ngram kind",
+    "top_k_filler": "ngram candidates",
+    "ngram_limit": "ngram limit",
+    "reset_in_between": "ngram reset",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +67,25 @@ class Command:
     """One slash command.
 
     name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: at most 39
-    characters for /help. group: one of GROUPS, or empty for a hidden command. rank: its place on the first page of
-    /help, from 1; 0 for those that only /help all lists. page: what /help NAME shows. instead: what a hidden name is
-    called now. current: the current value, for commands that set something. words: completions of the argument, and
-    meanings: descriptions of them. files: beginnings of the argument after which the name of a file follows.
-    free_text: whether the argument may begin with "=". verbatim: whether it keeps its leading and trailing blanks.
-    at_once: whether it can run while another thread uses the models, because it uses none.
+    characters for /help. group: one of GROUPS. rank: its place on the first page of /help, from 1; 0 for those that
+    only /help all lists. page: what /help NAME shows. current: the current value, for commands that set something.
+    words: completions of the argument, and meanings: descriptions of them. files: beginnings of the argument after
+    which the name of a file follows. free_text: whether the argument may begin with "=". at_once: whether it can run
+    while another thread uses the models, because it uses none.
     """
 
     name: str
     usage: str
     summary: str
     run: Callable[[str, CommandContext], Outcome]
-    group: str = ""
+    group: str
     rank: int = 0
     page: Page = Page("", ())
-    instead: str = ""
     current: Callable[[Settings], str] = lambda settings: ""
     words: tuple[str, ...] = ()
     meanings: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     free_text: bool = False
-    verbatim: bool = False
     at_once: bool = False
 
     @property
@@ -92,22 +98,19 @@ class CommandError(UserError):
     """A UserError that already names its command."""
 
 
-def renamed(name: str, instead: str) -> Command:
-    """A hidden command: the old name of another one, or of its first words."""
-
-    def run(argument: str, context: CommandContext) -> Outcome:
-        return context.registry.run(f"/{instead} {argument}", context)
-
-    return Command(name, "...", f"the old name of /{instead}", run, instead=instead)
-
-
 def _parts(line: str) -> tuple[str, str, str]:
     """The name, what separates it from the argument, and the argument, of a line that begins with a slash."""
-    # DOTALL, because the text of /say may have several lines. The pattern matches every line.
+    # DOTALL, because an argument may have several lines. The pattern matches every line.
     match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
     assert match is not None
     name, separator, argument = match.groups()
-    return name, separator, argument
+    name, _, words = _resolved(name).partition(" ")
+    return name, separator, f"{words} {argument}" if words else argument
+
+
+def _resolved(name: str) -> str:
+    """The name of a command and the first words of its argument, for a name in any case."""
+    return ALIASES.get(name.lower(), name.lower())
 
 
 class Registry:
@@ -121,13 +124,11 @@ class Registry:
             self._commands[command.name] = command
 
     def __iter__(self) -> Iterator[Command]:
-        """All commands, hidden ones included."""
         return iter(self._commands.values())
 
     def visible(self) -> list[Command]:
-        """The commands that /help lists: those of its first page, then the others, both by group."""
-        listed = [command for command in self if command.group]
-        return sorted(listed, key=lambda command: (not command.rank, GROUPS.index(command.group), command.rank))
+        """The commands as /help lists them: those of its first page, then the others, both by group."""
+        return sorted(self, key=lambda command: (not command.rank, GROUPS.index(command.group), command.rank))
 
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
@@ -138,7 +139,7 @@ class Registry:
         if not command.usage and argument.strip():
             raise CommandError(f"/{command.name} takes no argument, but got '{argument.strip()}'.")
         try:
-            return command.run(argument if command.verbatim else argument.strip(), context)
+            return command.run(argument.strip(), context)
         except CommandError:
             raise
         except UserError as error:
@@ -146,26 +147,27 @@ class Registry:
 
     def is_at_once(self, line: str) -> bool:
         """Whether a line that begins with a slash can be run while another thread uses the models."""
-        command = self._commands.get(_parts(line)[0].lower())
-        command = self._commands.get(command.instead, command) if command is not None else None
+        command = self._commands.get(_parts(line)[0])
         return command is not None and command.at_once
 
     def find(self, name: str) -> Command:
-        """The command with this name, in any case. Raises UserError with the nearest name if there is none."""
+        """The command with this name or alias, in any case. Raises UserError with the nearest name if there is none."""
         name = name.lower()
+        name = ALIASES[name].split()[0] if name in ALIASES else name
         if name in self._commands:
             return self._commands[name]
         if not name:
             raise CommandError("Type the name of a command after the slash; /help lists them.")
         raise CommandError(
-            f"There is no command /{name}; {self._hint(name)}. (/say TEXT sends text that begins with a slash.)"
+            f"There is no command /{name}; {self._hint(name)}. "
+            f"({QUOTES}TEXT{QUOTES} sends a text that begins with a slash.)"
         )
 
     def _hint(self, name: str) -> str:
         """The nearest name: the first one that begins alike, or else the most similar one."""
-        names = [command.name for command in self.visible()] + list(self._commands)
+        names = [*(command.name for command in self.visible()), *ALIASES]
         near = [known for known in names if len(name) > 1 and known.startswith(name)]
         near = near or get_close_matches(name, names, n=1, cutoff=0.5)
         if not near:
             return "/help lists the commands"
-        return f"the nearest is /{self._commands[near[0]].instead or near[0]}"
+        return f"the nearest is /{_resolved(near[0])}"

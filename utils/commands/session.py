@@ -1,23 +1,16 @@
-"""The commands of the session itself: /show, /turns, /say, /clear and /quit."""
+"""The commands of the session itself: /show, /turns, /clear and /quit."""
 
-from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, RunPrompt, ShowRows
-from utils.commands.registry import Command, CommandContext, Page, renamed
+from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, ShowRows
+from utils.commands.registry import Command, CommandContext, Page
 from utils.commands.setting_changes import set_or_show
 from utils.config.setting_parts import listed_settings
 from utils.config.settings import setting_fields
-from utils.errors import UserError
 from utils.prompts.conversation import format_turns
 
 NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 NEW = "new"
 LONGEST_VALUE = 40  # in /show
-
-
-def _say(argument: str, context: CommandContext) -> Outcome:
-    if not argument.strip():
-        raise UserError("give the text to send, for example: /say /etc/hosts is a file that")
-    return [RunPrompt(argument)]
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
@@ -66,7 +59,6 @@ TURNS = Command(
     meanings={"on": "continue it with each prompt", "off": "begin a new one with each prompt", NEW: "forget it"},
 )
 SESSION_COMMANDS = (
-    renamed("reset", f"turns {NEW}"),
     Command(
         "show",
         "",
@@ -78,15 +70,6 @@ SESSION_COMMANDS = (
             ("> /show", "gamma   auto"),
             see_also=("pair", "undo", "save"),
         ),
-    ),
-    Command(
-        "say",
-        "TEXT",
-        "send a text that looks like a command",
-        _say,
-        page=Page("Send TEXT exactly as typed, even if it begins with a slash.", ("> /say /etc/hosts is a file that",)),
-        free_text=True,
-        verbatim=True,
     ),
     Command(
         "clear",
@@ -110,5 +93,4 @@ SESSION_COMMANDS = (
         ),
         at_once=True,
     ),
-    renamed("exit", "quit"),
 )

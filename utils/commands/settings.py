@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from utils.commands.registry import Command, Page
+from utils.commands.registry import ALIASES, Command, Page
 from utils.commands.setting_changes import set_or_show
 from utils.commands.setting_help import SettingHelp
 from utils.commands.setting_pages import SETTING_HELP
@@ -14,18 +14,12 @@ from utils.commands.setting_words import SETTING_WORDS
 from utils.config.setting_parts import SAMPLING_PARTS
 from utils.config.settings import setting_fields
 
-OLD_NAMES = {  # of settings, and what they are called now
-    "set_ngramstorage": "ngram kind",
-    "top_k_filler": "ngram candidates",
-    "ngram_limit": "ngram limit",
-    "reset_in_between": "ngram keep",
-}
 OWN_COMMANDS = ("ngram", "turns")  # they have sub-commands
 
 
 def setting_commands() -> Iterator[Command]:
     """A command for every setting, except for those with sub-commands."""
-    settings = {name: entry for name, entry in setting_fields().items() if name not in OWN_COMMANDS}
+    settings = {name: entry for name, entry in setting_fields().items() if name not in (*OWN_COMMANDS, *ALIASES)}
     for name, entry in (settings | {part.name: part for part in SAMPLING_PARTS}).items():
         about = SETTING_HELP.get(name, SettingHelp("", entry.help, Page(entry.help, ())))
         yield Command(
@@ -36,7 +30,6 @@ def setting_commands() -> Iterator[Command]:
             group=about.group,
             rank=about.rank,
             page=about.page,
-            instead=OLD_NAMES.get(name, ""),
             current=entry.show,
             words=entry.words,
             meanings=SETTING_WORDS.get(name, {}),

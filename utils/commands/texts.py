@@ -1,16 +1,151 @@
-"""/texts: the last texts side by side, and why they differ."""
+"""/texts: the last texts side by side, where and why they differ from the target's, with data to report a bug."""
 
-from utils.commands.outcomes import Outcome, Reply
-from utils.commands.registry import Command, CommandContext, CommandError, Page
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from utils.commands.outcomes import Outcome, Reply, RunReport, ShowTexts
+from utils.commands.registry import Command, CommandContext, Page
+from utils.comparison.last_prompt import ComparedRun, LastPrompt, divergence_of, own_conversations, unlike_target
+from utils.comparison.records import divergence_figures, generation_records
+from utils.comparison.reports import Column, Finding, Report
+from utils.comparison.server_columns import server_columns
+from utils.comparison.strategies import Strategy
+from utils.errors import UserError
+from utils.metrics.divergence import Cause, Divergence
+from utils.metrics.results import first_difference
+from utils.screen.divergence_words import candidate_piece
+from utils.text import count_of, decode
+
+HEADINGS = (
+    "strategy",
+    "token",
+    "its token",
+    "target's token",
+    "target's top two",
+    "gap in logits",
+    "effect of verify width",
+    "cause",
+)
+EXPLANATIONS = {
+    Cause.SAMPLING: "sampling: both tokens were drawn from the same distribution with different random numbers, "
+    "as /verify {rule} allows. /verify coupled gives the target's own text.",
+    Cause.ROUNDING: "rounding tie: the two runs computed this position with different verify widths. "
+    "That changes the logits enough to decide between the two tokens.",
+    Cause.QUANTIZATION: "quantization: under bnb-int8 the logits depend on the verify width by more than rounding, and "
+    "the two runs computed this position with different widths. Other quantizations do not do that.",
+    Cause.UNEXPLAINED: "unexplained: this should not happen. Please report it, with the line of data that follows:",
+}
+OWN_CONVERSATIONS = "nothing to compare: the conversations differ from the target's. /turns new begins new ones."
+NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
 
 def _texts(argument: str, context: CommandContext) -> Outcome:
-    columns = context.registry.run("/columns", context)
+    columns = _columns(context)
     try:
-        return [*columns, *context.registry.run("/divergence", context)]
-    except CommandError as error:
+        return [*columns, *_divergence(context)]
+    except UserError as error:
         # The texts are worth showing even if there is none to compare them with.
-        return [*columns, Reply(str(error).removeprefix("/divergence: "))]
+        return [*columns, Reply(str(error))]
+
+
+def _columns(context: CommandContext) -> Outcome:
+    servers = context.harness.state.last_servers
+    on_servers = [] if servers is None else server_columns(servers.compared)
+    if on_servers and context.harness.state.last is None:
+        return [ShowTexts(on_servers)]
+    last = context.harness.last()
+    if not last.compared and not on_servers:
+        raise UserError("no strategy answered the last prompt: send it again.")
+    groups: dict[tuple[int, ...], list[ComparedRun]] = {}
+    for compared in sorted(last.compared, key=lambda compared: not compared.strategy.is_baseline):  # the target first
+        groups.setdefault(tuple(compared.run.tokens), []).append(compared)
+    return [ShowTexts([*(_column(last, group) for group in groups.values()), *on_servers])]
+
+
+def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
+    """The column of strategies that generated the same tokens."""
+    _, run, comparison = group[0]
+    names = [strategy.name for strategy, *_ in group]
+    tokenizer, target = last.job.pair.tokenizer, last.target
+    text = decode(tokenizer, run.tokens)
+    about = f"{count_of(len(run.tokens), 'token')}, {run.finish}"
+    if comparison.first_difference is None:
+        return Column(names, about, text)
+    assert target is not None
+    # In characters: a token may begin with characters that both texts share.
+    shared = first_difference(text, decode(tokenizer, target.tokens))
+    about += f", differs from token {comparison.first_difference + 1}"
+    return Column(names, about, text[:shared], "" if shared is None else text[shared:])
+
+
+def _divergence(context: CommandContext) -> Outcome:
+    last = context.harness.last()
+    others = [
+        (strategy, comparison)
+        for strategy, _, comparison in last.compared
+        if strategy.lossless and not strategy.is_baseline
+    ]
+    # None: no finished run of the target, or a conversation that differs from the target's.
+    if all(comparison.same is None for _, comparison in others):
+        raise UserError(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
+    if not unlike_target(last):
+        names = " and ".join(strategy.name for strategy, comparison in others if comparison.same)
+        return [Reply(f"{names}: the same tokens as target-only.")]
+    findings = _findings(last, context.harness.state.rounding)
+    conclude, attachment = partial(_conclusion, last), partial(replay_data, last)
+    settings = last.job.settings
+    report = Report("divergence", last.text, settings, HEADINGS, findings, conclude, attachment, transposed=True)
+    return [RunReport(report)]
+
+
+def _findings(last: LastPrompt, rounding: float) -> Iterator[Finding]:
+    for strategy, run in unlike_target(last):
+        divergence = divergence_of(last, strategy, run, rounding)
+        figures = {"strategy": strategy.name, **divergence_figures(divergence)}
+        yield Finding(_cells(last.job.pair.tokenizer, strategy, divergence), figures)
+
+
+def _cells(tokenizer: PreTrainedTokenizerBase, strategy: Strategy, divergence: Divergence) -> tuple[str, ...]:
+    candidates = (divergence.ours, divergence.theirs, *divergence.highest)
+    ours, theirs, *highest = (candidate_piece(tokenizer, candidate) for candidate in candidates)
+    return (
+        strategy.name,
+        str(divergence.position + 1),
+        ours,
+        theirs,
+        ", ".join(highest),
+        f"{divergence.gap:.4g}",
+        "-" if divergence.rounding is None else f"{divergence.rounding:.2g}",
+        divergence.cause.value,
+    )
+
+
+def _conclusion(last: LastPrompt, findings: Sequence[Finding]) -> list[str]:
+    causes = {finding.figures["cause"] for finding in findings}
+    rule = last.job.settings.verify
+    return [sentence.format(rule=rule) for cause, sentence in EXPLANATIONS.items() if cause in causes]
+
+
+def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
+    """What is needed to reproduce an unexplained divergence, as one line of JSON, or "" if all are explained."""
+    if all(finding.figures["cause"] != Cause.UNEXPLAINED for finding in findings):
+        return ""
+    rounds = {
+        strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
+        for strategy, run, _ in last.compared
+        if strategy.drafts and last.jobs[strategy.name].is_same_request(last.job)
+    }
+    return json.dumps(
+        {
+            "prompt_ids": last.job.prompt,
+            "divergences": [finding.figures for finding in findings],
+            "rounds": rounds,
+            "runs": generation_records(last, {}),
+        }
+    )
 
 
 TEXTS = Command(

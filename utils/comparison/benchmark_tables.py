@@ -7,8 +7,7 @@ from typing import Any
 from utils.comparison.reports import ReportTable, shortened
 from utils.comparison.speed_claims import Row
 from utils.metrics.benchmark_figures import Repeat, benchmark_figures
-from utils.prompts.benchmarks import SPEC_BENCH
-from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.prompts.prompt_files import ALL_TASKS, SPEC_BENCH, Prompt
 from utils.text import count_of
 
 SHOWN_CATEGORY = 16  # characters of a category in the tables

@@ -160,17 +160,6 @@ def _seconds(row: Record) -> dict[str, float]:
     return {"draft": drafting, "verify": verifying, "other": other}
 
 
-def caption(record: Record) -> str:
-    """The circumstances of a record in one line: the pair, the machine and the prompt."""
-    models, engine, machine = (record.get(part, {}) for part in ("models", "engine", "machine"))
-    pair = f"{models.get('target')} + {models.get('drafter') or 'no drafter'}" if models.get("target") else "servers"
-    threads = engine.get("threads")
-    place = "" if models.get("device") != "cpu" else f", {threads} thread{'s' * (threads != 1)}"
-    computer = machine.get("cpu") if models.get("device") in ("cpu", None) else ", ".join(machine.get("gpus", ()))
-    prompt = " ".join(str(record.get("prompt", "")).split())
-    return f"{pair} · {computer or models.get('device')}{place} · {shortened_text(prompt, 60)}"
-
-
 def shortened_text(text: str, length: int) -> str:
     """The text, or its beginning and three dots."""
     return text if len(text) <= length else text[: length - 3].rstrip() + "..."

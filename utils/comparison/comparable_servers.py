@@ -1,7 +1,7 @@
 """The servers whose speed can be compared with that of a baseline."""
 
 from utils.comparison.harness import Harness
-from utils.servers.address_list import TARGET
+from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 
 

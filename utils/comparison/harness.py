@@ -14,10 +14,9 @@ from utils.comparison.last_prompt import LastPrompt, PlannedRun
 from utils.comparison.session_state import SessionState
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_info import check_memory, context_length, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
-from utils.decode.prompt_check import check_memory
 from utils.decode.steps import FinishReason
 from utils.errors import ContextOverflow, UserError
 from utils.metrics.results import Generation, collect

@@ -9,7 +9,7 @@ from utils.comparison.job import Job
 from utils.comparison.strategies import Strategy
 from utils.metrics.divergence import Divergence, DivergenceCase, explain
 from utils.metrics.results import Comparison, Generation, compare
-from utils.pairs.weights import depends_on_width
+from utils.pairs.pair import depends_on_width
 from utils.prompts.conversation import diverging_turn
 
 

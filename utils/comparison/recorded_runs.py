@@ -33,7 +33,6 @@ CIRCUMSTANCES = {
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),
 }
-NEWER_PARTS = ("machine",)  # that older records lack
 # Fields of a record by their type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 MAX_RATE = 1e9
@@ -66,7 +65,7 @@ class RecordedRun:
     def differences(self, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each circumstance that differs from now."""
         for part, names in CIRCUMSTANCES.items():
-            if not self.circumstances[part] and part not in NEWER_PARTS:
+            if not self.circumstances[part]:
                 yield f"{part}: not recorded"
             for name in names:
                 # A field that the record lacks is not reported as a difference.

@@ -6,7 +6,7 @@ from utils.comparison.records import SCHEMA, circumstances
 from utils.comparison.server_runs import ComparedServer, ServerPrompt, ServerRun
 from utils.prompts.conversation import to_messages
 from utils.servers.address import ServerAddress
-from utils.servers.request import Chat
+from utils.servers.kinds.completion import Chat
 
 SERVER_GENERATION = "server_generation"
 SERVER = "server"  # its field that says which server answered
@@ -56,7 +56,7 @@ def server_figures(run: ServerRun) -> dict[str, Any]:
     form = "messages" if isinstance(prompt, Chat) else "text" if isinstance(prompt, str) else "token ids"
     return address_figures(run.address) | {
         "model": run.answer.model,
-        "engine": run.answer.engine,
+        "engine": run.answer.kind,
         "prompt_form": form,
     }
 

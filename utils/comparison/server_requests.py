@@ -14,19 +14,19 @@ from utils.errors import UserError
 from utils.prompts.conversation import Message, Turns, to_messages
 from utils.servers.client import ServerClient
 from utils.servers.connection import RequestFor
-from utils.servers.engines.kind import EngineKind
-from utils.servers.request import Chat, ServerRequest
+from utils.servers.kinds.completion import Chat, ServerRequest
+from utils.servers.kinds.server_kind import ServerKind
 
 NO_TEXT = "the prompt is empty."
 
 
 def request_maker(harness: Harness, text: str, settings: Settings, history: Turns = ()) -> RequestFor:
-    """A function that makes the request for the engine kind of a server. Raises UserError for an empty prompt."""
+    """A function that makes the request for the kind of a server. Raises UserError for an empty prompt."""
     if not text:
         raise UserError(NO_TEXT)
     sampling = Sampling.of(settings)
 
-    def make(kind: EngineKind, server: ServerClient) -> ServerRequest:
+    def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
         return ServerRequest(
             _prompt(harness, text, settings, history)(kind, server),
             settings.length,
@@ -41,8 +41,8 @@ def request_maker(harness: Harness, text: str, settings: Settings, history: Turn
 
 def _prompt(
     harness: Harness, text: str, settings: Settings, history: Turns
-) -> Callable[[EngineKind, ServerClient], str | tuple[int, ...] | Chat]:
-    def choose(kind: EngineKind, server: ServerClient) -> str | tuple[int, ...] | Chat:
+) -> Callable[[ServerKind, ServerClient], str | tuple[int, ...] | Chat]:
+    def choose(kind: ServerKind, server: ServerClient) -> str | tuple[int, ...] | Chat:
         if harness.has_pair and kind.takes_token_ids and _same_tokenizer(harness.pair.tokenizer, text, kind, server):
             return tuple(harness.prompt_ids(text, settings, history))
         return Chat(tuple(_messages(text, settings, history))) if settings.uses_chat else text
@@ -50,7 +50,7 @@ def _prompt(
     return choose
 
 
-def _same_tokenizer(tokenizer: Any, text: str, kind: EngineKind, server: ServerClient) -> bool:
+def _same_tokenizer(tokenizer: Any, text: str, kind: ServerKind, server: ServerClient) -> bool:
     """Whether the server and the local tokenizer give the same ids for the text of the prompt."""
     return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -13,8 +13,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.metrics.results import Comparison, Generation, first_difference
 from utils.prompts.conversation import Turns
-from utils.servers.address import ServerAddress
-from utils.servers.address_list import TARGET
+from utils.servers.address import TARGET, ServerAddress
 from utils.servers.connection import ServerAnswer
 
 PREFIX = "server "

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from utils.comparison.server_runs import CHARACTER, ComparedServer, ServerPrompt
 from utils.comparison.summary import NOTICEABLE
 from utils.decode.steps import FinishReason
-from utils.servers.address_list import TARGET
-from utils.servers.completion import CountedBy
+from utils.servers.address import TARGET
+from utils.servers.kinds.completion import CountedBy
 
 NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and its speed are unknown."
 NO_BASELINE = (
@@ -19,7 +19,7 @@ OTHER_HOST = "{} and {} are on different hosts, so their speeds are not compared
 NO_RUN = "{} has no answer of {} to be compared with."
 DIFFERENT_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
 NO_GAIN = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
-SAMPLED = "Sampled texts need not be equal; /server text {} compares their distributions."
+SAMPLED = "Sampled texts need not be equal; /server text {} compares greedy ones."
 LOCAL_BASELINE = "Texts of servers and of the local target are compared under greedy decoding only (/temperature 0)."
 
 
@@ -84,4 +84,4 @@ def _text(entry: ComparedServer) -> str:
     place = (comparison.first_difference or 0) + 1
     where = "character" if comparison.unit == CHARACTER else "token"
     name = entry.run.address.name
-    return f"another text than {comparison.baseline} from {where} {place} (a near-tie? /server text {name} shows it)"
+    return f"another text than {comparison.baseline} from {where} {place} (a rounding tie? see /server text {name})"

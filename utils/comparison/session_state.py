@@ -13,7 +13,7 @@ from utils.comparison.server_runs import ServerPrompt
 from utils.metrics.divergence import Divergence
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.prompts.conversation import Conversations
-from utils.servers.server_list import ServerList
+from utils.servers.connection import ServerList
 
 MAX_RESULTS = 200  # kept for the report of /export
 

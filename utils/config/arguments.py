@@ -11,9 +11,8 @@ from utils import __version__
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, THREADS, check_device
 from utils.config.config_file import config_file, read_config
 from utils.errors import UserError, check_choice
-from utils.pairs.known_pairs import PAIRS
-from utils.servers.address_list import merged
-from utils.servers.address_words import parse_server_flag
+from utils.pairs.request import PAIRS
+from utils.servers.address import merged, parse_server_flag
 from utils.text import visible
 
 Value = TypeVar("Value")

@@ -13,10 +13,8 @@ from pathlib import Path
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
-from utils.pairs.known_pairs import PAIRS, PairSpec
-from utils.pairs.request import REQUEST_FIELDS, check_field
-from utils.servers.address import ServerAddress
-from utils.servers.address_words import OPTIONS, server_of
+from utils.pairs.request import PAIRS, REQUEST_FIELDS, PairSpec, check_field
+from utils.servers.address import OPTIONS, ServerAddress, server_of
 
 FLAGS = tuple(name for name in REQUEST_FIELDS if name not in ("target", "drafter"))
 ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)

@@ -1,12 +1,16 @@
-"""Facts that a model's config states: its name, vocabulary, context length, and where its layers are."""
+"""Facts that a model's config states (its name, vocabulary, context length, where its layers are), and whether a prompt
+fits.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from utils.errors import ContextOverflow, UserError
+from utils.freed_memory import available_memory
+from utils.text import byte_size, count_of
 
-from utils.errors import UserError
+GROWTH = 1.5  # a KV cache has room for so many times its tokens
+NEGLIGIBLE = 1 << 26  # bytes of keys and values for which nothing is checked
 
 
 def model_name(model: Any) -> str:
@@ -51,13 +55,43 @@ def _key_size(config: Any) -> int:
     return int(heads * size)
 
 
-def hidden_features(output: Any, layers: Sequence[int]) -> Tensor:
-    """The hidden states after each of these layers, concatenated to (B, T, F). Layer -1 is the last one, after the
-    final norm.
-    """
-    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
-
-
 def is_spread(model: Any) -> bool:
     """Whether accelerate keeps the model's layers on several devices."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
+def check_prompt(prompt: list[int], model: Any) -> None:
+    """Raise UserError for an empty prompt or ids outside the vocabulary, ContextOverflow if no token fits after it."""
+    if not prompt:
+        raise UserError("The prompt is empty: at least one token id is needed.")
+    size, name, limit = vocabulary_size(model), model_name(model), context_length(model)
+    if not 0 <= min(prompt) <= max(prompt) < size:
+        raise UserError(
+            f"The prompt holds token ids outside 0..{size - 1}, the vocabulary of {name}: "
+            "check that the tokenizer belongs to this model."
+        )
+    if limit is None:
+        return
+    # The output of an encoder-decoder model has a context of its own.
+    longest = limit - (0 if model.config.is_encoder_decoder else 1)
+    if len(prompt) > longest:
+        raise ContextOverflow(
+            f"The prompt has {count_of(len(prompt), 'token')}; {name} has a context length of {limit}, so a prompt may "
+            f"have at most {longest}."
+        )
+
+
+def check_memory(models: Sequence[Any], tokens: int, *, remedy: str) -> None:
+    """Raise UserError if the KV caches of a run of so many tokens do not fit into memory.
+
+    Only for models on the CPU: other devices report a lack of memory themselves, but there the system would kill the
+    program.
+    """
+    need = int(GROWTH * sum(cache_bytes(model, tokens) for model in models if model.device.type == "cpu"))
+    if need < NEGLIGIBLE or need <= (free := available_memory()):
+        return
+    fitting = int(tokens * free / need)
+    raise UserError(
+        f"The keys and values of {count_of(tokens, 'token')} need {byte_size(need)} of memory, and {byte_size(free)} "
+        f"are available, enough for {fitting}: {remedy}."
+    )

@@ -20,8 +20,7 @@ from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass, 
 from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.kv_cache import GrowingLayer
-from utils.decode.model_info import context_length, model_name, vocabulary_size
-from utils.decode.prompt_check import check_memory, check_prompt
+from utils.decode.model_info import check_memory, check_prompt, context_length, model_name, vocabulary_size
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import UserError

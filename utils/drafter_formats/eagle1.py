@@ -7,8 +7,6 @@ first one has no input norm, and the target's own head reads the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +18,7 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.layer_config import layer_config
-from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
-from utils.drafter_formats.readings import shifted_layers
+from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import load_embedding, load_head, misfit, share_parts
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
@@ -42,6 +38,7 @@ class Eagle1(StepwiseDrafter):
     def __init__(self, config: Any, norms: set[str], target_layers: int, windows: tuple[int | None, ...]) -> None:
         super().__init__()
         self.config, self.target_layers = config, target_layers
+        self.doubtful = ("norm_output",) if OUTPUT_NORM in norms else ()
         # Like the target's feature, what is fed back is what the output head reads.
         self.conventions = Conventions((target_layers,), norm_output=OUTPUT_NORM in norms)
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -52,14 +49,6 @@ class Eagle1(StepwiseDrafter):
         self.embedding_layernorm = LlamaRMSNorm(hidden, eps) if EMBEDDING_NORM in norms else nn.Identity()
         self.pre_lm_head_layernorm = LlamaRMSNorm(hidden, eps) if OUTPUT_NORM in norms else nn.Identity()
         self.rotary = LlamaRotaryEmbedding(config)
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own, found = self.conventions, shifted_layers(self.conventions, self.target_layers)
-        if not isinstance(self.pre_lm_head_layernorm, nn.Identity):
-            found["states fed back on the other side of the output norm"] = replace(
-                own, norm_output=not own.norm_output
-            )
-        return found
 
     def fuse_features(self, features: Tensor) -> Tensor:
         return features

@@ -8,8 +8,7 @@ that in DeepSpec all layers are like the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,13 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3_conventions import conventions, head_norm_doubtful
-from utils.drafter_formats.layer_config import layer_config
-from utils.drafter_formats.layer_types import decoder_layers, sliding_sizes
-from utils.drafter_formats.readings import shifted_layers
-from utils.drafter_formats.target_file import check_target_file
+from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
     DraftHead,
+    check_feature_layers,
+    check_target_file,
     load_embedding,
     load_head,
     share_parts,
@@ -37,6 +34,7 @@ from utils.models.feature_drafter import Conventions, StepwiseDrafter
 RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
 RENAMED["aux_norm_high."] = "fc_norm.2."
 JOINED = "hidden_norm"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3(StepwiseDrafter):
@@ -54,7 +52,7 @@ class Eagle3(StepwiseDrafter):
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
         self.fc = nn.Linear(total, hidden, bias=False)
         self.layers, self.joining = decoder_layers(config, parts.windows, head_norms=parts.head_norms), parts.joining
-        self.head_norm_doubtful = parts.head_norm_doubtful
+        self.doubtful = ("norm_output", "norm_before_residual", *parts.doubtful)
         for layer in cast(Any, self.layers[: self.joining]):
             for name in ("q_proj", "k_proj", "v_proj"):
                 size = getattr(layer.self_attn, name).out_features
@@ -67,18 +65,6 @@ class Eagle3(StepwiseDrafter):
         """Take the embedding and the output head, and move to the target's device and number format."""
         share_parts(self, embedding, head, target)
         return self
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own = self.conventions
-        normed = "after" if not own.norm_output else "before"
-        found = shifted_layers(own, self.target_layers) | {
-            f"states fed back {normed} the final norm": replace(own, norm_output=not own.norm_output),
-            "the other residual in the first layer": replace(own, norm_before_residual=not own.norm_before_residual),
-        }
-        if self.head_norm_doubtful:
-            name = f"{'no' if own.norm_before_head else 'the'} final norm before the output head"
-            found[name] = replace(own, norm_before_head=not own.norm_before_head)
-        return found
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -138,7 +124,7 @@ class Parts:
     head_norms: bool
     windows: tuple[int | None, ...] = ()
     joining: int = 1
-    head_norm_doubtful: bool = False
+    doubtful: tuple[str, ...] = ()
 
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
@@ -208,5 +194,49 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
         windows=sliding_sizes(checkpoint),
         joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
-        head_norm_doubtful=head_norm_doubtful(checkpoint),
+        doubtful=("norm_before_head",) if head_norm_doubtful(checkpoint) else (),
     )
+
+
+def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
+    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
+    before_residual = checkpoint.flag("norm_before_residual")
+    if before_residual is None:  # speculators files without the key are read so by vLLM
+        before_residual = "speculators_model_type" in checkpoint.config
+    return Conventions(_feature_layers(checkpoint, target), before_residual, bool(checkpoint.flag("norm_output")))
+
+
+def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
+    """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
+    config, count = checkpoint.config, layer_count(target)
+    nested = checkpoint.whole_numbers(LAYER_IDS, checkpoint.part("eagle_config").get(LAYER_IDS))
+    outputs = checkpoint.whole_numbers("target_layer_ids", config.get("target_layer_ids"))
+    ids = checkpoint.whole_numbers(LAYER_IDS, config.get(LAYER_IDS))  # speculators, vLLM: hidden states
+    if not ids and nested:  # SGLang: outputs of layers if the first one is 1
+        ids = [layer + (nested[0] == 1) for layer in nested]
+    elif not ids and outputs:  # DeepSpec: outputs of layers
+        ids = [layer + 1 for layer in outputs]
+    elif not ids:
+        ids = [2, count // 2, count - 3]
+    check_feature_layers(checkpoint, target, ids)
+    # These programs take the last layer's output before the final norm, which has number n + 1 here.
+    return tuple(count + 1 if layer == count else layer for layer in ids)
+
+
+def head_norm_doubtful(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether the output head may read states before the final norm: so `norm_output` false is to SpecForge 0.2, and in
+    SGLang it is about the states that are fed back.
+    """
+    return checkpoint.flag("norm_output") is False and "speculators_model_type" not in checkpoint.config
+
+
+def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
+    config = checkpoint.config
+    nested = checkpoint.part("eagle_config").get(LAYER_IDS)
+    counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
+    is_speculators = "speculators_model_type" in config
+    residual_unsaid = is_speculators and config.get("norm_before_residual") is None
+    # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.
+    output_doubtful = "norm_output" in config and not is_speculators
+    return counts_unsaid or residual_unsaid or output_doubtful

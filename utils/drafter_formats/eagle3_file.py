@@ -21,10 +21,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from utils.decode.features import final_norm, layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import CONFIG, WEIGHTS
-from utils.drafter_formats.eagle3 import Eagle3, Parts
-from utils.drafter_formats.eagle3_conventions import LAYER_IDS
+from utils.drafter_formats.eagle3 import LAYER_IDS, Eagle3, Parts
 from utils.drafter_formats.layer_config import LAYER_KEYS
-from utils.drafter_formats.target_file import write_target_file
+from utils.drafter_formats.target_parts import write_target_file
 from utils.engine import attention
 from utils.errors import UserError
 from utils.files import os_reason, replacing

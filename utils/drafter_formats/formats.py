@@ -1,8 +1,11 @@
-"""The table of drafter formats: how each is recognised by its config and tensors, and how it is loaded."""
+"""The table of drafter formats: how each is recognised by its config and tensors, and how it is loaded.
+
+Drafters that look like models, but have a format that is not supported, are refused by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -10,14 +13,16 @@ from transformers import PreTrainedModel
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
 from utils.drafter_formats.eagle1 import is_eagle1, load_eagle1
-from utils.drafter_formats.eagle3 import is_eagle3, load_eagle3
-from utils.drafter_formats.eagle3_conventions import is_ambiguous
+from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, load_eagle3
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.drafter_formats.medusa import is_medusa, load_medusa
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
 from utils.drafter_formats.peagle import is_peagle, load_peagle
-from utils.drafter_formats.relatives import refuse_relatives
+from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
+
+ASSISTANT = "_assistant"  # ends the model types of drafters with a class in transformers
+LATENT = ".kv_a_proj_with_mqa.weight"  # multi-head latent attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,27 @@ def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
     if known is None:
         refuse_relatives(checkpoint, [row.name for row in FORMATS])
     return known
+
+
+def refuse_relatives(checkpoint: DrafterCheckpoint, supported: Sequence[str]) -> None:
+    """Raise UserError if a checkpoint that no row of the table recognises is a drafter. supported: the rows' names."""
+    if name := _name(checkpoint):
+        formats = ", ".join(supported)
+        raise UserError(
+            f"'{checkpoint.name}' is a drafter of the format {name}, which is not supported: name a model, or a "
+            f"drafter of one of the formats {formats}."
+        )
+
+
+def _name(checkpoint: DrafterCheckpoint) -> str | None:
+    """The name of an unsupported format. None if the checkpoint looks like a model."""
+    architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
+    eagle = next((name for name in architectures if "eagle" in name.lower()), None)
+    latent = any(name.endswith(LATENT) for name in checkpoint.shapes)
+    if eagle and latent:
+        return f"{eagle} with multi-head latent attention"
+    if kind := checkpoint.config.get("speculators_model_type"):
+        return f"speculators {kind}"
+    if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
+        return model_type
+    return eagle

@@ -7,7 +7,6 @@ tree of candidates and the approximate acceptance of the paper are left out: eve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import TOKEN_MAP, DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.readings import shifted_layers
 from utils.drafter_formats.target_parts import load_head, misfit
 from utils.errors import UserError
 from utils.models.feature_drafter import BlockDrafter, Conventions
@@ -54,9 +52,6 @@ class Medusa(BlockDrafter):
         self.blocks, self.block_size = nn.ModuleList(blocks), len(blocks)
         self.config, self.target_layers, self.scale = config, target_layers, scale
         self.conventions = Conventions((target_layers,))
-
-    def readings(self) -> Mapping[str, Conventions]:
-        return shifted_layers(self.conventions, self.target_layers)
 
     def new_cache(self) -> None:
         return None

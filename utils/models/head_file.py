@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from utils.errors import UserError
 from utils.files import check_regular, os_reason, replacing
+from utils.models.checkpoints import check_finite
 from utils.models.draft_head import Head, HeadShape, TargetHead
-from utils.models.load_checks import check_finite
 from utils.models.target_identity import fingerprint, is_same_target, target_sizes
 
 FORMAT, VERSION = "speculative head", 1

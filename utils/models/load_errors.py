@@ -11,8 +11,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
 from io import StringIO
+from typing import NamedTuple
 
 from huggingface_hub.utils.tqdm import enable_progress_bars as show_hub_progress_bars
 from transformers.utils.logging import disable_progress_bar as hide_progress_bars
@@ -21,84 +21,79 @@ from transformers.utils.logging import is_progress_bar_enabled as are_progress_b
 
 from utils.errors import UserError
 
+TIMEOUTS = ("ConnectTimeout", "NetworkError", "PoolTimeout", "ProxyError", "ReadTimeout")
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """A row of the table. It applies if an exception has one of the class names, or its text one of the phrases."""
+
+class LoadCause(NamedTuple):
+    """A row of the table. It applies if a sign is in the text of an exception or in the names of its classes: the hub
+    client moves its classes, and importing them all would be slow.
+    """
 
     sentence: str
-    classes: tuple[str, ...] = ()
-    phrases: tuple[str, ...] = ()
+    signs: tuple[str, ...]
 
-
-_NETWORK_ERRORS = "ConnectError ConnectTimeout ConnectionError NetworkError PoolTimeout ProxyError ReadTimeout"
 
 # The first row that applies is used, so the specific ones come first.
 CAUSES = {
-    "gated": Cause(
-        "is gated: accept its licence on its model page, then log in with `hf auth login`", classes=("GatedRepoError",)
+    "gated": LoadCause(
+        "is gated: accept its licence on its model page, then log in with `hf auth login`", ("GatedRepoError",)
     ),
-    "revision": Cause(
-        "has no such revision: omit @REVISION, or name a branch, a tag or a commit", classes=("RevisionNotFoundError",)
+    "revision": LoadCause(
+        "has no such revision: omit @REVISION, or name a branch, a tag or a commit", ("RevisionNotFoundError",)
     ),
-    "token": Cause(
+    "token": LoadCause(
         "is not accessible because the hub rejects your token: log in again with `hf auth login`",
-        phrases=("Invalid credentials",),
+        ("Invalid credentials",),
     ),
-    "unknown id": Cause(
+    "unknown id": LoadCause(
         "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling",
-        classes=("RepositoryNotFoundError", "HFValidationError"),
+        ("RepositoryNotFoundError", "HFValidationError"),
     ),
-    "offline": Cause(
+    "offline": LoadCause(
         "is not on this machine and the hub cannot be reached: connect once, or name a local folder",
-        classes=("LocalEntryNotFoundError", "OfflineModeIsEnabled", *_NETWORK_ERRORS.split()),
+        ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", *TIMEOUTS),
     ),
-    "remote code": Cause(
+    "remote code": LoadCause(
         "needs Python code from its own repository, which is never run: use a model that transformers knows",
-        phrases=("custom code",),
+        ("custom code",),
     ),
-    "architecture": Cause(
+    "architecture": LoadCause(
         "has an architecture that the installed transformers does not know",
-        phrases=("does not recognize this architecture", "Unrecognized model"),
+        ("does not recognize this architecture", "Unrecognized model"),
     ),
-    "task": Cause("is not a text generation model", phrases=("Unrecognized configuration class",)),
-    "corrupt weights": Cause(
-        "has truncated or corrupt weights: fetch or copy them again", classes=("SafetensorError",)
-    ),
-    "pickled weights": Cause(
+    "task": LoadCause("is not a text generation model", ("Unrecognized configuration class",)),
+    "corrupt weights": LoadCause("has truncated or corrupt weights: fetch or copy them again", ("SafetensorError",)),
+    "pickled weights": LoadCause(
         "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
-        phrases=("named model.safetensors",),
+        ("named model.safetensors",),
     ),
-    "shapes": Cause(
-        "has weights whose shapes differ from its config.json: fetch or copy it again",
-        phrases=("ignore_mismatched_sizes",),
+    "shapes": LoadCause(
+        "has weights whose shapes differ from its config.json: fetch or copy it again", ("ignore_mismatched_sizes",)
     ),
-    "package": Cause(
+    "package": LoadCause(
         "needs a package that is not installed, probably for its quantization: use an unquantized model or a GGUF file",
-        classes=("ModuleNotFoundError",),
-        phrases=("pip install", "No module named"),
+        ("ModuleNotFoundError", "pip install", "No module named"),
     ),
-    "index": Cause(
+    "index": LoadCause(
         "has an unusable index of its weights: fetch or copy it again",
-        phrases=("weight_map", "is not in the index", ".index.json"),
+        ("weight_map", "is not in the index", ".index.json"),
     ),
-    "missing file": Cause(
+    "missing file": LoadCause(
         "lacks a file of its weights, or has one that cannot be read: fetch or copy it again",
-        phrases=(".safetensors'", '.safetensors"'),
+        (".safetensors'", '.safetensors"'),
     ),
-    "json": Cause(
-        "holds a file that is not valid JSON: fetch or copy it again", classes=("JSONDecodeError", "RecursionError")
+    "json": LoadCause(
+        "holds a file that is not valid JSON: fetch or copy it again", ("JSONDecodeError", "RecursionError")
     ),
-    "tokenizer": Cause("has no usable tokenizer files: copy them next to the weights", phrases=("backend tokenizer",)),
-    "disk full": Cause(
+    "tokenizer": LoadCause("has no usable tokenizer files: copy them next to the weights", ("backend tokenizer",)),
+    "disk full": LoadCause(
         "could not be stored because the disk is full: make room, or set HF_HOME to a folder on a different disk",
-        phrases=("No space left on device",),
+        ("No space left on device",),
     ),
-    "memory": Cause(
+    "memory": LoadCause(
         "does not fit into memory: use a smaller model, --quantize int8, or a different --device",
-        classes=("OutOfMemoryError", "MemoryError"),
-        phrases=("out of memory", "can't allocate memory", "not enough memory"),
+        ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory", "not enough memory"),
     ),
 }
 
@@ -116,12 +111,9 @@ def explained_errors(name: str) -> Iterator[None]:
 
 def explanation(error: BaseException, name: str) -> str:
     """Return one sentence about a failed load."""
-    text = str(error)
-    # By class name, because the hub client moves its classes and importing them all would be slow.
-    classes = {type(cause).__name__ for cause in _chain(error)}
+    # Libraries wrap the original error, so the whole chain of causes counts for classes.
     for cause in CAUSES.values():
-        # Libraries wrap the original error, so the whole chain of causes counts for classes.
-        if classes & set(cause.classes) or any(phrase in text for phrase in cause.phrases):
+        if _has_sign(cause, f"{_classes(error)} {error}"):
             return f"'{name}' {cause.sentence}."
     # The GGUF reader raises whatever the damaged bytes lead to, so no class or phrase is typical.
     if name.endswith(".gguf"):
@@ -139,20 +131,25 @@ def first_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of any library means that a machine's or a GPU's memory was exhausted."""
-    memory = CAUSES["memory"]
-    return type(error).__name__ in memory.classes or any(phrase in str(error) for phrase in memory.phrases)
+    return _has_sign(CAUSES["memory"], f"{type(error).__name__} {error}")
 
 
 def is_offline(error: BaseException) -> bool:
     """Whether the hub could not be reached, or may not be used."""
-    return any(type(cause).__name__ in CAUSES["offline"].classes for cause in _chain(error))
+    return _has_sign(CAUSES["offline"], _classes(error))
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it."""
+def _has_sign(cause: LoadCause, text: str) -> bool:
+    return any(sign in text for sign in cause.signs)
+
+
+def _classes(error: BaseException | None) -> str:
+    """The names of the classes of an exception and of those that led to it."""
+    names = []
     while error is not None:
-        yield error
+        names.append(type(error).__name__)
         error = error.__cause__ or error.__context__
+    return " ".join(names)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Check before loading whether a model will fit into memory.
+"""Check before loading whether a model will fit into memory, and count what its weights take afterwards.
 
 Linux promises memory freely and then kills the program in the middle of a load. So the weights are counted first, and
 a model that does not fit is refused together with a smaller form that does.
@@ -14,8 +14,10 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from torch import Tensor, nn
 
+from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -29,6 +31,7 @@ FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
 QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
+BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
 def weight_counts(source: Source) -> dict[str, int]:
@@ -50,9 +53,8 @@ def weight_counts(source: Source) -> dict[str, int]:
                     counts[part.get_dtype()] += prod(part.get_shape())
     except UserError:
         raise
-    # Deeply nested brackets exceed the recursion limit.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
-        return {}  # damaged, which loading will report
+    except Exception:  # whatever damaged files lead to: loading will report it
+        return {}
     return dict(counts)
 
 
@@ -148,3 +150,43 @@ def weight_files(folder: Path) -> Iterator[Path]:
         yield from (folder / name for name in names)
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
+
+
+def stored_bytes(model: nn.Module, *, besides: nn.Module | None = None) -> int:
+    """Bytes of all parameters, buffers, kernels and scales, except those of `besides`. Shared memory counts once."""
+    excluded = set() if besides is None else set(_sizes(besides))
+    return sum(size for address, size in _sizes(model).items() if address not in excluded)
+
+
+def _sizes(model: nn.Module) -> dict[tuple[str, int], int]:
+    """Bytes of the model's tensors by device and address."""
+    sizes: dict[tuple[str, int], int] = {}
+    for tensor in (plain for module in model.modules() for held in _tensors(module) for plain in _plain(held)):
+        if tensor.is_meta:  # an engine holds the weight
+            continue
+        # No address where oneDNN has its own layout, and 0 where accelerate keeps the data elsewhere until it is used.
+        key = (str(tensor.device), (0 if tensor.is_mkldnn else tensor.data_ptr()) or id(tensor))
+        # Tensors at one address may be views of different lengths.
+        sizes[key] = max(tensor.nbytes, sizes.get(key, 0))
+    return sizes
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
+    if isinstance(module, EngineLinear):
+        yield from (*module.fused.kernel.tensors(), *(tensor for tensor in module.original if tensor is not None))
+    # bitsandbytes keeps scales in objects of its own.
+    for state in (getattr(module._parameters.get("weight"), "quant_state", None), getattr(module, "state", None)):
+        scales = (getattr(state, name, None) for name in BITSANDBYTES_SCALES)
+        yield from (scale for scale in scales if isinstance(scale, Tensor))
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor itself, or the parts of a composed one: data and scales."""
+    # PyTorch's protocol of tensor subclasses: the names of the attributes that hold the inner tensors come first.
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):
+            yield from _plain(part)

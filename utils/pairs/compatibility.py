@@ -26,7 +26,7 @@ WRONG = "wrong"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PairFinding:
     """One compared property, its value for both models, and a remark. warns: whether loading reports it."""
 
     what: str
@@ -43,7 +43,7 @@ class Compatibility:
 
     verdict: str
     reason: str
-    findings: tuple[Finding, ...]
+    findings: tuple[PairFinding, ...]
 
     @property
     def needs_translation(self) -> bool:
@@ -105,11 +105,11 @@ def compare_models(
     tokens = len(ours.vocabulary)
     caches = _caches(_rewind_method(target), _rewind_method(drafter))
     findings = (
-        Finding(
+        PairFinding(
             "vocabulary",
             f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {len(theirs.vocabulary):,} tokens",
         ),
-        Finding(
+        PairFinding(
             "ids that mean the same",
             f"{same:,} of {tokens:,}",
             "" if drafter_tokenizer is not None else "assumed: no tokenizer",
@@ -129,7 +129,7 @@ def compare_models(
         return Compatibility(WRONG, reason, findings)
     if same < MIN_SHARED * tokens:
         cost = "translated in both directions, which costs drafts and time: a drafter of the same family avoids it"
-        return Compatibility(DIFFERENT_TOKENIZERS, "", (*findings, Finding("drafts", "as text", cost, warns=True)))
+        return Compatibility(DIFFERENT_TOKENIZERS, "", (*findings, PairFinding("drafts", "as text", cost, warns=True)))
     if caches.warns:
         return Compatibility(NEEDS_CACHE_OFF, "", findings)
     extra = abs(ours.rows - theirs.rows)
@@ -141,7 +141,7 @@ def describe_without_model(
 ) -> Compatibility:
     """The findings for layers of the target itself, for drafters that read its hidden states, and for no drafter."""
     relation = "reads hidden states of the target" if reads_states else "part of the target"
-    own = Finding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
+    own = PairFinding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
     caches = _caches(_rewind_method(target))
     verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
     return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))
@@ -168,16 +168,16 @@ def _same_ids(ours: _Side, theirs: _Side) -> int:
     return sum(others.get(token) == number for token, number in ours.vocabulary.items())
 
 
-def _padding(ours: _Side, theirs: _Side) -> Finding:
+def _padding(ours: _Side, theirs: _Side) -> PairFinding:
     remark = "never drafted and never sampled" if ours.padding or theirs.padding else ""
-    return Finding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", remark)
+    return PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", remark)
 
 
-def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object], *, note: str = "") -> Finding:
+def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object], *, note: str = "") -> PairFinding:
     mine, other = read(ours), read(theirs)
     if mine == other:
-        return Finding(what, _brief(mine), "the same")
-    return Finding(what, f"{_brief(mine)} and {_brief(other)}", note or "they differ: the target's are used")
+        return PairFinding(what, _brief(mine), "the same")
+    return PairFinding(what, f"{_brief(mine)} and {_brief(other)}", note or "they differ: the target's are used")
 
 
 def _brief(value: object) -> str:
@@ -196,40 +196,44 @@ def _end_tokens(side: _Side) -> list[str]:
     return [str(token) for token in side.tokenizer.convert_ids_to_tokens(known)]
 
 
-def _first_token(tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _first_token(tokenizer: PreTrainedTokenizerBase) -> PairFinding:
     """How often a prompt starts with the tokenizer's first token. A doubled one degrades the text without any error."""
     first = tokenizer.bos_token_id
     if first is None:
-        return Finding("first token", "none")
+        return PairFinding("first token", "none")
     try:
         start = prompt_ids(tokenizer, "Hello", chat=has_chat_template(tokenizer), system=None)[:2]
     except UserError:
-        return Finding("first token", "unknown", "the chat template renders no prompt", warns=True)
+        return PairFinding("first token", "unknown", "the chat template renders no prompt", warns=True)
     count = start.count(first) if start[0] == first else 0
     shown = f"{tokenizer.bos_token} {('not written', 'once', 'twice')[count]}"
     remark = "the chat template doubles it, which degrades the text" if count == 2 else ""
-    return Finding("first token", shown, remark, warns=count == 2)
+    return PairFinding("first token", shown, remark, warns=count == 2)
 
 
-def _sizes(ours: _Side, theirs: _Side) -> Finding:
+def _sizes(ours: _Side, theirs: _Side) -> PairFinding:
     ratio = theirs.parameters / max(1, ours.parameters)
     remark = "a drafter this large rarely saves time: use a smaller one" if ratio > MAX_SIZE_RATIO else ""
     shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
-    return Finding("size", shown, remark, warns=bool(remark))
+    return PairFinding("size", shown, remark, warns=bool(remark))
 
 
-def _contexts(ours: _Side, theirs: _Side) -> Finding:
+def _contexts(ours: _Side, theirs: _Side) -> PairFinding:
     target, drafter = context_length(ours.model), context_length(theirs.model)
     shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in (target, drafter))
     short = drafter is not None and (target is None or drafter < target)
-    return Finding("context", shown, "nothing is drafted beyond the drafter's context" if short else "", warns=short)
+    return PairFinding(
+        "context", shown, "nothing is drafted beyond the drafter's context" if short else "", warns=short
+    )
 
 
-def _caches(*methods: str) -> Finding:
+def _caches(*methods: str) -> PairFinding:
     """How the caches drop rejected drafts."""
     bad = not all(methods)
     remark = "drafts need /cache off" if bad else "after rejected drafts"
-    return Finding("caches", " and ".join(dict.fromkeys(method or "cannot be used" for method in methods)), remark, bad)
+    return PairFinding(
+        "caches", " and ".join(dict.fromkeys(method or "cannot be used" for method in methods)), remark, bad
+    )
 
 
 def _millions(count: int) -> str:

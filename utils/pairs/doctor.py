@@ -1,4 +1,4 @@
-"""The convention doctor: does a drafter that reads hidden states read those that it was trained on?
+"""The doctor of drafters: does a drafter that reads hidden states read those that it was trained on?
 
 The commonest mistake with published drafters is silent: layer ids off by one or the wrong side of a norm. The text
 stays right, and hardly any draft is accepted. So the plausible readings of a checkpoint are compared by how often they
@@ -7,12 +7,15 @@ predict the target's own text.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +26,13 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
+from utils.files import file_state
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
+from utils.models.target_identity import fingerprint
+from utils.pairs.pair import Pair
 
 OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
-TEXT_TOKENS = 256  # of the target's own text
+TEXT_TOKENS, LOAD_TOKENS = 256, 128  # of the target's own text: for /pair doctor, and when a pair is loaded
 DEPTH = 3  # drafts in a row: the first one depends on the features, further ones on what is fed back
 MOVED = 17  # positions by which features are displaced to see whether the drafter uses them
 PASSAGE = 4  # tokens; a passage of so many that the text has had before is not counted again
@@ -35,7 +41,20 @@ LEAST_GROUPS = 11  # with fewer, none of ten readings could be significantly bet
 # The largest probability that a reading is replaced although no other one is better. One half is divided by the number
 # of readings that differ in one convention, the other by the number of those that differ in two.
 SIGNIFICANCE = 0.01
+SHIFTS = {1: "outputs of layers, one later", -1: "inputs of layers, one earlier", 0: ""}
+# What a reading is called whose convention is changed to False or to True.
+CHANGED = {
+    "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
+    "norm_before_residual": ("the other residual in the first layer", "the other residual in the first layer"),
+    "norm_before_head": ("no final norm before the output head", "the final norm before the output head"),
+    "from_anchor": ("no drafts from the first slot of a block", "drafts from the first slot of a block"),
+}
+READINGS = "readings"  # in the cache folder: how drafters were found to be read, a file for each drafter and target
+COMMAND = "/pair doctor"
+INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
+EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
 Reporter = Callable[[str], None]
+Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a reading changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +75,7 @@ class Reading:
         return tuple(self.hits.float().mean(0).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """readings: the present one first. better: a reading that is significantly better. displaced: the agreement of
-    first drafts with features of other positions. reads_target: whether it is significantly lower than with the right
-    ones.
-    """
-
-    readings: tuple[Reading, ...]
-    better: Reading | None
-    displaced: float
-    reads_target: bool
-
-    @property
-    def positions(self) -> int:
-        """The number of positions that were compared."""
-        return len(self.readings[0].hits)
-
-
-def silent(_: str) -> None:
-    """A reporter that shows nothing."""
-
-
-def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS, report: Reporter = silent) -> list[int]:
+def own_text(target: object, prompt: list[int], count: int, report: Reporter = print) -> list[int]:
     """The prompt and the target's greedy answer, which does not end at end tokens, as far as the context reaches."""
     if (bound := context_length(target)) is not None:
         count = max(0, min(count, bound - 1 - len(prompt)))
@@ -90,13 +87,13 @@ def own_text(target: object, prompt: list[int], count: int = TEXT_TOKENS, report
 
 
 def examine(
-    drafter: FeatureDrafter, target: object, text: list[int], start: int, *, report: Reporter = silent
-) -> Diagnosis:
+    drafter: FeatureDrafter, target: object, text: list[int], start: int, *, report: Reporter = print
+) -> Examination:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
     If one is significantly better, those that differ from it in one more convention are compared with it, and so on.
-    The drafter's conventions are as before afterwards; `better` is for the caller to apply. Raises UserError for a text
-    that is too short, or repeats itself too much, to tell readings apart.
+    The drafter's conventions are as before afterwards. Raises UserError for a text that is too short, or repeats itself
+    too much, to tell readings apart.
     """
     rounds = _new_passages(text, start)
     if len(rounds) < GROUP * LEAST_GROUPS:
@@ -104,17 +101,14 @@ def examine(
             f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
             f"the drafter: {GROUP * LEAST_GROUPS} are needed."
         )
-    examination = _Examination(drafter, target, text, rounds, report)
-    best = own = examination.reading("", drafter.conventions)
-    while (better := examination.better_than(best)) is not None:
-        best = better
-    displaced = examination.hits(best.conventions, moved=MOVED)
-    return Diagnosis(
-        tuple(examination.readings),
-        None if best is own else best,
-        float(displaced[:, 0].float().mean()),
-        _significance(best.hits, displaced) <= SIGNIFICANCE,
-    )
+    found = Examination(drafter, target, text, rounds, report)
+    better: Reading | None = found.reading("", drafter.conventions)
+    while better is not None:
+        found.used, better = better, found.better_than(better)
+    displaced = found.hits(found.used.conventions, moved=MOVED)
+    found.displaced = float(displaced[:, 0].float().mean())
+    found.reads_target = _significance(found.used.hits, displaced) <= SIGNIFICANCE
+    return found
 
 
 def _new_passages(text: list[int], start: int) -> list[int]:
@@ -132,9 +126,45 @@ def _new_passages(text: list[int], start: int) -> list[int]:
     return found
 
 
+def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
+    """The changes, of one convention each, by which programs may read this checkpoint differently."""
+    found: Changes = {
+        name: {"feature_layers": layers}
+        for name, layers in shifted_layers(own.feature_layers, drafter.target_layers).items()
+    }
+    for flag in drafter.doubtful:
+        value = not getattr(own, flag)
+        found[CHANGED[flag][value]] = {flag: value}
+    return found
+
+
+def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
+    """The hidden states one layer earlier or later, and the last one before or after the final norm.
+
+    count: the number of the target's layers n, or 0 for a drafter whose layers are certain. Number n is after the final
+    norm, as -1 is, and n + 1 before it.
+    """
+    own = tuple(count if layer == -1 else layer for layer in own)
+    found = {}
+    for shift, shifted in SHIFTS.items() if count else ():
+        layers = tuple(min(layer, count) + shift for layer in own)
+        if min(layers) < 0 or max(layers) > count:
+            continue
+        for last, side in ((count + 1, "before"), (count, "after")) if count in layers else ((0, ""),):
+            name = f"layer ids read as {shifted}" if shift else f"the last hidden state {side} the final norm"
+            name += ", the last one after the final norm" if shift and side == "after" else ""
+            found[name] = tuple(last if layer == count else layer for layer in layers)
+    return {name: layers for name, layers in found.items() if layers != own}
+
+
 @dataclass(slots=True)
-class _Examination:
-    """rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared."""
+class Examination:
+    """An examination, and what it found.
+
+    rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared, the
+    present one first. used: the reading to use from now on. displaced: the agreement of first drafts with features of
+    other positions. reads_target: whether it is significantly lower than with the right ones.
+    """
 
     drafter: FeatureDrafter
     target: object
@@ -143,6 +173,20 @@ class _Examination:
     report: Reporter
     states: dict[int, Tensor] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
+    used: Reading = field(init=False)
+    displaced: float = 0.0
+    reads_target: bool = False
+
+    @property
+    def better(self) -> Reading | None:
+        """The reading that is significantly better than the present one."""
+        return None if self.used is self.readings[0] else self.used
+
+    def gain(self) -> tuple[int, float, float]:
+        """The draft that the better reading improves most, counted from 0, and its agreement before and now."""
+        pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
+        place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
+        return place, *pairs[place]
 
     def reading(self, name: str, conventions: Conventions) -> Reading:
         """Compare a reading with the text, unless it has been compared before."""
@@ -157,17 +201,19 @@ class _Examination:
         """The best of the readings that differ from this one in one convention, if it is significantly better, or else
         of those that differ in two: one mistake can hide another.
         """
-        with _reading(self.drafter, best.conventions):
-            others = {name: each for name, each in self.drafter.readings().items() if each != best.conventions}
-        found = self._compared(best, others)
+        changes = other_readings(self.drafter, best.conventions)
+        found = self._compared(best, changes)
         if (better := self._significant(best, found)) is not None:
             return better
         if all(_significance(best.hits, each.hits) <= SIGNIFICANCE for each in found):
             return None  # this one is right
-        return self._significant(best, self._compared(best, _in_two(best.conventions, others)))
+        pairs = (pair for pair in combinations(changes, 2) if changes[pair[0]].keys() != changes[pair[1]].keys())
+        two = {f"{one}, and {other}": changes[one] | changes[other] for one, other in pairs}
+        return self._significant(best, self._compared(best, two))
 
-    def _compared(self, best: Reading, others: Mapping[str, Conventions]) -> list[Reading]:
-        return [self.reading(f"{best.name}, and {name}" if best.name else name, each) for name, each in others.items()]
+    def _compared(self, best: Reading, changes: Changes) -> list[Reading]:
+        prefix = f"{best.name}, and " if best.name else ""
+        return [self.reading(prefix + name, replace(best.conventions, **change)) for name, change in changes.items()]
 
     def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
         """The best of these readings, if it is significantly better."""
@@ -181,19 +227,25 @@ class _Examination:
         """Which of up to DEPTH drafts in a row are the text's tokens (rounds, drafts). Round i knows the features up to
         i. moved: by how many positions they are displaced.
         """
-        features, text = self._features(conventions.feature_layers).roll(moved, 0), self.text
-        with _reading(self.drafter, conventions):
-            session = feature_session(self.drafter)
-            session.begin(text)
-            depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-            known, hits = 0, []
-            for last in self.rounds:
-                session.add_features(features[known : last + 1], known, last + 1)
-                known = last + 1
-                # The text is fed instead of the drafts, so that every position counts.
-                rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-                hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-                session.rewind(known)
+        features, before = self._features(conventions.feature_layers).roll(moved, 0), self.drafter.conventions
+        self.drafter.conventions = conventions
+        try:
+            return self._hits(features)
+        finally:
+            self.drafter.conventions = before
+
+    def _hits(self, features: Tensor) -> Tensor:
+        text, session = self.text, feature_session(self.drafter)
+        session.begin(text)
+        depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+        known, hits = 0, []
+        for last in self.rounds:
+            session.add_features(features[known : last + 1], known, last + 1)
+            known = last + 1
+            # The text is fed instead of the drafts, so that every position counts.
+            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+            session.rewind(known)
         return torch.tensor(hits, dtype=torch.int64)
 
     def _features(self, layers: tuple[int, ...]) -> Tensor:
@@ -206,30 +258,6 @@ class _Examination:
             assert features is not None
             self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
         return torch.cat([self.states[layer] for layer in layers], dim=-1)
-
-
-def _in_two(own: Conventions, others: Mapping[str, Conventions]) -> dict[str, Conventions]:
-    """The readings that differ from `own` as two of the others do, which differ in one convention each."""
-    names = [each.name for each in fields(own)]
-    changes = {
-        name: {key: getattr(each, key) for key in names if getattr(each, key) != getattr(own, key)}
-        for name, each in others.items()
-    }
-    return {
-        f"{one}, and {other}": replace(own, **changes[one], **changes[other])
-        for one, other in combinations(changes, 2)
-        if changes[one].keys().isdisjoint(changes[other])
-    }
-
-
-@contextmanager
-def _reading(drafter: FeatureDrafter, conventions: Conventions) -> Iterator[None]:
-    before = drafter.conventions
-    drafter.conventions = conventions
-    try:
-        yield
-    finally:
-        drafter.conventions = before
 
 
 def _significance(one: Tensor, other: Tensor) -> float:
@@ -250,5 +278,80 @@ def sign_flip_test(differences: Sequence[int]) -> float:
             turned[total + difference] += ways
             turned[total - difference] += ways
         sums = turned
-    least = sum(differences)
-    return float(Fraction(sum(ways for total, ways in sums.items() if total >= least), 2 ** len(differences)))
+    return sum(ways for total, ways in sums.items() if total >= sum(differences)) / (1 << len(differences))
+
+
+def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
+    """Read an ambiguous drafter in the way that predicts the target's text best. Returns what to say about it.
+
+    It runs after the engine has started and before anything is measured. A reading that an earlier examination found is
+    used again. prompt: gives the ids of OWN_PROMPT. Ctrl-C ends the examination alone.
+    """
+    drafter = pair.drafter
+    if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
+        return ""
+    known = _stored(_reading_file(pair, drafter))
+    if known is not None:
+        before, drafter.conventions = drafter.conventions, known
+        return "" if known == before else EARLIER
+    if not drafter.origin.is_ambiguous:
+        return ""
+    try:
+        report, ids = pair.engine.report, prompt()
+        found = examine(drafter, pair.target, own_text(pair.target, ids, LOAD_TOKENS, report), len(ids), report=report)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        return f"How the drafter is read is ambiguous, and could not be examined: {error}"
+    use(pair, found.used.conventions)
+    return _sentence(found)
+
+
+def use(pair: Pair, conventions: Conventions) -> None:
+    """Read the drafter in this way, now and at later starts."""
+    drafter = pair.drafter
+    assert isinstance(drafter, FeatureDrafter)
+    drafter.conventions = conventions
+    if (file := _reading_file(pair, drafter)) is not None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(asdict(drafter.conventions)), encoding="utf-8")
+
+
+def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
+    """The file for this drafter, what its files declare, and this target. None if nothing is kept."""
+    origin, results = drafter.origin, pair.engine.results
+    if origin is None or results is None:
+        return None
+    try:
+        made_from = repr([origin.declared, *map(file_state, origin.files), fingerprint(pair.target).tolist()])
+    except (OSError, RuntimeError, TypeError):  # weights whose data are elsewhere have no fingerprint
+        return None
+    return Path(results.path).parent / READINGS / f"{hashlib.sha256(made_from.encode()).hexdigest()}.json"
+
+
+def _stored(file: Path | None) -> Conventions | None:
+    """How an earlier examination found that the drafter must be read."""
+    try:
+        entry: dict[str, Any] = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
+    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined anew
+        return None
+
+
+def _sentence(found: Examination) -> str:
+    """What was found, for the messages of loading."""
+    agreement = found.used.agreement[0]
+    if not found.reads_target:
+        return (
+            f"The drafter agrees with the target's text at {agreement:.2f} of {len(found.rounds)} positions, and "
+            f"with hidden states of other positions at {found.displaced:.2f}: {COMMAND} examines it on a longer text."
+        )
+    if found.better is None:
+        return f"How the drafter is read was ambiguous; its files are right (agreement {agreement:.2f})."
+    place, before, now = found.gain()
+    which = "" if place == 0 else f" of draft {place + 1}"
+    return (
+        f"{found.better.name}: agreement{which} {now:.2f} against {before:.2f} as declared, at "
+        f"{len(found.rounds)} positions of the target's own text."
+    )

@@ -1,19 +1,27 @@
 """From a request to a target, its drafter and their tokenizer, ready to decode.
 
+The drafter is a head, a model of its own, the first layers of the target, or none.
+
 Options are checked before anything slow happens, and every failure is a UserError of one sentence. Decoding and warming
 up are left to the caller.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.decode.generation_rules import ignored_settings
+from utils.decode.layer_cut import default_depth, first_layers
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
+from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
+from utils.drafter_formats.formats import DrafterFormat, format_of
+from utils.drafter_formats.mtp import load_mtp, mtp_layers, no_layers
+from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine import Engine
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
@@ -21,23 +29,25 @@ from utils.files import file_state
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
-from utils.models.embedded import MODEL_NAME, embedded_gguf, split_digits
-from utils.models.feature_drafter import FeatureDrafter
+from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf, split_digits
+from utils.models.feature_drafter import FeatureDrafter, Origin
 from utils.models.file_model import model_files
-from utils.models.gguf import convert_if_gguf
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
-from utils.models.gguf_model import InBlocks, load_in_blocks
+from utils.models.gguf_model import InBlocks, convert_if_gguf, load_in_blocks
+from utils.models.head_file import is_head, load_head
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
-from utils.models.sources import Source, locate
-from utils.pairs.compatibility import describe_without_model
-from utils.pairs.load_drafter import DrafterPlan, LoadedDrafter, LoadedTarget, load_drafter, plan_drafter
-from utils.pairs.pair import Pair
-from utils.pairs.request import EMBEDDED, PairRequest
-from utils.pairs.request_checks import check_request, with_defaults
-from utils.pairs.weights import weight_notes
+from utils.models.sources import Source, locate, parse_path
+from utils.pairs.compatibility import Compatibility, compare_models, describe_without_model
+from utils.pairs.pair import Pair, weight_notes
+from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest
+from utils.pairs.request_checks import check_request, layer_count, with_defaults
 from utils.prompts.chat_template import end_ids, unknown_ids
-from utils.prompts.template_guard import GUARD
+from utils.text import first_of
+
+QUANTIZED = "quantization_config"
+# In the target's files, so not in the table. Programs feed the target's state before or after its final norm.
+MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp, lambda checkpoint: True)
 
 
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
@@ -55,7 +65,6 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     check_request(resolved)
     check_quantization(str(resolved.quantize), device)
     source = _located(resolved, report)
-    GUARD.start()  # it starts while the weights are read
     # Before the target is loaded, so that mistakes are reported early.
     plan = plan_drafter(resolved, drafter_placement, source)
     target = _load_target(source, resolved, placement, plan)
@@ -173,6 +182,221 @@ def _engine(
 def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:
     """What stored results of an engine belong to: the files of the models, and how they are loaded."""
     files = [*model_files(source), *([] if plan.source is None else model_files(plan.source))]
-    files += sorted(plan.head.iterdir()) if plan.head else []
+    files += sorted(filter(Path.is_file, plan.head.iterdir())) if plan.head else []
     options = (request.drafter, request.dtype, request.quantize, request.drafter_quantize, request.device)
     return "\n".join([*map(file_state, files), *map(str, options)]) if files else ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target, its tokenizer, its name and quantization as they are shown, and how engines compute its weights."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    quantize: str
+    weights: EngineWeights
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated. blocks: of its
+    GGUF file, if engines multiply with them.
+    """
+
+    model: PreTrainedModel | FeatureDrafter | None = None
+    name: str | None = None
+    kind: str | None = None
+    notes: tuple[str, ...] = ()
+    quantize: str | None = None
+    compatibility: Compatibility | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    blocks: GgufBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """Where a drafter comes from: a head's folder, a source or, without both, layers of the target.
+
+    published: the checkpoint of a drafter in the source that reads the target's hidden states, and its format. None if
+    the source is a model.
+    """
+
+    placement: Placement
+    quantize: str
+    head: Path | None
+    source: Source | None
+    layers: int | None
+    published: tuple[DrafterCheckpoint, DrafterFormat] | None = None
+
+    @property
+    def target_prefix(self) -> str:
+        """What the names of tensors begin with that the drafter reads from the target's own files. Empty if it reads
+        none.
+        """
+        if self.published is None or self.source is not None:
+            return ""
+        names = [stored.split(".") for _, stored in self.published[0].files.values()]
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+        return "".join(f"{parts[0]}." for parts in common)
+
+
+def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> DrafterPlan:
+    """Find the drafter before the target is loaded. target: where the target comes from.
+
+    Raises UserError if it does not exist or does not suit the request.
+    """
+    quantize, layers, source, published = str(request.drafter_quantize), layer_count(request.drafter), None, None
+    head = None if request.drafter is None or request.drafter == MTP else _head_folder(request.drafter, request)
+    if request.drafter == MTP:
+        published = _own_layers(target)
+    # A head is read from its folder and a cut shares the target's weights; neither is quantized.
+    elif request.drafter is not None and head is None and layers is None:
+        check_quantization(quantize, placement.device)
+        source = locate(request.drafter, placement.report)
+        published = _published(source)
+    if head or published:
+        _check_shared_options(request, published[1].name if published else HEAD)
+    return DrafterPlan(placement, quantize, head, source, layers, published)
+
+
+def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
+    """Load the planned drafter. Raises UserError if it cannot be loaded or cannot draft for the target."""
+    if plan.head:
+        return _load_head(plan.head, target)
+    if plan.published:
+        return _load_published(*plan.published, target)
+    if plan.source:
+        return _load_model(plan.source, plan, target)
+    return _cut_layers(target, plan.layers)
+
+
+def _head_folder(drafter: str, request: PairRequest) -> Path | None:
+    """The folder of a head, None if the drafter is not a head."""
+    folder = EMBEDDED_HEAD if drafter == HEAD else parse_path(drafter)
+    if drafter == HEAD and request.target != "embedded":
+        raise UserError(
+            "'head' is the drafter of the embedded target: train one for this target with `python -m sampling.distill`."
+        )
+    if not is_head(folder):
+        if drafter == HEAD:
+            raise UserError(f"The embedded head is missing from {folder}: reinstall the program, or use layers:10.")
+        return None
+    return folder
+
+
+def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:
+    """The checkpoint of a drafter that reads hidden states, and its format. None if the source is a model."""
+    checkpoint = read_checkpoint(source)
+    with explained_errors(source.name):
+        known = None if checkpoint is None else format_of(checkpoint)
+    if checkpoint is None:
+        return None
+    if known is None:
+        # transformers would read integers as weights if no config says how they were quantized.
+        if not any(part.get(QUANTIZED) for part in (checkpoint.config, checkpoint.part("text_config"))):
+            checkpoint.check_types()
+        return None
+    checkpoint.check_values()  # this takes less time than to load a target for nothing
+    return checkpoint, known
+
+
+def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
+    """The MTP layers in the files of the target. Raises UserError if there are none, or none that can be read."""
+    if target.gguf:
+        raise UserError(
+            f"MTP layers are not read from GGUF files such as '{target.name}': name the original checkpoint as "
+            "--target, or use a different --drafter."
+        )
+    checkpoint = read_checkpoint(target)
+    if checkpoint is None:
+        raise no_layers(target.name, {})
+    return mtp_layers(checkpoint), MTP_FORMAT
+
+
+def _check_shared_options(request: PairRequest, kind: str) -> None:
+    """Raise UserError for options of a drafter of its own. kind: of a drafter that reads hidden states."""
+    if request.drafter_quantize != "none":
+        raise UserError(
+            f"A drafter of the kind {kind} is computed in the number format of the target: leave --drafter-quantize "
+            "out."
+        )
+    # Both are resolved devices here, so `auto` has become the name of a device.
+    if request.drafter_device != request.device:
+        raise UserError(
+            f"A drafter of the kind {kind} is computed on the device of the target: leave --drafter-device out."
+        )
+
+
+def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
+    _check_one_device(target, HEAD)
+    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
+
+
+def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
+    _check_one_device(target, known.name)
+    if target.model.config.is_encoder_decoder:
+        raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
+    with explained_errors(checkpoint.name), quiet():
+        drafter = known.load(checkpoint, target.model)
+    drafter.name_or_path = checkpoint.name
+    files = tuple(sorted({path for path, _ in checkpoint.files.values()}))
+    drafter.origin = Origin(files, drafter.conventions, known.is_ambiguous(checkpoint))
+    return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", known.name)
+
+
+def _check_one_device(target: LoadedTarget, kind: str) -> None:
+    # Features of several depths would lie on different devices.
+    if is_spread(target.model):
+        raise UserError(
+            f"A drafter of the kind {kind} needs {target.name} on one device, and it is on several: use a different "
+            "--drafter."
+        )
+
+
+def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
+    where, in_blocks = plan.placement, None
+    if where.engine_weights == "gguf" and source.gguf and where.device == "cpu" and plan.quantize == "none":
+        in_blocks = load_in_blocks(source, where)
+    if isinstance(in_blocks, InBlocks):
+        model, tokenizer = in_blocks.model, in_blocks.tokenizer
+    else:
+        source = convert_if_gguf(source, where)
+        model, tokenizer = load_model(source, plan.quantize, where), load_tokenizer(source)
+    with explained_errors(source.name), quiet():
+        compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
+    compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)
+    notes = remote_code_notes(model, source.name) + window_notes(model, source.name) + compatibility.notes()
+    notes += pard_notes(masked_block(model), source.name, translated=compatibility.needs_translation)
+    return LoadedDrafter(
+        model,
+        source.name,
+        "model",
+        notes,
+        stored_quantization(model.config) or plan.quantize,
+        compatibility,
+        # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.
+        tokenizer if compatibility.needs_translation else None,
+        in_blocks.blocks if isinstance(in_blocks, InBlocks) else None,
+    )
+
+
+def _cut_layers(target: LoadedTarget, layers: int | None) -> LoadedDrafter:
+    """The first layers of the target with shared weights.
+
+    Without a number a third of them, or none if it cannot be cut.
+    """
+    depth = default_depth(target.model) if layers is None else layers
+    if depth is None:
+        return LoadedDrafter(notes=(f"no drafter: none was given, and {target.name} cannot be cut into layers",))
+    try:
+        model = first_layers(target.model, depth)
+    except UserError as error:
+        # Without --drafter the cut was not requested, so its failure is only worth a note.
+        if layers is not None:
+            raise
+        return LoadedDrafter(notes=(f"no drafter: {error}",))
+    first = first_of(depth, "layer")
+    notes = () if layers else (f"no drafter was given: drafting with the {first} of {target.name}",)
+    model.name_or_path = f"{target.name}, {first}"
+    return LoadedDrafter(model, model.name_or_path, f"{LAYERS}{depth}", notes, target.quantize)

@@ -1,16 +1,22 @@
-"""A loaded pair: a target, its drafter and what is known about both."""
+"""A loaded pair: a target, its drafter and what is known about both, such as the number format and size of weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.engine import Engine
 from utils.models.feature_drafter import FeatureDrafter
-from utils.models.stored_bytes import stored_bytes
+from utils.models.memory import stored_bytes
+from utils.models.quantization import has_nf4_kernel
 from utils.pairs.compatibility import Compatibility
 from utils.pairs.request import PairRequest
+from utils.text import byte_size
+
+BNB_INT8 = "bnb-int8"
+ROUNDED = ("bfloat16", "int8", "int4")  # engine weights that differ from those of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +66,71 @@ class Pair:
     def feature_layers(self) -> tuple[int, ...]:
         """The target's hidden states that the drafter reads. Empty unless it reads some."""
         return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
+
+
+def describe_target(pair: Pair) -> str:
+    """Number format and size of the target's weights."""
+    return _description(pair, pair.dtype, pair.quantize, pair.memory)
+
+
+def describe_drafter(pair: Pair) -> str:
+    """Number format and size of the drafter's weights that it does not share with the target."""
+    if pair.drafter is None:
+        return "none"
+    return _description(pair, str(pair.drafter_dtype), pair.drafter_quantize or "none", pair.drafter_memory)
+
+
+def loaded_message(pair: Pair) -> str:
+    """The message after a pair was loaded."""
+    drafter = "" if pair.drafter is None else f"; {pair.drafter_name} ({describe_drafter(pair)})"
+    return f"loaded {pair.target_name} ({describe_target(pair)}){drafter}"
+
+
+def weight_notes(pair: Pair) -> Iterator[str]:
+    """Messages for the user: where equal texts cannot be guaranteed, and where quantization makes a model slower."""
+    if (kind := pair.request.engine_weights) in ROUNDED:
+        yield f"with {kind} weights {pair.target_name} is a different model, compared only with itself"
+    if reason := _width_dependence(pair.quantize, pair.dtype, pair.target_name):
+        yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
+    weights = [(pair.quantize, pair.dtype, pair.device, pair.target_name)]
+    if pair.drafter_kind == "model":
+        drafter = (pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name)
+        weights.append((str(drafter[0]), str(drafter[1]), str(drafter[2]), str(drafter[3])))
+    for quantize, dtype, device, name in weights:
+        if _is_slow(quantize, dtype, device):
+            yield f"{quantize} saves memory but not time: on this CPU {name} is slower than in float32"
+
+
+def depends_on_width(pair: Pair) -> bool:
+    """Whether the target's logits depend on the verify width by more than rounding.
+
+    bnb-int8 keeps columns with outliers in full precision, and searches all rows of a pass for them.
+    """
+    return pair.quantize == BNB_INT8
+
+
+def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> str:
+    size = byte_size(memory) if memory else "shared with the target"
+    kernels = ""
+    if (weights := pair.request.engine_weights) != "float32":
+        kernels = f"{weights} kernels"
+        if pair.engine.state.weights != weights:  # loading is finished, and the engine has not begun
+            kernels, size = f"{weights} kernels when the engine starts", ""
+    return ", ".join(filter(None, (dtype, "" if quantize == "none" else quantize, kernels, size)))
+
+
+def _width_dependence(quantize: str, dtype: str, name: str) -> str:
+    """Why logits depend on the verify width by more than the rounding of float32, or nothing."""
+    if quantize == BNB_INT8:
+        return f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
+    if dtype != "float32":
+        return f"in {dtype} the rounding of {name}'s logits depends on the verify width"
+    return ""
+
+
+def _is_slow(quantize: str, dtype: str, device: str) -> bool:
+    """Whether a CPU unpacks the weights in every forward, which takes longer than to multiply float32 weights."""
+    if device != "cpu" or quantize == "none":
+        return False
+    # Only in bfloat16 is there no loss of time: with int8, and with nf4 where bitsandbytes has a kernel.
+    return dtype != "bfloat16" or not (quantize == "int8" or (quantize == "nf4" and has_nf4_kernel()))

@@ -17,11 +17,13 @@ from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError
 from utils.models.load_errors import first_line
 from utils.prompts.conversation import Message, Turn, to_messages
-from utils.prompts.template_guard import TemplateLimitError, check_rendering
 from utils.text import encodable
 
 # Templates are sandboxed code. Whatever error one raises, the pair can still be used with plain text.
-FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+FAILURES = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError),
+    *(MemoryError, RecursionError, TypeError, ValueError),
+)
 ANSWER = "ANSWERMARK"  # a sample answer; letters only, so that no template trims or escapes it
 
 
@@ -80,6 +82,8 @@ def prompt_ids(
         ids = _ids_with_names_as_text(tokenizer, messages, names)
     else:
         ids = _rendered(tokenizer, messages, return_dict=True)["input_ids"]
+    if not ids and chat:
+        raise UserError("The chat template of this model gives no text for this prompt: use /chat off.")
     if not ids:
         raise UserError("The prompt is empty: type at least one character.")
     return list(ids)
@@ -129,20 +133,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **opt
     if not has_chat_template(tokenizer):
         raise UserError("This model has no chat template: use /chat off to send the prompt as plain text.")
     try:
-        return _apply(tokenizer, messages, add_generation_prompt=True, **options)
-    except TemplateLimitError as error:
-        raise UserError(f"The chat template of this model cannot be used ({error}): use /chat off.") from error
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except FAILURES as error:
         raise UserError(f"The chat template of this model {_refusal(messages).format(first_line(error))}") from error
-
-
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, add_generation_prompt: bool = False, **options: Any
-) -> Any:
-    """Apply the chat template. Raises TemplateLimitError if that takes too much, and FAILURES."""
-    names = tokenizer.special_tokens_map  # which templates may use as variables
-    check_rendering(tokenizer.get_chat_template(), messages, names, add_generation_prompt=add_generation_prompt)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **options)
 
 
 def _refusal(messages: list[Message]) -> str:
@@ -161,8 +154,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
-        rendered: Any = _apply(tokenizer, turns, tokenize=False)
-    except (TemplateLimitError, *FAILURES):
+        rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
+    except FAILURES:
         return None  # the other end ids remain
     # The text after the answer is tokenized alone, because the answer's last token may merge with what follows.
     tail = tokenizer(rendered.rpartition(ANSWER)[2], add_special_tokens=False)["input_ids"]

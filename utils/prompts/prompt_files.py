@@ -1,17 +1,19 @@
 """Files of prompts: one prompt per line, or JSON lines with a `prompt` or `turns` and optionally a `task`.
 
+Also which prompts are used if there are more than there is time for, and the formats of published benchmarks.
 Nothing heavy is imported.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from utils.errors import UserError
 from utils.files import read_text
-from utils.prompts.benchmarks import PLACEHOLDER, benchmark_of, task_of
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt that names none
@@ -26,6 +28,20 @@ PARQUET = (
     "The prompts file {0} is a Parquet file. Convert it to JSON lines: python -c \"import pandas; pandas.read_parquet('"
     "{1}').to_json('{2}', orient='records', lines=True)\""
 )
+# Spec-Bench (Xia et al. 2024, hemingkx/Spec-Bench, data/spec_bench/question.jsonl) has question_id (a whole number),
+# category and turns. Its tables count the eight categories of MT-bench as one (evaluation/speed.py). SPEED-Bench
+# (arXiv 2604.09557, nvidia/SPEED-Bench) has question_id (a text), category, sub_category, turns, source, src_id,
+# difficulty and multiturn. The categories of its Throughput split are bands of entropy.
+SPEC_BENCH, SPEED_BENCH = "Spec-Bench", "SPEED-Bench"
+MT_BENCH = "mt_bench"
+MT_BENCH_CATEGORIES = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+SPEED_BENCH_FIELDS = ("sub_category", "multiturn", "src_id", "difficulty")
+ENTROPY_BANDS = frozenset(("low_entropy", "mixed", "high_entropy"))
+# SPEED-Bench is published without the texts of datasets that may not be copied.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +62,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
-    `category`). Lines in the format of a benchmark in `utils.prompts.benchmarks` have the tasks of its tables.
+    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its tables.
 
     A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
 
@@ -106,3 +122,51 @@ def _task(entry: Mapping[str, object]) -> str:
     names = (entry.get("task"), entry.get("category"))
     words = (" ".join(name.split()) for name in names if isinstance(name, str))
     return next(filter(None, words), ALL_TASKS)
+
+
+def benchmark_of(entry: Mapping[str, object]) -> str:
+    """SPEC_BENCH, SPEED_BENCH, or "" for a line that has the format of neither."""
+    if "turns" not in entry or "category" not in entry or "question_id" not in entry:
+        return ""
+    if isinstance(entry["question_id"], str) or any(field in entry for field in SPEED_BENCH_FIELDS):
+        return SPEED_BENCH
+    return SPEC_BENCH
+
+
+def task_of(category: str, benchmark: str, path: Path) -> str:
+    """The row of the benchmark's tables that a category belongs to.
+
+    path: of the file. The Throughput split has one file for each input length, and only its name or that of its folder
+    (throughput_8k) says which.
+    """
+    if benchmark == SPEC_BENCH and category in MT_BENCH_CATEGORIES:
+        return MT_BENCH
+    if benchmark == SPEED_BENCH and category in ENTROPY_BANDS:
+        length = re.search(r"throughput_(\d+k)", "/".join(path.absolute().parts[-2:]))
+        return f"{length[1]} {category}" if length else category
+    return category
+
+
+def spaced(items: Sequence[Item], count: int) -> tuple[Item, ...]:
+    """So many of the items, evenly spaced, or all."""
+    if len(items) <= count:
+        return tuple(items)
+    return tuple(items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count))
+
+
+def limited(prompts: Sequence[Prompt], count: int) -> list[int]:
+    """The places of at most so many prompts of each task, evenly spaced within the task, in the order of the file."""
+    by_task: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_task.setdefault(prompt.task, []).append(index)
+    return sorted(index for group in by_task.values() for index in spaced(group, count))
+
+
+def tasks_in_turn(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """The first prompt of each task, then the second of each: the first intervals must not be those of one task."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for prompt in prompts:
+        turns.append(seen[prompt.task])
+        seen[prompt.task] += 1
+    return tuple(prompt for _, prompt in sorted(zip(turns, prompts, strict=True), key=lambda pair: pair[0]))

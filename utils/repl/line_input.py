@@ -22,9 +22,8 @@ from prompt_toolkit.output import ColorDepth
 from utils.commands import Command, Registry
 from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.status import SEPARATOR
+from utils.text import QUOTES, quoted_text
 
-QUOTES = '"""'
-SAY = "/say "  # sends a text exactly as it is
 EXPLAIN = "/explain"  # what F1 types
 
 
@@ -68,22 +67,18 @@ def _words(command: Command, argument: str) -> Iterator[Completion]:
 
 
 def split_lines(typed: str) -> list[str]:
-    """The lines to process: a quoted block or a text of several lines is one prompt, several commands stay separate."""
-    if typed.lstrip().startswith(QUOTES):
-        text = typed.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-        return [SAY + text] if text.strip() else []
+    """The lines to process: a text of several lines is one prompt, several commands stay separate."""
     # Not splitlines(): other separators may occur inside a text, which must not become a command.
     lines = [line for line in typed.split("\n") if line.strip()]
-    if len(lines) < 2:
+    if len(lines) < 2 or quoted_text(typed) is not None:
         return [typed]
-    # Pasted commands run one by one. Anything else is one prompt, sent through /say in case it begins with a slash.
-    return lines if all(line.startswith("/") for line in lines) else [SAY + typed]
+    # Pasted commands run one by one. Anything else is one prompt, quoted in case it begins with a slash.
+    return lines if all(line.startswith("/") for line in lines) else [f"{QUOTES}{typed}{QUOTES}"]
 
 
 def is_open_block(typed: str) -> bool:
     """Whether a quoted block was opened and not closed."""
-    text = typed.strip()
-    return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+    return typed.lstrip().startswith(QUOTES) and quoted_text(typed) is None
 
 
 def key_bindings() -> KeyBindings:

@@ -14,11 +14,10 @@ from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.engine.engine_choice import TYPICAL, Workload
-from utils.models.progress import Count
+from utils.models import Count
 from utils.pairs.drafter_kinds import surviving_kinds
-from utils.pairs.pair import Pair
+from utils.pairs.pair import Pair, loaded_message
 from utils.pairs.request import PairRequest, option_changes
-from utils.pairs.weights import loaded_message
 from utils.prompts.conversation import format_turns
 from utils.repl.background import BackgroundTask
 from utils.repl.session_settings import SessionSettings

@@ -14,7 +14,6 @@ from utils.commands.outcomes import (
     Quit,
     RetestEngine,
     RunLines,
-    RunPrompt,
     RunReport,
     UndoSettings,
     UsePair,
@@ -30,19 +29,17 @@ from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.repl.first_screen import first_screen, server_screen
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, load_beside
-from utils.repl.quiet_keyboard import Echo
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
 from utils.repl.shown_effects import show_effect
 from utils.repl.status import model_facts, status_line
 from utils.repl.tools import SessionTools
 from utils.servers.address import ServerAddress
-from utils.text import unescape
+from utils.text import quoted_text, unescape
 
 MAX_NESTED_FILES = 8
 # Typed without a slash they are commands as well; hardly anybody wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
-SUSPENDED = "The program was suspended for {:.0f} s; the times and speeds above include it, so run it again."
 LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 
 
@@ -116,9 +113,14 @@ class ReplSession:
         return status_line(self._loaded.pair, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
-        r"""Process a typed line: a command, a prompt (in which \n and \t are a newline and a tab), or nothing."""
+        r"""Process a typed line: a command, a prompt (in which \n and \t are a newline and a tab), or nothing.
+
+        A text in three quotation marks is a prompt exactly as it is.
+        """
         if not line.strip():
             return Verdict.DONE
+        if (text := quoted_text(line)) is not None:
+            return self.send(text) if text.strip() else Verdict.DONE
         if line.lstrip().startswith("/"):
             return self._guarded(self._run_command, line, at_once=self.commands.is_at_once(line))
         word = line.strip().lower()
@@ -140,7 +142,6 @@ class ReplSession:
 
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Whatever happens in a line, the session goes on. at_once: whether it uses no model."""
-        suspended = Echo.suspended
         try:
             if not at_once:
                 self._wait_for_warm_up()
@@ -155,9 +156,6 @@ class ReplSession:
             explain_error(self._renderer, error)
         finally:
             self._renderer.end_progress()
-            # No clock of a run stops while the program does.
-            if pause := Echo.suspended - suspended:
-                self._renderer.note(SUSPENDED.format(pause))
         return Verdict.FAILED
 
     def _wait_for_warm_up(self) -> None:
@@ -208,8 +206,6 @@ class ReplSession:
                 self.harness.state.conversations.forget()
             case UsePair(request):
                 self._load(request)
-            case RunPrompt(text):
-                return self._run_prompt(text)
             case RunLines(lines):
                 return self._run_lines(lines)
             case RunReport(report):

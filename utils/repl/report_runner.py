@@ -10,7 +10,7 @@ from utils.comparison.records import report_record
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
 from utils.comparison.second_baseline import with_second_baseline
 from utils.comparison.session_state import ShownResult
-from utils.models.progress import Count
+from utils.models import Count
 from utils.pairs.pair import Pair
 from utils.repl.runner import ResultLog, Verdict
 from utils.screen.renderer import Renderer

@@ -15,7 +15,7 @@ from utils.decode.steps import FinishReason
 from utils.prompts.conversation import Turns
 from utils.screen.renderer import Renderer
 from utils.screen.server_view import ServerView
-from utils.servers.address_list import TARGET
+from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 from utils.text import decode
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from utils.comparison.harness import Harness
-from utils.comparison.settled_reading import settle_reading
 from utils.comparison.warm_up import with_costs
 from utils.config.setting_parts import listed_settings
 from utils.config.settings import Settings, reset_unsupported
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, FeatureDrafter
+from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.prompts.chat_template import has_chat_template
 from utils.prompts.conversation import format_turns
 
@@ -51,8 +51,8 @@ class SessionSettings:
         template = has_chat_template(harness.pair.tokenizer)
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
         harness.start_engine(settings)
-        if found := settle_reading(harness, settings):  # before anything is measured with it
-            note(found)
+        if found := settle_reading(harness.pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
+            note(found)  # before anything is measured with it
         self._conventions = self._read_now()
         self.current = self._with_costs(settings)
         self._first_costs = None if requested.costs else self.current.costs

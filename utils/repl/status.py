@@ -8,8 +8,7 @@ from utils.config.setting_parts import listed_settings
 from utils.config.settings import Settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
-from utils.pairs.pair import Pair
-from utils.pairs.weights import describe_drafter, describe_target
+from utils.pairs.pair import Pair, describe_drafter, describe_target
 from utils.servers.address import ServerAddress
 from utils.text import count_of
 

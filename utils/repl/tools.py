@@ -7,9 +7,8 @@ from utils.commands import Registry
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.engine.stored_results import ResultFile
-from utils.pairs.known_pairs import PAIRS, PairSpec
 from utils.pairs.pair import Pair
-from utils.pairs.request import PairRequest
+from utils.pairs.request import PAIRS, PairRequest, PairSpec
 from utils.screen.renderer import Renderer
 
 

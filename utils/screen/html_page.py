@@ -5,13 +5,13 @@ All text is escaped. The content security policy allows one style sheet, by its 
 
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from functools import singledispatch
 from hashlib import sha256
 from html import escape
+from typing import NamedTuple
 
+from utils.comparison.charts import Chart
 from utils.comparison.marked_text import TextPiece
-from utils.screen.inline_svg import inline_svg
-from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.screen.svg_charts import svg_chart
 from utils.text import visible
 
 STYLE = """
@@ -60,12 +60,17 @@ base-uri 'none'; form-action 'none'">
 """
 
 
-def html_page(blocks: Iterable[Block]) -> str:
-    """The page."""
-    blocks = list(blocks)
-    title = next((block.text for block in blocks if isinstance(block, Heading)), "")
+class Cell(NamedTuple):
+    """A cell of a table. exact: the figure with all its digits, if it was rounded."""
+
+    text: str
+    exact: str = ""
+
+
+def html_page(title: str, elements: Iterable[str]) -> str:
+    """The page of these elements, with its title as the first heading."""
     digest = b64encode(sha256(STYLE.encode()).digest()).decode()
-    body = "\n".join(_shown(block) for block in blocks)
+    body = "\n".join([heading(title, 1), *elements])
     return PAGE.format(digest=digest, title=_text(title), style=STYLE, body=body)
 
 
@@ -74,27 +79,22 @@ def _text(text: str) -> str:
     return escape(visible(text), quote=True)
 
 
-@singledispatch
-def _shown(block: Block) -> str:
-    raise TypeError(type(block))
+def heading(text: str, level: int = 2) -> str:
+    """A heading. level: 1 is the title of the page."""
+    return f"<h{level}>{_text(text)}</h{level}>"
 
 
-@_shown.register
-def _heading(block: Heading) -> str:
-    return f"<h{block.level}>{_text(block.text)}</h{block.level}>"
+def paragraph(text: str, *, strong: bool = False) -> str:
+    """A sentence or more. strong: whether it is the answer of the page."""
+    return f'<p class="strong">{_text(text)}</p>' if strong else f"<p>{_text(text)}</p>"
 
 
-@_shown.register
-def _paragraph(block: Paragraph) -> str:
-    return f'<p class="strong">{_text(block.text)}</p>' if block.strong else f"<p>{_text(block.text)}</p>"
-
-
-@_shown.register
-def _table(block: DataTable) -> str:
-    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in block.headings)
-    rows = "\n".join(f"<tr>{_cells(row)}</tr>" for row in block.rows)
+def table(rows: Iterable[Sequence[Cell]], headings: Sequence[str] = ()) -> str:
+    """Rows under headings. Without headings, the first column names what the others hold."""
+    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
+    body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     thead = f"<thead><tr>{head}</tr></thead>\n" if head else ""
-    return f'<div class="wide"><table>\n{thead}<tbody>\n{rows}\n</tbody>\n</table></div>'
+    return f'<div class="wide"><table>\n{thead}<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
 def _cells(row: Sequence[Cell]) -> str:
@@ -105,16 +105,16 @@ def _cells(row: Sequence[Cell]) -> str:
     )
 
 
-@_shown.register
-def _verbatim(block: Verbatim) -> str:
+def verbatim(pieces: Iterable[TextPiece]) -> str:
+    """A text exactly as it is. Pieces from accepted drafts are marked."""
     # A newline directly after <pre> would be dropped, so there is always one.
-    return f"<pre>\n{''.join(map(_piece, block.pieces))}</pre>"
+    return f"<pre>\n{''.join(map(_piece, pieces))}</pre>"
 
 
 def _piece(piece: TextPiece) -> str:
     return f"<mark>{_text(piece.text)}</mark>" if piece.accepted else _text(piece.text)
 
 
-@_shown.register
-def _plot(block: Plot) -> str:
-    return f"<figure>{inline_svg(block.chart)}</figure>"
+def figure(chart: Chart) -> str:
+    """A chart."""
+    return f"<figure>{svg_chart(chart)}</figure>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from prompt_toolkit.history import FileHistory
 
 from utils.files import PRIVATE_FILE, user_folder
-from utils.servers.address_words import may_hold_key
+from utils.servers.address import may_hold_key
 
 PRIVATE_FOLDER = 0o700
 
@@ -52,9 +52,3 @@ class LineHistory(FileHistory):
     def _give_up(self, action: str, error: OSError) -> None:
         warn, self._warn = self._warn, lambda text: None  # the first failure is shown, later ones are not
         warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
-
-
-def recent_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a history file, the oldest first; none if the file does not exist."""
-    lines = LineHistory(path, lambda text: None).load_history_strings() if path.is_file() else ()
-    return list(lines)[:count][::-1]  # prompt_toolkit returns the newest first

@@ -1,6 +1,6 @@
-"""Draws charts as plain text of at most ten lines, for a terminal and for Markdown.
+"""Draws charts as plain text of at most ten lines, for a terminal.
 
-What does not fit is counted in the last line, never dropped silently. Pictures are left to `utils.screen.figures`.
+What does not fit is counted in the last line, never dropped silently. Pages are left to `utils.screen.svg_charts`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,11 +29,10 @@ PART_SIGNS = "#=.~"
 MAX_THICKNESS = 3  # of a bar, in characters
 
 
-def text_plot(chart: Chart, *, width: int, caption: str = "") -> str:
+def text_plot(chart: Chart, *, width: int) -> str:
     """The chart in lines of at most `width` characters."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
-    title = f"{chart.title} · {caption}" if caption else chart.title
-    return "\n".join([shortened_text(title, width), *(line.rstrip() for line in _lines(chart, width))])
+    return "\n".join([shortened_text(chart.title, width), *(line.rstrip() for line in _lines(chart, width))])
 
 
 @singledispatch
@@ -182,6 +181,10 @@ class Scale:
         margin = 0.0 if low < high else abs(low) * 0.1 or 1.0
         return cls(low - margin, high + margin, room)
 
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
     def column(self, value: float) -> int:
         return round((value - self.low) / (self.high - self.low) * (self.room - 1))
 
@@ -221,12 +224,12 @@ def _label_width(labels: Iterable[str]) -> int:
 
 def _legend(parts: Sequence[str], width: int, *, left_out: int) -> Iterator[str]:
     """What the signs mean, in at most two lines, and how much was left out."""
-    rest = f"{left_out} more in /export FILE.png" if left_out > 0 else ""
+    rest = f"{left_out} more in /export report.html" if left_out > 0 else ""
     lines = [""]
     for index, part in enumerate(parts):
         if len(lines[-1]) + len(part) + 2 > width:
             if len(lines) == 2:
-                rest = f"{left_out + len(parts) - index} more in /export FILE.png"
+                rest = f"{left_out + len(parts) - index} more in /export report.html"
                 break
             lines.append("")
         lines[-1] += f"{part}  "

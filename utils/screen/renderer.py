@@ -5,9 +5,11 @@ colours. Text of models and users is shown literally: without markup and control
 """
 
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
 from typing import Any
 
 import psutil
@@ -42,6 +44,32 @@ MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.NOTE: (None, ["dark"]),
 }
 MARKS_EXPLAINED = "bold green: drafts that the target accepted"
+# A picture of the screen is the same for every terminal.
+PICTURE_OPTIONS: dict[str, Any] = {
+    **{"width": 110, "height": 50, "force_terminal": True, "no_color": False},
+    **{"highlight": False, "markup": False, "emoji": False},
+}
+# rich's own frame of a picture, without the fonts that it fetches from elsewhere.
+PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace }}
+.{unique_id}-title {{ font: bold 18px sans-serif }}
+{styles}
+</style>
+<defs>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+# rich gives wide characters the room of narrow ones.
+WIDE_TEXT = re.compile(r' textLength="[^"]*"(?=[^>]*>[^<]*[\u2e80-\U0010ffff])')
 
 
 class Renderer:
@@ -246,3 +274,14 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     out = open_console(sys.stdout or nowhere, plain=plain)
     messages = out if interactive else open_console(sys.stderr or nowhere, plain=plain)
     return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
+
+
+def picture(show: Callable[[Renderer], None]) -> str:
+    """What `show` draws, as a self-contained SVG file."""
+    # Streamed text is written past rich, so the escape sequences are captured and read back.
+    captured = StringIO()
+    console = Console(file=captured, color_system="standard", **PICTURE_OPTIONS)
+    show(Renderer(console, console, colour=True))
+    page = Console(file=StringIO(), color_system="truecolor", record=True, **PICTURE_OPTIONS)
+    page.print(Text.from_ansi(captured.getvalue()))
+    return WIDE_TEXT.sub("", page.export_svg(title="speculative decoding, side by side", code_format=PICTURE))

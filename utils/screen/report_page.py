@@ -1,6 +1,6 @@
-"""The report of a session as a list of blocks: what was measured, with which models, machine and settings.
+"""The report of a session: what was measured, with which models, machine and settings.
 
-How a block looks is left to `html_page` and `markdown_page`. Figures come from the JSON records.
+How an element looks is left to `html_page`. Figures come from the JSON records.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.settings import Settings, as_json
 from utils.errors import UserError
-from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Plot, Verbatim
+from utils.screen.html_page import Cell, figure, heading, html_page, paragraph, table, verbatim
 from utils.screen.server_page import rounded, server_blocks
 from utils.text import byte_size, count_of
 
@@ -26,46 +26,49 @@ ONE_RUN = "One run of each strategy. /race repeats them."
 NOISE = f"{{}}: {NO_GAIN_SENTENCE}, so differences in speed are noise or the cost of drafting."
 
 
-def report_blocks(results: ShownResults, date: str) -> Iterator[Block]:
-    """The whole page. Raises UserError if nothing was measured."""
+def report_page(results: ShownResults, date: str) -> str:
+    """The whole page as HTML. Raises UserError if nothing was measured."""
     kept = [result for result in results.kept if result.records]  # without those of which nothing was finished
     if not kept:
         raise UserError(NOTHING)
-    setups = _setups(kept)
     models = kept[-1].records[0]["models"]
     names = f"{models['target']} + {models['drafter'] or 'no drafter'}" if models["target"] else "Servers"
-    yield Heading(f"{names}: speculative decoding", 1)
+    return html_page(f"{names}: speculative decoding", _elements(kept, results.count - len(results.kept), date))
+
+
+def _elements(kept: Sequence[ShownResult], dropped: int, date: str) -> Iterator[str]:
+    """Everything below the title. dropped: the number of earlier results that were not kept."""
+    setups = _setups(kept)
     program = kept[-1].records[0]["versions"]["program"]
-    yield Paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
-    if dropped := results.count - len(results.kept):
-        yield Paragraph(f"The first {count_of(dropped, 'result')} of the session are not part of this page.")
+    yield paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
+    if dropped:
+        yield paragraph(f"The first {count_of(dropped, 'result')} of the session are not part of this page.")
     yield from _answer(kept)
     for index, setup in enumerate(setups):
-        yield Heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")
-        yield DataTable([(Cell(name), Cell(value)) for name, value in setup_rows(setup)])
+        yield heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")
+        yield table([(Cell(name), Cell(value)) for name, value in setup_rows(setup)])
     for number, result in enumerate(kept, start=1):
         place = "" if len(setups) == 1 else f", setup {setups.index(_setup(result.records[0])) + 1}"
         yield from _report(number, result, place) if result.report else _prompt(number, result, place)
-    yield Heading("All settings of the last result")
-    yield DataTable([(Cell(name), Cell(_typed(value))) for name, value in kept[-1].records[0]["settings"].items()])
+    yield heading("All settings of the last result")
+    yield table([(Cell(name), Cell(_typed(value))) for name, value in kept[-1].records[0]["settings"].items()])
 
 
-def _answer(kept: Sequence[ShownResult]) -> Iterator[Block]:
+def _answer(kept: Sequence[ShownResult]) -> Iterator[str]:
     """The sentences of the last /verdict, or of the last /race."""
     reports = {result.report.name: result for result in kept if result.report}
     result = next((reports[name] for name in ANSWERS if name in reports), None)
     if result is not None:
         (record,) = result.records
-        yield Heading("Answer")
-        yield Paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
+        yield heading("Answer")
+        yield paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
         # The first sentence of /verdict is the answer, the others explain it; /race has one for each strategy.
         strong = 1 if record["record"] == ANSWERS[0] else len(record["conclusion"])
-        yield from (Paragraph(line, strong=index < strong) for index, line in enumerate(record["conclusion"]))
+        yield from (paragraph(line, strong=index < strong) for index, line in enumerate(record["conclusion"]))
 
 
 def _setup(record: Record) -> dict[str, Any]:
-    # A record of an older version may lack parts.
-    setup = {part: record.get(part, {}) for part in ("models", "engine", "machine", "versions")}
+    setup = {part: record[part] for part in ("models", "engine", "machine", "versions")}
     # Measuring the engines again changes their figures a little, but not the setup.
     return setup | {"engine": {name: value for name, value in setup["engine"].items() if name != "table"}}
 
@@ -113,25 +116,25 @@ def _model(name: str, facts: Record) -> str:
     return f"{name} ({facts.get('dtype')}{quantized}, on {facts.get('device')}{size})"
 
 
-def _report(number: int, result: ShownResult, place: str) -> Iterator[Block]:
+def _report(number: int, result: ShownResult, place: str) -> Iterator[str]:
     report, (record,) = result.report, result.records
     assert report is not None
-    yield Heading(f"{number}. {_headline(result)}")
+    yield heading(f"{number}. {_headline(result)}")
     stopped = "" if record["finished"] else " It was interrupted; these are the finished parts."
-    yield Paragraph(f"{_changed(record)}{place}.{stopped}")
+    yield paragraph(f"{_changed(record)}{place}.{stopped}")
     rows = [finding.cells for finding in result.findings if finding.cells]
     if report.transposed:
         rows = list(zip(report.headings, *rows, strict=True))
-    yield DataTable([[Cell(cell) for cell in row] for row in rows], () if report.transposed else report.headings)
-    for table in report.tables(result.findings):
-        yield Paragraph(table.title)
-        yield DataTable([[Cell(cell) for cell in row] for row in table.rows], table.headings)
-        if table.note:
-            yield Paragraph(table.note)
-    yield from (Plot(chart) for chart in report.charts(result.findings))
-    yield from (Paragraph(line) for line in record["conclusion"])
+    yield table([[Cell(cell) for cell in row] for row in rows], () if report.transposed else report.headings)
+    for further in report.tables(result.findings):
+        yield paragraph(further.title)
+        yield table([[Cell(cell) for cell in row] for row in further.rows], further.headings)
+        if further.note:
+            yield paragraph(further.note)
+    yield from map(figure, report.charts(result.findings))
+    yield from (paragraph(line) for line in record["conclusion"])
     if attachment := report.attachment(result.findings):
-        yield Verbatim([TextPiece(attachment, False)])
+        yield verbatim([TextPiece(attachment, False)])
 
 
 def _headline(result: ShownResult) -> str:
@@ -139,44 +142,44 @@ def _headline(result: ShownResult) -> str:
     return result.report.headline
 
 
-def _prompt(number: int, result: ShownResult, place: str) -> Iterator[Block]:
+def _prompt(number: int, result: ShownResult, place: str) -> Iterator[str]:
     servers = [row for row in result.records if row["record"] == SERVER_GENERATION]
     records = [row for row in result.records if row["record"] != SERVER_GENERATION]
     first = result.records[0]
-    yield Heading(f"{number}. Prompt: {shortened(first['prompt'])}")
+    yield heading(f"{number}. Prompt: {shortened(first['prompt'])}")
     turn = f" Turn {first['turn'] + 1} of a conversation." if first.get("turn") else ""
-    yield Paragraph(f"{_changed(first)}{place}.{turn}")
-    yield Verbatim([TextPiece(first["prompt"], False)])
+    yield paragraph(f"{_changed(first)}{place}.{turn}")
+    yield verbatim([TextPiece(first["prompt"], False)])
     if records:
         yield from _local(records, result)
     if servers:
         yield from server_blocks(servers)
 
 
-def _local(records: Sequence[Record], result: ShownResult) -> Iterator[Block]:
+def _local(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
     """The figures, charts and texts of the loaded models."""
-    yield DataTable([_figures(row) for row in records], COLUMNS)
+    yield table([_figures(row) for row in records], COLUMNS)
     noise = [row["strategy"] for row in records if _saves_nothing(row)]
-    yield Paragraph(" ".join([ONE_RUN, *map(NOISE.format, noise)]))
-    yield from (Plot(chart) for chart in prompt_charts(records))
+    yield paragraph(" ".join([ONE_RUN, *map(NOISE.format, noise)]))
+    yield from map(figure, prompt_charts(records))
     if any(row["accepted"] for row in records):
-        yield Paragraph(LEGEND)
+        yield paragraph(LEGEND)
     yield from _texts(records, result)
 
 
-def _texts(records: Sequence[Record], result: ShownResult) -> Iterator[Block]:
+def _texts(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
     """The text of each strategy. One that marks nothing and repeats an earlier text is only named."""
     seen: dict[tuple[int, ...], str] = {}
     for row in records:
         name, tokens = row["strategy"], tuple(row["token_ids"])
-        yield Heading(f"{name}: {count_of(row['new_tokens'], 'token')}, {_finish(row)}", 3)
+        yield heading(f"{name}: {count_of(row['new_tokens'], 'token')}, {_finish(row)}", 3)
         if row["divergence"]:
             position, cause = row["first_difference"] + 1, row["divergence"]["cause"]
-            yield Paragraph(f"It differs from the target's text at token {position}: {cause}.")
+            yield paragraph(f"It differs from the target's text at token {position}: {cause}.")
         if tokens in seen and not row["accepted"]:
-            yield Paragraph(f"The same text as {seen[tokens]}.")
+            yield paragraph(f"The same text as {seen[tokens]}.")
         else:
-            yield Verbatim(result.texts[name])
+            yield verbatim(result.texts[name])
         seen.setdefault(tokens, name)
 
 

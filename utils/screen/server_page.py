@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.comparison.marked_text import TextPiece
-from utils.screen.report_blocks import Block, Cell, DataTable, Heading, Paragraph, Verbatim
+from utils.screen.html_page import Cell, heading, paragraph, table, verbatim
 
 Record = Mapping[str, Any]
 COLUMNS = (
@@ -20,22 +20,22 @@ COLUMNS = (
     "tokens per forward",
     "text",
 )
-SETUP = ("server", "URL", "model", "engine", "prompt sent as", "tokens counted by")
+SETUP = ("server", "URL", "model", "kind", "prompt sent as", "tokens counted by")
 
 
-def server_blocks(records: Sequence[Record]) -> Iterator[Block]:
+def server_blocks(records: Sequence[Record]) -> Iterator[str]:
     """The answers to one prompt. records: those of servers."""
-    yield DataTable([_setup(row) for row in records], SETUP)
-    yield DataTable([_figures(row) for row in records], COLUMNS)
+    yield table([_setup(row) for row in records], SETUP)
+    yield table([_figures(row) for row in records], COLUMNS)
     notes = [f"{row['strategy']}: {row['acceptance_note']}" for row in records if row["acceptance_note"]]
-    yield from map(Paragraph, notes)
+    yield from map(paragraph, notes)
     seen: dict[str, str] = {}
     for row in records:
-        yield Heading(f"{row['strategy']}: {row['finish_reason'] or row['finish']}", 3)
+        yield heading(f"{row['strategy']}: {row['finish_reason'] or row['finish']}", 3)
         if row["text"] in seen:
-            yield Paragraph(f"The same text as {seen[row['text']]}.")
+            yield paragraph(f"The same text as {seen[row['text']]}.")
         else:
-            yield Verbatim([TextPiece(row["text"], False)])
+            yield verbatim([TextPiece(row["text"], False)])
         seen.setdefault(row["text"], row["strategy"])
 
 

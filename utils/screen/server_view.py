@@ -7,7 +7,7 @@ from utils.comparison.text_relation import start_of_context, start_of_difference
 from utils.metrics.results import first_difference
 from utils.screen.marked_text import Mark, MarkedPiece, WrappedText
 from utils.screen.renderer import Renderer
-from utils.servers.completion import Piece
+from utils.servers.kinds.completion import Piece
 from utils.text import count_of, visible
 
 TITLE = "Server {}"
@@ -100,8 +100,7 @@ def show_server_runs(renderer: Renderer, prompt: ServerPrompt) -> None:
     for index, (run, _) in enumerate(prompt.compared):
         view = ServerView(renderer, run.name, COLOURS[index % len(COLOURS)], list(earlier))
         view.begin()
-        for arrival in run.answer.completion.arrivals:
-            view.show(arrival.piece)
+        view.show(Piece(run.text))
         view.end(run)
         earlier.append(run)
 

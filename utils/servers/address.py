@@ -1,15 +1,19 @@
-"""Where a server is, and what the user calls it. Nothing is contacted here and torch is not imported.
+"""Where servers are, and what the user calls them: one address, how it is typed, its key, and several addresses.
 
-Of a key only the name of its environment variable is kept, and an address cannot contain one.
+Of a key only the name of its environment variable is kept, and an address cannot contain one. Nothing is contacted
+here and torch is not imported.
 """
 
+import os
 import re
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
 
 from utils.bounds import RealRange
-from utils.errors import UserError
+from utils.errors import UserError, check_choice
 from utils.text import visible
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,31}", re.ASCII)
@@ -18,7 +22,13 @@ VERSIONED = re.compile(r"/v\d+$", re.ASCII)
 TIMEOUT = RealRange("timeout", 1, 86_400)  # seconds
 DEFAULT_TIMEOUT = 120.0
 EXAMPLE = "for example http://127.0.0.1:8000"
+ADD_EXAMPLE = "/server add plain http://127.0.0.1:8000"
+OPTIONS = ("model", "key", "baseline", "timeout")  # as they are typed
 LOOPBACK = "localhost"
+TARGET = "target"  # the baseline that is not a server: the local target alone
+MAX_SERVERS = 32
+SHORTEST_KEY = 8  # characters; shorter placeholders such as EMPTY are not secret and may be words of a text
+REMOVED = "[key]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class ServerAddress:
 
     @property
     def root(self) -> str:
-        """The URL above the version, where engines have paths of their own, such as /health and /metrics."""
+        """The URL above the version, where server programs have paths of their own, such as /health and /metrics."""
         return VERSIONED.sub("", self.url)
 
     @property
@@ -120,3 +130,121 @@ def _is_loopback(host: str) -> bool:
         return host.lower() == LOOPBACK or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def parse_server(text: str) -> ServerAddress:
+    """The server that `NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]` describes.
+
+    Raises UserError for anything else. Values of unknown words are not repeated, because they may be keys.
+    """
+    words = _words(text)
+    if len(words) < 2:
+        raise UserError(f"give a name and an address, for example: {ADD_EXAMPLE}")
+    return _server(words[0], words[1], words[2:])
+
+
+def parse_server_flag(text: str, number: int) -> ServerAddress:
+    """The server that `[NAME=]URL` with the same options describes. number: makes the name of one without a name."""
+    words = _words(text)
+    if not words:
+        raise UserError("--server needs an address, for example http://127.0.0.1:8000.")
+    named = re.fullmatch(rf"({NAME.pattern})=(.*)", words[0], re.ASCII)
+    name, url = named.groups() if named else (f"s{number}", words[0])
+    return _server(name, url, words[1:])
+
+
+def server_of(name: str, values: Mapping[str, str]) -> ServerAddress:
+    """The server with this name, url and options, all of them as text. Raises UserError for invalid ones."""
+    options = dict(values)
+    timeout = {"timeout": TIMEOUT.parse(options.pop("timeout"))} if "timeout" in options else {}
+    return server_address(name, **options, **timeout)  # type: ignore[arg-type]
+
+
+def _server(name: str, url: str, words: Sequence[str]) -> ServerAddress:
+    values: dict[str, str] = {}
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"a word after the address is not OPTION=VALUE; the options are {', '.join(OPTIONS)}.")
+        values[check_choice(option, OPTIONS, "option")] = value
+    return server_of(name, {"url": url, **values})
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError("a quotation mark is not closed.") from error
+
+
+def key_headers(variable: str | None) -> dict[str, str]:
+    """The HTTP headers with the key in an environment variable.
+
+    Raises UserError if the variable is not set or if its value cannot be sent.
+    """
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"The environment variable {variable}, which should hold the server's key, is not set.")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"The environment variable {variable} has characters that a key cannot have.")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def without_key(text: str, variable: str | None) -> str:
+    """What a server has sent without its key, which servers repeat in error messages. For all that is kept."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    return text.replace(key, REMOVED) if len(key) >= SHORTEST_KEY else text
+
+
+def may_hold_key(line: str) -> bool:
+    """Whether a typed line may have a key itself where the name of its environment variable belongs."""
+    values = re.findall(r"\bkey\s*=\s*[\"']?([^\s\"']+)", line) if line.lstrip().startswith("/server") else []
+    return any(value not in os.environ for value in values)
+
+
+def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
+    """The servers of the config file and of the flags, which replace those of the same name.
+
+    Raises UserError for two flags of the same name and for a baseline that does not exist.
+    """
+    names = [address.name for address in given]
+    kept = [address for address in configured if address.name not in names]
+    addresses: tuple[ServerAddress, ...] = ()
+    for address in (*kept, *given):  # their baselines may come later, so these are checked at the end
+        with_server(addresses, replace(address, baseline=None))
+        addresses = (*addresses, address)
+    return check_baselines(addresses)
+
+
+def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tuple[ServerAddress, ...]:
+    """The addresses with one more. Raises UserError if its name is taken."""
+    if any(address.name == added.name for address in addresses):
+        raise UserError(f"There is a server {added.name} already; /server remove {added.name} removes it.")
+    if added.name == TARGET:
+        raise UserError(f"{TARGET} is the local target; choose another name.")
+    if len(addresses) >= MAX_SERVERS:
+        raise UserError(f"At most {MAX_SERVERS} servers can be used at once; /server remove NAME removes one.")
+    return check_baselines((*addresses, added))
+
+
+def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[ServerAddress, ...]:
+    """The addresses without one of them, which is no baseline any more. Raises UserError if there is none."""
+    if not addresses:
+        raise UserError("There is no server to remove.")
+    check_choice(name, tuple(address.name for address in addresses), "server")
+    return tuple(
+        replace(address, baseline=None) if address.baseline == name else address
+        for address in addresses
+        if address.name != name
+    )
+
+
+def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
+    """The addresses themselves. Raises UserError for a baseline that is not one of them."""
+    names = (*(address.name for address in addresses), TARGET)
+    for address in addresses:
+        if address.baseline is not None:
+            check_choice(address.baseline, names, "baseline")
+    return tuple(addresses)

@@ -1,42 +1,45 @@
-"""The one client of all servers: health, models, engine pages, and streamed completions with the times of arrival.
+"""The one client of all servers: health, models, pages, and streamed completions with the times of arrival.
 
 Only the address that the user named is contacted: no redirect, no proxy and no netrc file is followed, and nothing is
-tried twice. Every failure is a ServerError, a UserError of one sentence.
+tried twice. Every failure is a ServerError of one sentence. What a server says itself is data: it is shortened, its
+control characters are replaced and its key is removed.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from utils.servers.address import ServerAddress
-from utils.servers.answer_stream import AnswerStream
-from utils.servers.completion import Piece, ServerCompletion
-from utils.servers.engines.kind import EngineKind
-from utils.servers.failures import CONNECT_TIMEOUT, ServerError, short, status_error, transport_error
-from utils.servers.request import ServerRequest
-from utils.servers.secret import Secret
+from utils.decode.steps import FinishReason
+from utils.servers.address import ServerAddress, key_headers, without_key
+from utils.servers.kinds.completion import Arrival, Event, Piece, ServerCompletion, ServerRequest, finish_of
+from utils.servers.kinds.server_kind import ServerError, ServerKind
+from utils.text import count_of, visible
 
-Clock = Callable[[], float]
+CONNECT_TIMEOUT = 10.0  # seconds
 PAGE_TIMEOUT = 30.0  # seconds; pages need no computation
 MAX_PAGE = 16_000_000  # bytes of an answer that is not streamed
+MAX_LINE = 8_000_000  # bytes; a server that never ends a line must not fill the memory
 MAX_MODELS = 10  # that an error lists
+MAX_WORDS = 300  # characters of a server's own message
+MAX_CHARACTERS = 64  # per requested token; more than that is not an answer to the request
+SPARE = 64  # pieces beyond one per requested token
+DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
+ABORTED = ("abort", "error")  # finish reasons of answers that are not complete
 UNAVAILABLE = 503
 
 
 class ServerClient:
-    """Requests to one server. It can be used by several threads at once.
+    """Requests to one server. It can be used by several threads at once."""
 
-    clock: monotonic, in seconds.
-    """
-
-    def __init__(self, address: ServerAddress, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         self.address = address
-        self._clock = clock
         self._model = address.model
         self._http = httpx.Client(
             follow_redirects=False,
@@ -75,18 +78,19 @@ class ServerClient:
     def models(self) -> list[str]:
         """The names of the models that the server offers."""
         try:
-            return [str(entry["id"]) for entry in self.get_json("/v1/models")["data"]]
+            names = [str(entry["id"]) for entry in self.get_json("/v1/models")["data"]]
         except (LookupError, TypeError) as error:
             raise ServerError(
                 f"The server {self.address.name} gives no list of models: name one with model=."
             ) from error
+        return [without_key(name, self.address.key) for name in names]
 
     def model(self) -> str:
         """The model of the address, or else the only one that the server has. Raises ServerError if there are more."""
         if self._model is None:
             models = self.models()
             if len(models) != 1:
-                listed = short(", ".join(models[:MAX_MODELS]) + (", ..." if len(models) > MAX_MODELS else ""))
+                listed = words_of(", ".join(models[:MAX_MODELS]) + (", ..." if len(models) > MAX_MODELS else ""))
                 raise ServerError(
                     f"The server {self.address.name} has {len(models)} models, so name one with model=: {listed}"
                 )
@@ -95,50 +99,41 @@ class ServerClient:
 
     def get_json(self, path: str) -> Any:
         """The JSON of a page, or None if the server has no such page or if it is not JSON."""
-        return self._parsed(self._page(path))
+        return _parsed(self._page(path))
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a page answers to a JSON body, or None as in get_json."""
-        return self._parsed(self._page(path, dict(body)))
-
-    def _parsed(self, page: bytes | None) -> Any:
-        try:
-            return None if page is None else self._secret().scrub(json.loads(page))
-        except (ValueError, RecursionError):
-            return None
+        return _parsed(self._page(path, dict(body)))
 
     def get_text(self, path: str) -> str | None:
         """The text of a page, or None if the server has no such page."""
-        body = self._page(path)
-        return None if body is None else str(self._secret().scrub(body.decode("utf-8", "replace")))
+        page = self._page(path)
+        return None if page is None else page.decode("utf-8", "replace")
 
     def complete(
-        self, request: ServerRequest, kind: EngineKind, watch: Callable[[Piece], None] = lambda piece: None
+        self, request: ServerRequest, kind: ServerKind, watch: Callable[[Piece], None] = lambda piece: None
     ) -> ServerCompletion:
         """Stream one answer. Ctrl-C ends the request: what has arrived is returned with FinishReason.INTERRUPTED.
 
         The clock starts when the request is sent. watch: receives each piece with content as it arrives; what it raises
         ends the request. Raises ServerError if the answer is not complete.
         """
-        url, secret = self._url(kind.path(request)), self._secret()
+        url = self._url(kind.path(request))
         body = kind.body(request, self.model())
-        stream = AnswerStream(self.address, kind, request, secret)
-        began = self._clock()
+        stream = AnswerStream(self.address, kind, request)
+        began = time.perf_counter()
         try:
             with self._answer("POST", url, body) as response:
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ServerError(f"The server {self.address.name} answered {url} without a stream of events.")
                 for data in response.iter_raw():
-                    for piece in stream.add(data, self._clock() - began):
+                    for piece in stream.add(data, time.perf_counter() - began):
                         watch(piece)
         except KeyboardInterrupt:
-            return stream.completion(self._clock() - began, interrupted=True)
+            return stream.completion(time.perf_counter() - began, interrupted=True)
         except httpx.HTTPError as error:
-            raise transport_error(self.address, error, stream.received) from error
-        return stream.completion(self._clock() - began)
-
-    def _secret(self) -> Secret:
-        return Secret(self.address.key)
+            raise _transport_error(self.address, error, stream.received) from error
+        return stream.completion(time.perf_counter() - began)
 
     def _url(self, path: str) -> str:
         # The version of the address may be another one than /v1.
@@ -160,21 +155,213 @@ class ServerClient:
                 return None
             raise
         except httpx.HTTPError as error:
-            raise transport_error(self.address, error) from error
+            raise _transport_error(self.address, error) from error
         return page
 
     @contextmanager
     def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
         """An answer with status 200, whose body is read inside the block. Leaving it early ends the request."""
-        secret = self._secret()
         silence = min(PAGE_TIMEOUT, self.address.timeout) if body is None else self.address.timeout
         timeout = httpx.Timeout(silence, connect=CONNECT_TIMEOUT)
-        request = self._http.build_request(method, url, json=body, headers=secret.headers, timeout=timeout)
+        headers = key_headers(self.address.key)
+        request = self._http.build_request(method, url, json=body, headers=headers, timeout=timeout)
         response = self._http.send(request, stream=True)
         try:
             if response.status_code != 200:
-                said = next(response.iter_raw(65_536), b"")
-                raise status_error(self.address, response.status_code, said, secret)
+                raise _status_error(self.address, response.status_code, next(response.iter_raw(65_536), b""))
             yield response
         finally:
             response.close()
+
+
+class AnswerStream:
+    """A streamed answer while it arrives: lines of server-sent events become pieces and at last a ServerCompletion.
+
+    received: number of characters of its text so far.
+    """
+
+    def __init__(self, address: ServerAddress, kind: ServerKind, request: ServerRequest) -> None:
+        self._address, self._kind, self._request = address, kind, request
+        self._rest = b""  # of a line that has not ended
+        self._events: list[Event] = []
+        self._arrivals: list[Arrival] = []
+        self._last: float = 0.0  # when the last content arrived
+        self._is_done = False
+        self._usage = Piece()
+        self._tokens = self.received = 0
+
+    def add(self, data: bytes, seconds: float) -> Iterator[Piece]:
+        """The pieces with content in these bytes, which arrived after so many seconds.
+
+        Each event of these servers is one line. httpx's `iter_lines` also ends a line at U+2028 and the like, which
+        texts may contain, and has no bound.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            raise self._error(f"sent a line of more than {MAX_LINE // 1_000_000} MB")
+        for line in lines:
+            name, _, value = line.decode("utf-8", "replace").partition(":")
+            if self._is_done:
+                return
+            if name == "data":
+                yield from self._event(value, seconds)
+            elif name == "error":  # not in the standard; llama.cpp has sent errors like this
+                raise self._error(f"reported an error: {self._reason(value)}")
+        # Comments keep a connection alive, but they are no content.
+        if seconds - self._last > self._address.timeout:
+            raise self._error(f"sent no text for {self._address.timeout:g} s")
+
+    def _event(self, text: str, seconds: float) -> Iterator[Piece]:
+        if text.strip() == DONE:
+            self._is_done = True
+            return
+        piece = self._piece(self._parsed(text))
+        if piece.finish_reason in ABORTED:
+            raise self._error(f"stopped the answer itself ({piece.finish_reason})")
+        self._usage = Piece(
+            prompt_tokens=self._usage.prompt_tokens if piece.prompt_tokens is None else piece.prompt_tokens,
+            new_tokens=self._usage.new_tokens if piece.new_tokens is None else piece.new_tokens,
+        )
+        if piece.has_content:
+            self._last = seconds
+            self.received += len(piece.text)
+            self._tokens += len(piece.token_ids or ())
+            self._arrivals.append(Arrival(seconds, piece))
+            self._check_length()
+            yield piece
+
+    def _parsed(self, text: str) -> Event:
+        """The JSON object of an event. Raises ServerError if it is not one, or if it is an error."""
+        try:
+            event = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._error("sent an event that is not valid JSON") from error
+        if not isinstance(event, dict):
+            raise self._error("sent an event that is not a JSON object")
+        if event.get("error"):
+            raise self._error(f"reported an error: {self._reason(event['error'])}")
+        self._events.append(event)
+        return event
+
+    def _piece(self, event: Event) -> Piece:
+        """The piece of an event. Raises ServerError for an event of another shape."""
+        try:
+            piece = self._kind.read(event)
+            _check_types(piece)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise self._error("sent an event that is not part of a completion") from error
+        return piece
+
+    def _check_length(self) -> None:
+        """End an answer of a server that ignores the maximum number of tokens."""
+        most = self._request.max_tokens
+        bound = most + SPARE
+        if self._tokens > most or len(self._arrivals) > bound or self.received > MAX_CHARACTERS * bound:
+            raise self._error(f"sent more than the {most} tokens that were requested")
+
+    def completion(self, seconds: float, *, interrupted: bool = False) -> ServerCompletion:
+        """The answer at the end of the stream. Raises ServerError if it ended too early."""
+        pieces = [arrival.piece for arrival in self._arrivals]
+        reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
+        if not interrupted and not reason and not self._is_done:
+            raise self._error("ended the stream before the text was complete")
+        return ServerCompletion(
+            text=without_key("".join(piece.text for piece in pieces), self._address.key),
+            arrivals=tuple(self._arrivals),
+            finish=FinishReason.INTERRUPTED if interrupted else finish_of(reason),
+            finish_reason=without_key(reason, self._address.key),
+            seconds=seconds,
+            prompt_tokens=self._usage.prompt_tokens,
+            usage_tokens=self._usage.new_tokens,
+            events=tuple(self._events),
+        )
+
+    def _reason(self, value: Any) -> str:
+        return own_message(self._address, value).rstrip(".") or "no reason given"
+
+    def _error(self, problem: str) -> ServerError:
+        """The error for a stream that is not what it should be. problem: follows the server's name."""
+        return ServerError(f"The server {self._address.name} {problem}, {_after(self.received)}.")
+
+
+def _check_types(piece: Piece) -> None:
+    """Raises TypeError if a value is not of the type that its field declares."""
+    counts = (piece.prompt_tokens, piece.new_tokens, *(piece.token_ids or ()))
+    if not isinstance(piece.text, str) or not isinstance(piece.finish_reason, str):
+        raise TypeError("a text is not a string")
+    if any(
+        count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0) for count in counts
+    ):
+        raise TypeError("a number of tokens is not a whole number")
+
+
+def _parsed(page: bytes | None) -> Any:
+    try:
+        return None if page is None else json.loads(page)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _status_error(address: ServerAddress, status: int, body: bytes) -> ServerError:
+    """The error for an answer with a status other than 200."""
+    reason = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
+    message = own_message(address, body.decode("utf-8", "replace"))
+    sentence = f"The server {address.name} answered with the status {status} {reason}".rstrip()
+    hint = ""
+    if 300 <= status < 400:
+        message, hint = "", " It sends requests elsewhere; use the address that it names itself."
+    elif status in (401, 403):
+        key = f"with the key in {address.key}" if address.key else "without a key (key=VARIABLE names one)"
+        hint = f" The request was sent {key}."
+    return ServerError((f"{sentence}: {message}" if message else f"{sentence}.") + hint, status)
+
+
+def _transport_error(address: ServerAddress, error: Exception, received: int | None = None) -> ServerError:
+    """The error for a connection that failed. received: characters of an answer before that, None before its first."""
+    name = f"The server {address.name}"
+    # The words of the operating system, without its number.
+    reason = words_of(re.sub(r"^\[(Errno -?\d+|SSL[^\]]*)\]\s*", "", str(error))).rstrip(".") or type(error).__name__
+    match error:
+        case httpx.ConnectTimeout():
+            text = f"{name} did not accept a connection at {address.url} within {CONNECT_TIMEOUT:g} s."
+        case httpx.TimeoutException():
+            text = f"{name} sent nothing for too long, so the request was ended (timeout=SECONDS sets how long)."
+        case httpx.ConnectError():
+            text = f"{name} cannot be reached at {address.url}: {reason}."
+        case _ if received is not None:
+            text = f"{name} ended the connection before its answer was complete, {_after(received)}."
+        case _:
+            text = f"{name} ended the connection without a valid answer: {reason}."
+    return ServerError(text)
+
+
+def _after(characters: int) -> str:
+    return f"after {count_of(characters, 'character')} of text"
+
+
+def own_message(address: ServerAddress, value: Any) -> str:
+    """What an error says, from its JSON, parsed or as text; "" for a page of HTML or nothing."""
+    try:
+        text = _message_in(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, RecursionError):
+        text = value if isinstance(value, str) and not value.lstrip().startswith("<") else ""
+    return words_of(without_key(text, address.key))
+
+
+def _message_in(value: Any) -> str:
+    """The message in the JSON of an error: {"error": {"message": ...}}, {"detail": [{"msg": ...}]} and the like."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return _message_in(value[0]) if value else ""
+    if isinstance(value, dict):
+        names = ("error", "message", "detail", "msg", "error_message")
+        return next((found for name in names if (found := _message_in(value.get(name)))), "")
+    return ""
+
+
+def words_of(text: str) -> str:
+    """A server's own words as one line that ends like a sentence."""
+    line = " ".join(visible(text).split())
+    line = line if len(line) <= MAX_WORDS else line[:MAX_WORDS].rstrip() + " ..."
+    return line if not line or line[-1] in ".!?" else f"{line}."

@@ -1,28 +1,30 @@
-"""A server in use: its client and engine kind, and one measured answer with what the engine says about its drafts."""
+"""Servers in use: one connection with measured answers, and the servers of a session in the order of their addition."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from utils.errors import UserError
-from utils.servers.address import ServerAddress
+from utils.servers.address import ServerAddress, with_server
 from utils.servers.client import ServerClient
-from utils.servers.completion import Piece, ServerCompletion
-from utils.servers.engines.kind import EngineAcceptance, EngineKind
-from utils.servers.engines.recognise import recognise
-from utils.servers.failures import ServerError
-from utils.servers.request import ServerRequest
+from utils.servers.kinds import recognise
+from utils.servers.kinds.completion import Piece, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerError, ServerKind
+from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.programs import Launch
 
-RequestFor = Callable[[EngineKind, ServerClient], ServerRequest]
+PATIENCE = 5.0  # seconds for one answer while a server starts
+RequestFor = Callable[[ServerKind, ServerClient], ServerRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """An answer and where it is from. engine: the name of the engine kind. acceptance: None if nothing is known."""
+    """An answer and where it is from. kind: the name of the server's. acceptance: None if nothing is known."""
 
     request: ServerRequest
     completion: ServerCompletion
-    acceptance: EngineAcceptance | None
-    engine: str
+    acceptance: ServerAcceptance | None
+    kind: str
     model: str
 
 
@@ -36,7 +38,7 @@ class Connection:
         self.address = address
         self._ending = ending
         self._client: ServerClient | None = None
-        self._kind: EngineKind | None = None
+        self._kind: ServerKind | None = None
 
     @property
     def client(self) -> ServerClient:
@@ -46,14 +48,14 @@ class Connection:
         return self._client
 
     @property
-    def kind(self) -> EngineKind:
-        """Its engine kind. Raises ServerError if it cannot be reached."""
+    def kind(self) -> ServerKind:
+        """Its kind. Raises ServerError if it cannot be reached."""
         if self._kind is None:
             self._kind = recognise(self.client)
         return self._kind
 
     def ask(self, request_for: RequestFor, watch: Callable[[Piece], None] = lambda piece: None) -> ServerAnswer:
-        """One answer. request_for: makes the request for the server's engine kind. watch: see ServerClient.complete.
+        """One answer. request_for: makes the request for the server's kind. watch: see ServerClient.complete.
 
         Raises UserError if there is no complete answer.
         """
@@ -71,7 +73,7 @@ class Connection:
             if ending := self._ending():
                 raise ServerError(f"{error} {ending}", error.status) from error
             raise
-        except UserError as error:  # what the engine kind does not support
+        except UserError as error:  # what the kind of server does not support
             raise UserError(f"The server {self.address.name}: {error}") from error
 
     def close(self) -> None:
@@ -79,3 +81,81 @@ class Connection:
         client, self._client, self._kind = self._client, None, None
         if client is not None:
             client.close()
+
+
+def answers(url: str) -> bool:
+    """Whether the server at a URL can take requests. Raises UserError if it answers with an error."""
+    with ServerClient(ServerAddress("new", url, timeout=PATIENCE)) as client:
+        return client.is_ready()
+
+
+@dataclass(slots=True)
+class ServerList:
+    """The servers of a session by name. local: those of them that this session has started. other_texts: by server, the
+    prompts on which its greedy text was last not that of its baseline.
+    """
+
+    connections: dict[str, Connection] = field(default_factory=dict)
+    local: LocalServers = field(default_factory=lambda: LocalServers(answers))
+    other_texts: dict[str, list[str]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self.connections.values())
+
+    def __len__(self) -> int:
+        return len(self.connections)
+
+    @property
+    def addresses(self) -> tuple[ServerAddress, ...]:
+        return tuple(connection.address for connection in self)
+
+    def use(self, addresses: Sequence[ServerAddress]) -> None:
+        """Use these servers from now on. Connections to servers that stay are kept. A server that this session has
+        started ends if it is not among them.
+        """
+        before, self.connections = self.connections, {}
+        for address in addresses:
+            known = before.pop(address.name, None)
+            if known is None or known.address != address:
+                self.connections[address.name] = Connection(address, partial(self.local.ending_of, address.name))
+                if known is not None:
+                    known.close()
+            else:
+                self.connections[address.name] = known
+        for connection in before.values():
+            connection.close()
+        self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
+        for name in self.local.names():
+            if name not in self.connections:
+                self.local.stop(name)
+
+    def note_text(self, name: str, prompt: str, same: bool | None) -> None:
+        """Remember whether the text for a prompt was that of the server's baseline. None: it was not compared."""
+        known = self.other_texts.setdefault(name, [])
+        if same is not None and prompt in known:
+            known.remove(prompt)
+        if same is False:
+            known.append(prompt)
+
+    def start(self, address: ServerAddress, launch: Launch, *, limit: float) -> Iterator[str]:
+        """Start a local server and use it from now on. Yields lines of progress. address: all but its URL.
+
+        Raises UserError as LocalServers.start does, and for a name that is taken.
+        """
+        with_server(self.addresses, address)
+        url = yield from self.local.start(address.name, launch, limit=limit)
+        self.use((*self.addresses, replace(address, url=url, model=self.local.model_of(address.name))))
+
+    def restart(self, name: str, launch: Launch) -> Iterator[str]:
+        """Start a local server again, in another way. If that fails, it stays in the list without running."""
+        if name in self.local.names():
+            self.local.stop(name)
+        url = yield from self.local.start(name, launch)
+        model = self.local.model_of(name)
+        self.use([replace(one, url=url, model=model) if one.name == name else one for one in self.addresses])
+
+    def close(self) -> None:
+        """Close all connections, and end the servers that this session has started."""
+        for connection in self:
+            connection.close()
+        self.local.stop_all()

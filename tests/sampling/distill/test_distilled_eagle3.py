@@ -18,14 +18,13 @@ from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from sampling.distill.__main__ import main
-from sampling.distill.dataset import Corpus
-from sampling.distill.generate import Page
-from sampling.distill.options import Plan
-from sampling.distill.student_files import create_student, load_student
+from sampling.distill.options import TrainingPlan
+from sampling.distill.pages import Corpus, TextPage
+from sampling.distill.students import create_student, load_student
 from sampling.distill.target import Target, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
-from utils.drafter_formats.eagle3_conventions import LAYER_IDS
+from utils.drafter_formats.eagle3 import LAYER_IDS
 from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.errors import UserError
@@ -84,7 +83,7 @@ def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys
         known = end
         for step, logits in enumerate(steps):
             drafted = session.feed(tokens[: end + 1 + step], keep=1)[0]
-            assert torch.allclose(drafted[student.ids], logits[end - 1], atol=1e-4), (end, step)
+            assert torch.allclose(drafted[student.vocabulary], logits[end - 1], atol=1e-4), (end, step)
             assert int(drafted.isneginf().sum()) == 300 - 150
 
 
@@ -94,7 +93,7 @@ def page_of(model, read):
     reader = FeatureReader(model, (*read, -1))
     with torch.no_grad(), reader.watching():
         output = model(input_ids=tokens, output_hidden_states=True)
-    return Page(tokens.int(), reader.features(output), torch.ones(1, 14), torch.zeros(1))
+    return TextPage(tokens.int(), reader.features(output), torch.ones(1, 14), torch.zeros(1))
 
 
 def test_the_layers_are_numbered_as_in_the_layout(folders):
@@ -204,7 +203,7 @@ def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_pat
     """As load_eagle3 gives them to it."""
     config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})
     model = build(Gemma3ForCausalLM, config, 0)
-    plan = Plan("x", kind="eagle3", vocabulary=20)
+    plan = TrainingPlan("x", kind="eagle3", vocabulary=20)
     student = create_student(Target(model, None, model.lm_head.weight.detach()), Corpus(tmp_path), plan)
     ids = torch.tensor([3, 5])
     assert torch.equal(student.embed(ids), model.get_input_embeddings().weight[ids])

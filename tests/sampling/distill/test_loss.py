@@ -2,55 +2,62 @@
 
 from itertools import product
 
-import pytest
 import torch
-from tiny import tiny_head, tiny_llama
+from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
-from sampling.distill.acceptance import Acceptance, count_acceptance
 from sampling.distill.chat_script import ANSWER
-from sampling.distill.generate import Page
-from sampling.distill.loss import distillation_loss
-from sampling.distill.students import HeadStudent, ModelStudent
-from utils.decode.model_info import hidden_features
+from sampling.distill.loss import Acceptance, count_acceptance, distillation_loss
+from sampling.distill.pages import TextPage
+from sampling.distill.students import Predictions, Student
 
 LAYERS = (1, -1)
 
 
-@pytest.mark.parametrize("kind", ["head", "lm"])
-def test_the_loss_and_its_gradient_are_cross_entropy(kind):
+def test_the_loss_and_its_gradient_are_cross_entropy():
     """The chunked loss against autograd over all logits."""
     model = tiny_llama()
-    page = Page(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.randint(3, (2, 12)), torch.zeros(2))
-    student = student_of(kind, model)
+    page = TextPage(torch.randint(64, (2, 12)), torch.randn(2, 12, 64), torch.randint(3, (2, 12)), torch.zeros(2))
+    student = student_of(model)
     lm_head = model.lm_head.weight.detach()
     loss = distillation_loss(student, page, lm_head, 2)
     loss.backward()
-    gradients = {name: part.grad.clone() for name, part in student.weights.named_parameters() if part.grad is not None}
-    student.weights.zero_grad()
+    gradients = {name: part.grad.clone() for name, part in student.head.named_parameters() if part.grad is not None}
+    student.head.zero_grad()
     step_losses = []
     for predictions in student.predictions(page, 2):
         begin, end = predictions.position, predictions.position + predictions.states.shape[1]
         target_logits = page.features[:, begin - 1 : end - 1, -32:] @ lm_head.T
-        target_logits = target_logits if student.vocabulary is None else target_logits[..., student.vocabulary]
+        target_logits = target_logits[..., student.vocabulary]
         log_q = log_softmax(predictions.states @ predictions.rows.T, -1)
         cross_entropy = -(softmax(target_logits, -1) * log_q).sum(-1)
         step_losses.append(cross_entropy[page.sources[:, begin:end] > 0].mean())
     expected = (step_losses[0] + 0.8 * step_losses[1]) / 1.8
     expected.backward()
     assert torch.allclose(loss, expected, atol=1e-5)
-    for name, part in student.weights.named_parameters():
+    for name, part in student.head.named_parameters():
         if part.grad is not None:
             assert torch.allclose(gradients[name], part.grad, atol=1e-5), name
 
 
-def student_of(kind, model):
-    if kind == "lm":
-        return ModelStudent(tiny_llama(5, num_hidden_layers=1).train().requires_grad_(True))
+def student_of(model):
     drafter = tiny_head(model)
     drafter.head.requires_grad_(True)
     drafter.head.config._attn_implementation = "sdpa"
-    return HeadStudent(drafter.head, drafter.embed, drafter.rows.weight.detach(), drafter.vocabulary)
+    return Student(drafter.head, drafter.embed, drafter.rows.weight.detach(), drafter.vocabulary)
+
+
+class ModelStudent:
+    """Drafts what a model without hidden states of the target predicts, at every step from the true tokens."""
+
+    def __init__(self, model):
+        self.model, self.vocabulary = model, torch.arange(model.config.vocab_size)
+
+    def predictions(self, page, steps):
+        states = self.model.model(input_ids=page.tokens).last_hidden_state
+        count = page.tokens.shape[1] - steps - 1
+        for step in range(steps):
+            yield Predictions(states[:, step + 1 : step + 1 + count], self.model.lm_head.weight, step + 2)
 
 
 def test_acceptance_counts_drafts_as_decoding_would():
@@ -61,7 +68,7 @@ def test_acceptance_counts_drafts_as_decoding_would():
     with torch.no_grad():
         target = model(input_ids=tokens, output_hidden_states=True)
         logits = student.model(input_ids=tokens).logits
-    page = Page(tokens, hidden_features(target, LAYERS), sources, torch.tensor([0.0, 0.0, 1.0, 0.5]))
+    page = TextPage(tokens, hidden_features(target, LAYERS), sources, torch.tensor([0.0, 0.0, 1.0, 0.5]))
     counts = Acceptance.empty(2)
     count_acceptance(student, page, model.lm_head.weight.detach(), counts)
     matches = logits.argmax(-1) == target.logits.argmax(-1)

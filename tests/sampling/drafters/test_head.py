@@ -9,17 +9,16 @@ import pytest
 import torch
 from fakes import tiny_pair
 from samplers import PROCESSORS
-from tiny import tiny_head, tiny_llama, tiny_sliding
+from tiny import hidden_features, tiny_head, tiny_llama, tiny_sliding
 from toys import decoding
 
 from ngram_assisted import NGramStorage
 from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_steps, speculative_steps
-from sampling.distill.generate import Page
-from sampling.distill.students import HeadStudent
+from sampling.distill.pages import TextPage
+from sampling.distill.students import Student
 from sampling.drafters import feature_sessions
 from utils.comparison.job import Job, SharedPrefills
 from utils.config.settings import Settings
-from utils.decode.model_info import hidden_features
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
 from utils.engine.module_swap import EngineLinear
@@ -53,8 +52,8 @@ def test_drafting_computes_what_training_computed(known):
     model = tiny_head(target)
     tokens = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
     features = features_of(target, tokens)
-    page = Page(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
-    student = HeadStudent(model.head, model.embed, model.rows.weight, model.vocabulary)
+    page = TextPage(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
+    student = Student(model.head, model.embed, model.rows.weight, model.vocabulary)
     model.head.config._attn_implementation = "sdpa"
     unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
     model.head.config._attn_implementation = "row_invariant"
@@ -76,7 +75,7 @@ def test_the_text_is_the_autoregressive_text(build, rule, cache):
     model = tiny_head(target, vocabulary=range(SIZE - 1))
     accepted = 0
     for index, processor in enumerate(PROCESSORS if rule == "coupled" else PROCESSORS[:1]):
-        expected, text, steps = texts(target, model, rule, decoding(40, processor=processor, seed=index), cache=cache)
+        expected, text, steps = texts(target, model, rule, decoding(20, processor=processor, seed=index), cache=cache)
         assert text == expected
         accepted += sum(step.accepted for step in steps)
     assert accepted

@@ -144,8 +144,15 @@ def test_blocks_are_shorter_at_the_end_of_the_drafters_context():
     assert torch.allclose(session.feed([*context, 5], keep=1)[0], expected_rows[1], atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "adaptive"),
+    [
+        ("rejection", False),
+        ("block", True),
+        pytest.param("rejection", True, marks=pytest.mark.full),
+        pytest.param("block", False, marks=pytest.mark.full),
+    ],
+)
 def test_sampled_text_follows_the_targets_distribution(rule, adaptive):
     """Every path of a run is enumerated. The drafter's mask token is an ordinary token here."""
     target, model, length = toy(1, 3), toy(2, 3), 4

@@ -162,7 +162,7 @@ def test_an_interrupted_report_keeps_its_findings(view: Screen, tmp_path: Path) 
         ("/audit many", "'many'"),
         ("/lossless", "prompt"),
         ("/lossless 1e6", "'1e6'"),
-        ("/divergence now", "'now'"),
+        ("/texts now", "'now'"),
     ],
 )
 def test_bad_input_is_one_sentence(line: str, words: str, view: Screen) -> None:

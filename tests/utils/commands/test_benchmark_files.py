@@ -131,7 +131,7 @@ def test_without_a_chat_template_only_first_turns_are_run(
     assert view.take()[1].count("Only the first turn") == 1
 
 
-@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/suite {} limit=1"])
+@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/race {} limit=1"])
 def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path, line: str) -> None:
     rows = raced(view, tmp_path, line.format(spec_bench(tmp_path)))
     assert [row["prompts"] for (_, name), row in rows.items() if name == "target"] == [1, 1, 1, 3]
@@ -162,7 +162,7 @@ def test_a_conversation_that_becomes_too_long_is_left_out(view: Screen, tmp_path
 
 def test_speed_bench_shows_acceptance_by_position_and_an_export_has_it(tmp_path: Path) -> None:
     view = screen(width=80)
-    page = tmp_path / "report.md"
+    page = tmp_path / "report.html"
     file = tmp_path / "records.jsonl"
     session = open_session(view, similar_pair(), records=file)
     for typed in ("/length 6", "/ngram off", f"/race 1 {speed_bench(tmp_path)}", f"/export {page}"):
@@ -172,7 +172,8 @@ def test_speed_bench_shows_acceptance_by_position_and_an_export_has_it(tmp_path:
     first, second = (f"{rate:.2f}" for rate in row["benchmark"]["conditional_acceptance"][:2])
     length = f"{row['benchmark']['acceptance_length']:.2f}"
     assert re.search(rf"1k mixed +7 +{length} +{first} +{second}", view.take()[0])
-    assert f"| 1k mixed | 7 | {length} | {first} | {second} |" in page.read_text(encoding="utf-8")
+    cells = "".join(f"<td>{cell}</td>" for cell in (7, length, first, second))
+    assert f'<th scope="row">1k mixed</th>{cells}' in page.read_text(encoding="utf-8")
 
 
 def test_many_prompts_that_cannot_be_run_do_not_fill_the_screen(view: Screen, tmp_path: Path) -> None:

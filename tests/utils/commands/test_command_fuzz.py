@@ -3,15 +3,15 @@
 import random
 
 import pytest
-from fakes import open_session, screen, tiny_pair
+from fakes import open_session, screen, table_pair
 
 from utils.commands import default_registry
 from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
-SLOW = {"audit", "lossless", "divergence", "quit", "engine", "threads", "costs", "drafter_kind", "ngram_save", "beams"}
-SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "exit", "texts"}
+SLOW = {"audit", "lossless", "quit", "engine", "threads", "costs", "drafter_kind", "beams"}
+SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "texts"}
 WORDS = (
     *(
         "on",
@@ -117,10 +117,10 @@ def text(chance: random.Random) -> str:
     return "".join(letters) + chance.choice(WORDS)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
 def test_a_thousand_command_lines(seed: int) -> None:
     chance, view, registry = random.Random(seed), screen(), default_registry()
-    session = open_session(view, tiny_pair(), load=load_pair)
+    session = open_session(view, table_pair(), load=load_pair)
     names = [command.name for command in registry if command.name not in SLOW]
     for _ in range(1000):
         typed = line(chance, names)
@@ -133,10 +133,10 @@ def test_a_thousand_command_lines(seed: int) -> None:
     assert session.handle("/gamma 2") is Verdict.DONE and session.handle("hello") is Verdict.DONE
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.full)])
 def test_random_prompts(count: int) -> None:
     chance, view = random.Random(9), screen()
-    session = open_session(view, tiny_pair())
+    session = open_session(view, table_pair())
     for setup in ("/length 1", "/speculative off", "/ngram off"):
         session.handle(setup)
     for _ in range(count):
@@ -147,8 +147,9 @@ def test_random_prompts(count: int) -> None:
         assert "\x1b" not in out + messages and "\x00" not in out + messages
 
 
-def test_a_prompt_of_a_million_characters_is_refused_or_read() -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(333_334, marks=pytest.mark.full)])
+def test_a_prompt_of_a_million_characters_is_refused_or_read(count: int) -> None:
     view = screen()
-    session = open_session(view, tiny_pair(max_position_embeddings=512))
-    assert session.send("a\u0301🙂" * 333_334) is Verdict.FAILED
+    session = open_session(view, table_pair(max_position_embeddings=512))
+    assert session.send("a\u0301🙂" * count) is Verdict.FAILED
     assert "512" in view.take()[1]

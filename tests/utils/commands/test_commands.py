@@ -1,7 +1,7 @@
 """Commands: their values and defaults, and bad input, which gets one sentence that names what is allowed."""
 
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleu
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
-PAIR = tiny_pair()
+PAIR = table_pair()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,6 @@ def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -
         ("/GAMMA 7", "gamma", 7),
         ("/gamma=7", "gamma", 7),
         ("/Gamma = 7", "gamma", 7),
-        ("/set gamma=7", "gamma", 7),
         ("/gamma AUTO", "gamma", None),
         ("/system = brief =", "system", "= brief ="),
         ("/system=brief", "system", "brief"),
@@ -125,7 +124,6 @@ BAD_LINES = [
     ("/temperature -1", ("-1", "0 to 100")),
     ("/top_p 0", ("0", "at most 1")),
     ("/top_k 301", ("301", "1 to 300")),
-    ("/set", ("/set gamma 4",)),
     ("/temp 1", ("/temp", "/temperature")),
     ("/gamma -1", ("-1", "0 to 63")),
     ("/gamma 3.5", ("3.5", "0 to 63")),
@@ -154,12 +152,10 @@ BAD_LINES = [
     ("/processor topk 1 301", ("301", "1 to 300")),
     ("/processor topk 1 2.5", ("2.5", "1 to 300")),
     ("/processor greedy 1 2", ("greedy", "[T]")),
-    ("/set_ngramstorage basic", ("basic N", "onelevel N", "2 to 16")),
     ("/set_ngramstorage tree 3", ("tree", "basic, onelevel")),
     ("/set_ngramstorage onelvel 3", ("onelvel", "onelevel?")),
     ("/set_ngramstorage basic 1", ("1", "2 to 16")),
     ("/set_ngramstorage basic x", ("x", "2 to 16")),
-    ("/say", ("/say",)),
     ("/help gama", ("/gama", "/gamma")),
     ("/gama 3", ("/gama", "/gamma")),
     ("/xyzzy", ("/xyzzy", "/help")),
@@ -183,9 +179,7 @@ def test_a_bad_line_gets_one_sentence_and_changes_nothing(
     assert "Traceback" not in messages
 
 
-@pytest.mark.parametrize(
-    "line", ["/processor", "/gamma", "/system ", "/seed", "/set_ngramstorage", "/length", "/beams"]
-)
+@pytest.mark.parametrize("line", ["/processor", "/gamma", "/system ", "/seed", "/ngram kind", "/length", "/beams"])
 def test_a_command_without_a_value_shows_the_current_one(line: str, session: ReplSession, view: Screen) -> None:
     if line.startswith("/system"):
         line = "/system"
@@ -216,7 +210,7 @@ def test_show_has_the_models_and_settings(session: ReplSession, view: Screen) ->
 
 
 def test_chat_stays_off_without_a_template(view: Screen) -> None:
-    session = open_session(view, tiny_pair(chat=False))
+    session = open_session(view, table_pair(chat=False))
     for line in ("/chat on", "/chat auto", "/chat on"):
         assert not session.settings.uses_chat and not as_json(session.settings)["chat"]
         assert "no chat template" in view.take()[1]
@@ -242,10 +236,10 @@ def test_blank_lines_do_nothing(line: str, session: ReplSession, view: Screen) -
     assert view.take() == ("", "")
 
 
-WRITES = ("save", "export", "ngram_save")
+WRITES = ("save", "export")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(max_size=25),
     name=st.sampled_from([command.name for command in default_registry() if command.name not in WRITES] + [""]),

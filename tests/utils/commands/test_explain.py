@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fakes import Screen, open_session, screen, tiny_pair
+from fakes import Screen, open_session, screen, table_pair
 from paths import ROOT
 
 from utils.comparison.glossary import FIGURES
@@ -13,7 +13,7 @@ from utils.decode.steps import FinishReason
 from utils.metrics.results import Comparison, Generation
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.text import decode, visible
+from utils.text import decode, token_piece, visible
 
 README = ROOT / "README.md"
 PAGE = ROOT / "utils" / "commands" / "README.md"
@@ -75,7 +75,7 @@ def _explained(session: ReplSession, view: Screen, name: str) -> dict[str, str]:
 
 def test_figures_without_a_denominator() -> None:
     empty = Generation((), 0.0, None, FinishReason.INTERRUPTED)
-    session = open_session(screen(), tiny_pair())
+    session = open_session(screen(), table_pair())
     for strategy in session.harness.variants(session.settings):
         for figure in FIGURES:
             value = figure.fraction(strategy, empty, Comparison())
@@ -94,7 +94,7 @@ def test_explain_before_any_prompt_and_an_unknown_name(view: Screen) -> None:
 
 
 def test_texts_are_shown_side_by_side(ran: ReplSession, view: Screen) -> None:
-    assert ran.handle("/columns") is Verdict.DONE
+    assert ran.handle("/texts") is Verdict.DONE
     heading, about, *texts = view.take()[0].splitlines()
     assert heading.split() == ["target,", "speculative,", "ngram", "drafter"]
     compared = {strategy.name: (run, comparison) for strategy, run, comparison in ran.harness.last().compared}
@@ -113,21 +113,21 @@ def test_texts_that_do_not_fit_are_shown_below() -> None:
     for line in ("/length 8", "/drafter on", "one two"):
         assert session.handle(line) is Verdict.DONE
     view.take()
-    assert session.handle("/columns") is Verdict.DONE
+    assert session.handle("/texts") is Verdict.DONE
     shown = view.take()[0]
     assert "ngram" in shown.splitlines()[0] and "drafter" not in shown.splitlines()[0] and "drafter" in shown
     assert all(len(line.rstrip()) <= 60 for line in shown.splitlines())
-    assert open_session(view).handle("/columns") is Verdict.FAILED
+    assert open_session(view).handle("/texts") is Verdict.FAILED
 
 
 def test_the_most_frequent_n_grams(ran: ReplSession, view: Screen) -> None:
-    assert ran.handle("/ngrams 5") is Verdict.DONE
+    assert ran.handle("/ngram list 5") is Verdict.DONE
     rows, message = view.take()
     storage, tokenizer = ran.harness.state.storage, ran.pair.tokenizer
     entries = [(count, (*prefix, token)) for prefix, counts in storage.contexts() for token, count in counts.items()]
     counts = sorted((count for count, _ in entries), reverse=True)
     assert [int(row.split("x")[0]) for row in rows.splitlines()] == counts[:5] and f"{len(storage)} n-grams" in message
     most_frequent = [ngram for count, ngram in entries if count == counts[0]]
-    pieces = [" ".join(f'"{tokenizer.decode([token])}"' for token in ngram) for ngram in most_frequent]
+    pieces = [" ".join(token_piece(tokenizer, token) for token in ngram) for ngram in most_frequent]
     assert any(words in rows.splitlines()[0] for words in pieces)
-    assert open_session(view).handle("/ngrams") is Verdict.FAILED and ran.handle("/ngrams 0") is Verdict.FAILED
+    assert open_session(view).handle("/ngram list") is Verdict.FAILED and ran.handle("/ngram list 0") is Verdict.FAILED

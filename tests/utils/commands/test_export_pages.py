@@ -1,4 +1,4 @@
-"""/export report.html and report.md: everything that was measured, with exact figures, and any text as plain text."""
+"""/export report.html: everything that was measured, with exact figures, and any text as plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from fakes import Screen, open_session, records_of, screen, tiny_pair, with_speculative
-from markdown_it import MarkdownIt
 from recordings import interrupt_after
 
 from utils.comparison import session_state
@@ -25,10 +24,8 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen.html_page import html_page
-from utils.screen.markdown_page import markdown_page
-from utils.screen.report_blocks import Cell, DataTable, Heading, Paragraph, Verbatim
-from utils.screen.report_page import report_blocks
+from utils.screen.html_page import html_page, verbatim
+from utils.screen.report_page import report_page
 
 HOSTILE = "<script>alert(1)</script> \x1b[31mred `a|b` **bold** [x](http://evil) </pre></td> & &amp; \"quoted\" 'x'"
 VOID = {"meta", "br", "path", "circle", "rect"}
@@ -75,10 +72,9 @@ def exported(session: ReplSession, path: Path) -> str:
 
 
 class Exported(NamedTuple):
-    """A session's report in both forms, and what it was made from."""
+    """A session's report, and what it was made from."""
 
     html: str
-    markdown: str
     page: Page
     records: list[dict[str, Any]]
     results: Sequence[ShownResult]
@@ -88,14 +84,12 @@ class Exported(NamedTuple):
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("exports")
     session = open_session(screen(), records=folder / "records.jsonl")
-    for line in ("/length 12", "/gamma 3", "one two one two", "/race 2", "/processor multinomial 1"):
+    for line in ("/length 30", "/gamma 3", "one two one two", "/race 2", "/processor multinomial 1"):
         assert session.handle(line) is Verdict.DONE
     assert session.send(HOSTILE) is Verdict.DONE
     assert session.handle("/whatif") is Verdict.DONE
-    html, markdown = exported(session, folder / "x.html"), exported(session, folder / "x.md")
-    return Exported(
-        html, markdown, Page(html), records_of(folder / "records.jsonl"), session.harness.state.results.kept
-    )
+    html = exported(session, folder / "x.html")
+    return Exported(html, Page(html), records_of(folder / "records.jsonl"), session.harness.state.results.kept)
 
 
 def test_the_page_is_whole_and_needs_nothing_else(exports: Exported) -> None:
@@ -115,15 +109,9 @@ def test_the_page_is_whole_and_needs_nothing_else(exports: Exported) -> None:
 
 
 def test_any_text_is_shown_as_text(exports: Exported) -> None:
-    source, markdown = exports.html, exports.markdown
     shown = HOSTILE.replace("\x1b", "␛")
-    assert "\x1b" not in source and "<script" not in source
+    assert "\x1b" not in exports.html and "<script" not in exports.html
     assert any(text.lstrip("\n") == shown for text in exports.page.all("pre"))
-    rendered = Page(MarkdownIt("commonmark").enable("table").render(markdown))
-    assert not {tag for tag, _, _ in rendered.attributes} & {"script", "a", "img"} and "\x1b" not in markdown
-    assert any(text == shown for text in rendered.all("p")), "the prompt, as inline code"
-    assert any("<script>alert(1)</script>" in text for text in rendered.all("h2")), "the heading"
-    assert len(rendered.all("pre")) == 6, "plots"
 
 
 def test_every_result_of_the_session_is_in_it(exports: Exported) -> None:
@@ -183,27 +171,8 @@ def test_marks_follow_the_steps() -> None:
     )
 
 
-def test_markdown_has_one_row_per_line_and_escaped_cells() -> None:
-    table = DataTable([[Cell("a|b"), Cell("<b>*x*</b>\n`y`")], [Cell("[x](y)"), Cell("\\|")]], ["one", "two|three"])
-    lines = markdown_page([table]).splitlines()
-    assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines] == [3] * 4
-    assert lines[2] == r"| a\|b | &lt;b&gt;\*x\*&lt;/b&gt; \`y\` |" and lines[3] == r"| \[x\](y) | \\\| |"
-
-
-@pytest.mark.parametrize("text", ["1. x", "- x", "+ x", "# x", "> x", "=== x", "10) x"])
-def test_a_sentence_does_not_become_a_list_or_a_heading(text: str) -> None:
-    assert re.match(r"\\|\d+\\|&gt;", markdown_page([Paragraph(text)]))
-
-
-def test_a_text_in_markdown_stays_in_one_paragraph() -> None:
-    pieces = [TextPiece("a\n\n\n<b>", False), TextPiece("  c\nd", True)]
-    source = markdown_page([Heading("x"), Verbatim(pieces)])
-    lines = "<code>a</code><br><br><br><code>&lt;b&gt;<b>  c</b></code><br><code><b>d</b></code>"
-    assert source == f"## x\n\n<p>{lines}</p>\n"
-
-
 def test_newlines_and_blanks_of_a_text_survive_in_html() -> None:
-    (text,) = Page(html_page([Verbatim([TextPiece("\n\n  a  b\n", False)])])).all("pre")
+    (text,) = Page(html_page("x", [verbatim([TextPiece("\n\n  a  b\n", False)])])).all("pre")
     assert text == "\n\n\n  a  b\n", "the first newline is not part of the text"
 
 
@@ -261,7 +230,7 @@ def test_results_without_a_finished_run_are_no_page() -> None:
     results = ShownResults()
     results.add(ShownResult([]))
     with pytest.raises(UserError):
-        list(report_blocks(results, "today"))
+        report_page(results, "today")
 
 
 def test_a_long_session_keeps_its_last_results(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

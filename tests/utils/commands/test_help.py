@@ -1,7 +1,8 @@
-"""/help: what fits on a screen, a page for every command and figure, old names, and the page of this package."""
+"""/help: what fits on a screen, a page for every command and figure, aliases, and the page of this package."""
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from fakes import Screen, open_session, records_of, screen
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
-from utils.commands.registry import FIRST_PAGE, GROUPS, SECOND_PAGE
+from utils.commands.registry import ALIASES, FIRST_PAGE, GROUPS, SECOND_PAGE
 from utils.commands.setting_pages import SETTING_HELP
 from utils.comparison.glossary import FIGURES
 from utils.config.settings import setting_fields
@@ -50,9 +51,16 @@ def test_a_syntax_line_lists_every_word_of_its_setting(name: str) -> None:
     assert set(listed) == set(setting_fields()[name].value_type.usage.split("|"))
 
 
-def shown(line: str) -> list[str]:
+@cache
+def narrow_session() -> tuple[Screen, ReplSession]:
+    """A session that only shows pages, which change nothing."""
     view = screen(WIDTH)
-    assert open_session(view).handle(line) is Verdict.DONE, view.take()
+    return view, open_session(view)
+
+
+def shown(line: str) -> list[str]:
+    view, session = narrow_session()
+    assert session.handle(line) is Verdict.DONE, view.take()
     return "".join(view.take()).splitlines()
 
 
@@ -85,11 +93,9 @@ def test_every_command_has_a_page_that_fits(command) -> None:
     lines = shown(f"/help {command.name}")
     assert len(lines) <= ROWS - 4
     labels = {line.split()[0] for line in lines if not line.startswith(" ")}
-    assert {"syntax", "about", "example"} <= labels and ("renamed" in labels) == bool(command.instead)
-    shown_command = default_registry().find((command.instead or command.name).split()[0])
-    assert shown_command.page.text and shown_command.page.example
+    assert {"syntax", "about", "example"} <= labels and command.page.text and command.page.example
     known = {known.name for known in COMMANDS} | {figure.name for figure in FIGURES} | {"verdict", "compare"}
-    assert set(shown_command.page.see_also) <= known
+    assert set(command.page.see_also) <= known
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.page.example], ids=lambda c: c.name)
@@ -115,40 +121,28 @@ def test_help_of_names_that_are_not_known(view: Screen) -> None:
     assert session.handle("/help /gama") is Verdict.FAILED and "/gamma" in view.take()[1]
 
 
-OLD_NAMES = {
+SETTINGS = {
     "/set_ngramstorage onelevel 4": "/ngram kind onelevel 4",
     "/top_k_filler 5": "/ngram candidates 5",
     "/ngram_limit 50": "/ngram limit 50",
     "/reset_in_between off": "/ngram keep on",
-    "/set gamma 3": "/gamma 3",
 }
 
 
-@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
-def test_old_names_of_settings_still_work(old: str, new: str, view: Screen) -> None:
+@pytest.mark.parametrize(("alias", "line"), SETTINGS.items())
+def test_aliases_of_settings_do_the_same(alias: str, line: str, view: Screen) -> None:
     sessions = open_session(view), open_session(view)
-    for session, line in zip(sessions, (old, new), strict=True):
+    for session, typed in zip(sessions, (alias, line), strict=True):
         before = session.settings
-        assert session.handle(line) is Verdict.DONE and session.settings != before
+        assert session.handle(typed) is Verdict.DONE and session.settings != before
     assert sessions[0].settings == sessions[1].settings
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("/pairs", "/pair list"),
-        ("/ngrams 2", "/ngram list 2"),
-        ("/reset", "/turns new"),
-        ("/help pairs", "/help pairs"),
-    ],
-)
-def test_old_names_of_commands_do_the_same(old: str, new: str, view: Screen) -> None:
-    session = open_session(view)
-    for line in ("/length 3", "Hello"):
-        session.handle(line)
-    view.take()
-    shown = [(session.handle(line), view.take()) for line in (old, new)]
-    assert shown[0] == shown[1] and shown[0][0] is Verdict.DONE
+def test_help_shows_for_what_an_alias_stands() -> None:
+    for name, words in ALIASES.items():
+        first, *rest = shown(f"/help {name}")
+        assert first.split() == ["alias", f"/{name}", "stands", "for", *f"/{words}".split()]
+        assert [line.split() for line in rest] == [line.split() for line in shown(f"/help {words.split()[0]}")]
 
 
 def test_texts_are_columns_and_reasons(view: Screen) -> None:
@@ -179,9 +173,9 @@ def test_show_gives_each_setting_one_line() -> None:
         assert f"... (/{name})" in line
 
 
-def test_old_names_are_not_listed() -> None:
-    assert all(command.page.text for command in VISIBLE)
-    assert not {"set_ngramstorage", "ngrams", "reset", "columns", "say", "set", "history"} & {c.name for c in VISIBLE}
+def test_aliases_are_not_listed() -> None:
+    assert all(command.page.text and command.group for command in COMMANDS)
+    assert not set(ALIASES) & {command.name for command in COMMANDS}
 
 
 def test_every_visible_command_is_on_the_page_of_this_package() -> None:
@@ -203,14 +197,11 @@ def test_settings_of_a_config_file_may_use_new_names(tmp_path: Path) -> None:
     assert settings.processor == NucleusProcessor(0.5, 0.9)
 
 
-def test_messages_use_the_present_names() -> None:
-    old = "|".join(command.name for command in COMMANDS if command.instead)
-    exempt = ROOT / "utils" / "commands" / "texts.py"  # runs its two parts by their names
+def test_messages_use_no_aliases() -> None:
     for top in ("utils", "sampling", "ngram_assisted"):
         for path in (ROOT / top).rglob("*.py"):
-            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) if path != exempt else []
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
             docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
             for node in nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                    text = node.value.removeprefix("> /")  # examples of hidden commands
-                    assert not re.search(rf"(?<![\w/])/({old})\b", text), (path.name, text)
+                    assert not re.search(rf"(?<![\w/])/({'|'.join(ALIASES)})\b", node.value), (path.name, node.value)

@@ -1,17 +1,16 @@
-"""/load and /pairs: other models in the same session, or the old ones if that fails."""
+"""/load and /pair list: other models in the same session, or the old ones if that fails."""
 
 import weakref
 
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.config.settings import setting_fields
-from utils.pairs.known_pairs import PAIRS
 from utils.pairs.load_pair import load_pair
-from utils.pairs.request import PairRequest, parse_request
+from utils.pairs.request import PAIRS, PairRequest, parse_request
 from utils.repl.loaded_pair import LoadedPair
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -28,7 +27,7 @@ def shelf(tmp_path_factory):
 
 
 def opened(view: Screen, records=None) -> ReplSession:
-    return open_session(view, tiny_pair(), records, load=load_pair)
+    return open_session(view, table_pair(), records, load=load_pair)
 
 
 def test_another_pair_is_loaded_and_used(shelf, tmp_path):
@@ -167,7 +166,7 @@ def test_a_failure_after_loading_leaves_the_old_pair_too(shelf, monkeypatch, err
 def test_known_pairs_are_listed():
     view = screen()
     session = opened(view)
-    assert session.handle("/pairs") is Verdict.DONE
+    assert session.handle("/pair list") is Verdict.DONE
     shown = view.take()[0]
     assert "smollm2" in shown and "Qwen/Qwen3-4B + Qwen/Qwen3-0.6B" in shown and "loaded" not in shown
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
+from fakes import Restless, Screen, checked, open_session, records_of, table_pair, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
 from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
@@ -81,7 +81,7 @@ def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
 
 def hotter(job: Job) -> Any:
     """A strategy with a bug: it samples at a different temperature."""
-    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(3.0))))
+    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(10.0))))
 
 
 def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_every_draw_has_its_own_seed(view: Screen, monkeypatch: pytest.MonkeyPat
 
 def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_path: Path) -> None:
     """Verify passes that flip the likeliest token: each strategy follows the distribution that it computed."""
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     pair.target = Restless(pair.target, by_rows=2.0)
     record = checked(
         open_session(view, pair, records=file),
@@ -161,7 +161,7 @@ def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_pa
 
 
 def test_a_drafter_that_cannot_read_the_prompt_does_not_prevent_the_test(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     pair.drafter = tiny_llama(seed=1, vocab_size=300, max_position_embeddings=8)
     lines = ("/length 2", "/processor multinomial 1", "Hello there", "/lossless 5")
     record = checked(open_session(view, pair, records=file), file, *lines)
@@ -176,8 +176,8 @@ def test_a_job_without_a_rewindable_cache_says_so() -> None:
 
 def test_a_run_with_a_shared_prefill_continues_the_noise() -> None:
     """Rounds after a shared prefill are those of the whole run."""
-    pair = tiny_pair(chat=False)
-    settings = replace(Settings(), processor=MultinomialProcessor(1.0), verify="coupled")
+    pair = table_pair(chat=False)
+    settings = replace(Settings(), processor=MultinomialProcessor(1.0), verify="coupled", length=20)
     storage = empty_storage(settings, 300)
     jobs = [Job(PROMPT, pair, settings, storage, prefills=prefills) for prefills in (SharedPrefills(), None)]
     shared, fresh = (tokens_of(STRATEGIES[0].steps(job)) for job in jobs)

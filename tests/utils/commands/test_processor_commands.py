@@ -1,14 +1,14 @@
 """Commands that set the logits processor as a whole or a part of it."""
 
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 
 from utils.config.processor_value_type import ProcessorType
 from utils.config.value_types import Limits
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
-PAIR = tiny_pair()
+PAIR = table_pair()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair, tiny_pair
 from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
@@ -73,7 +73,7 @@ def test_layers_are_cut_from_the_target_before_any_run_is_timed(view: Screen, mo
         return first_layers(model, depth)
 
     monkeypatch.setattr(drafter_kinds, "first_layers", counted)
-    session = open_session(view, draft_seconds=draft_seconds)
+    session = open_session(view, tiny_pair(num_hidden_layers=2), draft_seconds=draft_seconds)
     for line in ("/length 4", "/drafter_kind layers:1", "Hello", "/race 3", "/sweep gamma 1 2", "/whatif", "Hello"):
         assert session.handle(line) is Verdict.DONE
     assert cuts == [1], "when the draft cost is measured"
@@ -180,7 +180,7 @@ def test_ctrl_c_keeps_the_finished_values(view: Screen, tmp_path: Path, monkeypa
 
 
 def test_invalid_input_names_the_allowed_values(view: Screen) -> None:
-    session = open_session(view, tiny_pair())
+    session = open_session(view, table_pair())
     assert session.handle("/race") is Verdict.FAILED and "prompt" in view.take()[1]
     session.handle("/length 3")
     session.handle("Hello")

@@ -1,4 +1,4 @@
-"""/set, /undo, /save, /run, /history, and the toolbar."""
+"""/undo, /save, /run, and the toolbar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import hypothesis
 import pytest
 from fakes import Screen, open_session, records_of, screen
 from hypothesis import strategies as st
-from paths import ROOT
 
 from utils.bounds import MAX_NGRAMS, RULES
 from utils.config.settings import Settings
@@ -20,7 +19,6 @@ from utils.metrics.costs import Costs
 from utils.repl.repl_session import MAX_NESTED_FILES
 from utils.repl.runner import Verdict
 from utils.repl.session_settings import NOTHING_TO_UNDO
-from utils.screen.line_history import LineHistory, history_path
 
 
 def test_settings_are_saved_and_restored(view: Screen, tmp_path: Path) -> None:
@@ -85,48 +83,6 @@ def test_changes_are_undone_one_by_one(view: Screen) -> None:
     )
     assert session.handle("/undo") is Verdict.DONE and session.settings == first
     assert session.handle("/undo") is Verdict.FAILED
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("/set gamma 70", "0 to 63"),
-        ("/set", "/set gamma 4"),
-        ("/set lenght 3", "/length"),
-        ("/set quit 1", "'quit'"),
-    ],
-)
-def test_set_rejects_bad_names_and_values(view: Screen, line: str, part: str) -> None:
-    assert open_session(view).handle(line) is Verdict.FAILED and part in view.take()[1]
-
-
-def test_set_changes_settings(view: Screen) -> None:
-    session = open_session(view)
-    for line in ("/set gamma 3", "/set /processor multinomial 0.5", "/set debug on"):
-        assert session.handle(line) is Verdict.DONE
-    assert session.settings.gamma == 3 and session.settings.debug and session.settings.processor.name == "multinomial"
-
-
-def test_history_is_listed(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    session = open_session(view)
-    assert session.handle("/history") is Verdict.DONE and str(history_path()) in view.take()[1]
-    history = LineHistory(history_path(), print)
-    for line in ("one", "two", "three"):
-        history.store_string(line)
-    assert session.handle("/history 2") is Verdict.DONE
-    shown = view.take()[0]
-    assert "two" in shown and "three" in shown and "one" not in shown
-    assert session.handle("/history 0") is Verdict.FAILED
-
-
-def test_a_pipe_lists_no_lines_of_other_sessions(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    LineHistory(history_path(), print).store_string("secret")
-    session = open_session(view)
-    session._tools = replace(session._tools, interactive=False)
-    assert session.handle("/history") is Verdict.DONE
-    assert "secret" not in "".join(view.take())
 
 
 def test_the_toolbar_shows_pair_settings_and_last_speeds(view: Screen) -> None:
@@ -226,17 +182,10 @@ def test_a_settings_file_is_one_change_and_one_line(view: Screen, tmp_path: Path
     shown = "".join(view.take())
     assert len(shown.splitlines()) == 1 and "gamma 7" in shown and "seed 42" in shown and "beams" not in shown
     assert session.handle("/undo") is Verdict.DONE and session.settings == before
-    file.write_text(re.sub("/length .*", "/length 999999", file.read_text()) + "/top_k_filler 9\nHello\n")
+    file.write_text(re.sub("/length .*", "/length 999999", file.read_text()) + "/ngram candidates 9\nHello\n")
     assert session.handle(f"/run {file}") is Verdict.FAILED, "the target does not support this length"
     assert "999999" in view.take()[1]
     assert session.settings.gamma == 7 and session.settings.top_k_filler == 9 and session.harness.last().text == "Hello"
-
-
-def test_files_of_earlier_versions_have_no_escapes(view: Screen, tmp_path: Path) -> None:
-    session, file = open_session(view), tmp_path / "file"
-    file.write_text("# settings, for /run\n/gamma 9\n/system C:\\new\\x41\n")
-    assert session.handle(f"/run {file}") is Verdict.DONE
-    assert session.settings.gamma == 9 and session.settings.system == "C:\\new\\x41"
 
 
 def test_only_newlines_separate_lines(view: Screen, tmp_path: Path) -> None:
@@ -246,21 +195,3 @@ def test_only_newlines_separate_lines(view: Screen, tmp_path: Path) -> None:
     assert session.handle(f"/run {file}") is Verdict.DONE
     prompts = dict.fromkeys(row["prompt"] for row in records_of(tmp_path / "records.jsonl"))
     assert list(prompts) == ["one\u2028/seed 7", "two\x0c/seed 8", "three\r/seed 9"] and session.settings.seed == 42
-
-
-@pytest.mark.parametrize("name", ["README.md", "LICENSE", "infer.py", "pyproject.toml"])
-def test_a_file_that_is_no_command_file_is_refused(view: Screen, tmp_path: Path, name: str) -> None:
-    session, records = open_session(view, records=tmp_path / "records.jsonl"), tmp_path / "records.jsonl"
-    assert session.handle(f"/run {ROOT / name}") is Verdict.FAILED
-    assert not records_of(records) and f"/run {ROOT / name} prompts" in view.take()[1]
-
-
-def test_files_of_prompts_are_run(view: Screen, tmp_path: Path) -> None:
-    session, file = open_session(view, records=tmp_path / "records.jsonl"), tmp_path / "file"
-    for line in ("/length 1", "/ngram off", "/speculative off"):
-        session.handle(line)
-    for source in (ROOT / "sampling" / "distill" / "openings").glob("*.txt"):
-        file.write_text("\n".join(source.read_text().split("\n")[:30]))
-        assert session.handle(f"/run {file}") is Verdict.DONE, source
-    file.write_text("\n".join(["- one", "  two", "> three", "| four |"] * 4))
-    assert session.handle(f"/run {file}") is Verdict.FAILED and session.handle(f"/run {file} prompts") is Verdict.DONE

@@ -1,4 +1,4 @@
-"""/suite: its figures by task, the order of runs, what is left out, what Ctrl-C keeps, and its conclusion."""
+"""/race FILE: its figures by task, the order of runs, what is left out, what Ctrl-C keeps, and its conclusion."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def suited(
     """Rows by (task, strategy), and the conclusion."""
     file = folder / "records.jsonl"
     session = open_session(view, records=file, **options)
-    for line in (*lines, f"/suite {prompts}"):
+    for line in (*lines, f"/race {prompts}"):
         assert session.handle(line) is Verdict.DONE, view.take()
     report = records_of(file)[-1]
     return {(row["task"], row["strategy"]): row for row in report["findings"]}, "\n".join(report["conclusion"])
@@ -137,7 +137,7 @@ def test_what_cannot_run_is_left_out_and_the_rest_continues(view: Screen, tmp_pa
     assert messages.count("left out") == 2 and "Too long for me." in messages
     assert "2 of 3 prompts" in conclusion
     session = open_session(view)
-    assert session.handle(f"/suite {prompts_file(tmp_path, ['x' * 900])}") is Verdict.FAILED
+    assert session.handle(f"/race {prompts_file(tmp_path, ['x' * 900])}") is Verdict.FAILED
     assert "none of the prompts" in view.take()[1]
 
 
@@ -176,7 +176,7 @@ def test_ctrl_c_keeps_the_finished_prompts(
     interrupt_after(monkeypatch, 5)  # within the second prompt
     session = open_session(view, records=tmp_path / "records.jsonl")
     session.handle("/length 4")
-    assert session.handle(f"/suite {prompts}") is Verdict.INTERRUPTED
+    assert session.handle(f"/race {prompts}") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "records.jsonl")[-1]
     assert not report["finished"] and [(row["task"], row["prompts"]) for row in report["findings"]] == [("code", 1)] * 3
     assert "1 of 3 prompts" in " ".join(report["conclusion"])
@@ -216,12 +216,12 @@ def test_invalid_files_are_refused_before_anything_runs(view: Screen, tmp_path: 
     session = open_session(view)
     empty = prompts_file(tmp_path, ["", " "])
     for line, words in (
-        ("/suite", "/race prompts.jsonl"),
-        (f"/suite {tmp_path / 'none'}", str(tmp_path / "none")),
-        (f"/suite {empty}", str(empty)),
+        ("/race limit=1", "/race prompts.jsonl"),
+        (f"/race {tmp_path / 'none'}", str(tmp_path / "none")),
+        (f"/race {empty}", str(empty)),
     ):
         assert session.handle(line) is Verdict.FAILED and words in view.take()[1], line
     broken = prompts_file(tmp_path, ["Hello", '{"text": "x"}'])
-    assert session.handle(f"/suite {broken}") is Verdict.FAILED
+    assert session.handle(f"/race {broken}") is Verdict.FAILED
     messages = view.take()[1]
     assert "line 2" in messages and "warming" not in messages

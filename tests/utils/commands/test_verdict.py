@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.experiments.verdict import measurement, record
+from utils.commands.experiments.verdict import measurement, passes, record
 from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
 from utils.commands.experiments.verdict.wording import answer, tasks
@@ -55,7 +55,7 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_nothing_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, useless, noise=0.01)
-    session = session_of(view, tmp_path, tiny_pair())
+    session = session_of(view, tmp_path, table_pair())
     session.handle("/gamma 4")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["speedup"] <= 1.01 and row["verdict"] != "faster"
@@ -75,7 +75,7 @@ def test_noise_alone_is_not_distinguishable(view: Screen, tmp_path: Path, monkey
 def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A baseline that happens to be slow does not make a strategy fast that saves no forward pass."""
     Runs(monkeypatch, lambda strategy, step: STEP * (2 if strategy.is_baseline else 1))
-    monkeypatch.setattr(record, "NO_GAIN", 9.0)  # so that these drafts count as none
+    monkeypatch.setattr(record, "NO_GAIN", 99.0)  # so that these drafts count as none
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
@@ -120,7 +120,7 @@ def test_answers_that_are_too_short_because_of_length(view: Screen, tmp_path: Pa
 def test_without_a_drafter(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 1)
-    session = session_of(view, tmp_path, tiny_pair(drafter=False))
+    session = session_of(view, tmp_path, table_pair(drafter=False))
     row, _ = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert {one["drafter_kind"] for one in row["considered"]} == {"ngram", "lookup", "suffix"}
     assert row["extra_memory"] == 0
@@ -131,6 +131,7 @@ def test_with_sampling_texts_have_the_same_distribution_or_are_the_same(
 ) -> None:
     runs = Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 2)
+    monkeypatch.setattr(passes, "NARROW", 0.0)
     session, path = session_of(view, tmp_path), prompts_file(tmp_path, TEXTS[:6])
     session.handle("/processor multinomial 1")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
@@ -212,7 +213,7 @@ def test_a_missing_file_is_reported_before_anything_is_loaded(
 
 def test_a_reason_that_nothing_can_draft_is_given_once(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_mamba(vocab_size=300)
-    pair = tiny_pair(drafter=False)
+    pair = table_pair(drafter=False)
     pair.target, pair.engine = model, Engine([model])
     session = open_session(view, pair)
     for line in ("/chat off", "/length 4"):

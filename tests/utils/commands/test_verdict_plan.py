@@ -10,8 +10,7 @@ from verdict_runs import TEXTS, Runs, helpful, ids_of, prompts_file, session_of,
 
 from utils.commands.experiments.verdict.plan import FOLDER, divide, plan_prompts
 from utils.commands.experiments.verdict.timing import RUN_SECONDS, run_length, run_seconds
-from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.prompts.samples import spaced, tasks_in_turn
+from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 from utils.repl.runner import Verdict
 
 

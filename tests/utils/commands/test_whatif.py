@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.predicted_speed import TargetTiming
 from utils.commands.experiments.whatif import ESTIMATE, EXACT, _charts, conclusion
@@ -102,7 +102,7 @@ def test_missing_runs_are_named(view: Screen) -> None:
 
 
 def test_without_a_drafter_only_the_storage_drafts(view: Screen, tmp_path: Path) -> None:
-    session = open_session(view, tiny_pair(drafter=False), tmp_path / "records.jsonl")
+    session = open_session(view, table_pair(drafter=False), tmp_path / "records.jsonl")
     for line in ("/length 8", "Hello", "/whatif"):
         assert session.handle(line) is Verdict.DONE
     assert {row["drafter"] for row in records_of(tmp_path / "records.jsonl")[-1]["findings"]} == {"ngram"}

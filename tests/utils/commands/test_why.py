@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.why import HEADINGS, RunCosts, advice, best_gamma, limit
 from utils.decode.steps import FinishReason, Step
@@ -121,7 +121,7 @@ def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
 
 
 def test_missing_runs_are_named(view: Screen) -> None:
-    session = open_session(view, tiny_pair())
+    session = open_session(view, table_pair())
     assert session.handle("/why") is Verdict.FAILED and "prompt" in view.take()[1]
     for line in ("/speculative off", "/ngram off", "/length 4", "Hello"):
         session.handle(line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, tiny_pair
-from tiny import tiny_llama
+from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.verdict import timing
 from utils.comparison.harness import Harness
@@ -38,12 +38,12 @@ TEXTS = [f"{word} and more {word}" for word in ("one", "two", "three", "four", "
 
 def similar_pair() -> Any:
     """A pair whose drafter is the target with some noise, so that many drafts are accepted."""
-    pair = tiny_pair()
-    drafter = tiny_llama(seed=0, vocab_size=300)
+    pair = table_pair()
+    drafter = deepcopy(pair.target)
     with torch.no_grad():
         for weight in drafter.parameters():
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-            weight.add_(0.03 * weight.std(correction=0) * noise)
+            weight.add_(0.15 * weight.std(correction=0) * noise)
     pair.drafter = drafter
     return pair
 

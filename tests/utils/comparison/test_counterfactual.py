@@ -40,18 +40,20 @@ UNCACHED = Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9)
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "gammas"),
     [
-        ("model", GREEDY),
-        ("model", COUPLED),
-        ("model", UNCACHED),
-        ("head", GREEDY),
-        ("head", COUPLED),
-        ("t5", GREEDY),
-        ("t5", UNCACHED),
+        ("model", GREEDY, (4, None)),
+        ("model", COUPLED, (2, None)),
+        ("model", UNCACHED, (1, 7)),
+        pytest.param("head", GREEDY, (1, 16), marks=pytest.mark.full),
+        ("head", COUPLED, (0, None)),
+        ("t5", GREEDY, (4, 16)),
+        pytest.param("t5", UNCACHED, (2, None), marks=pytest.mark.full),
     ],
 )
-def test_the_rounds_of_every_gamma_are_those_of_real_runs(kind: str, settings: Settings) -> None:
+def test_the_rounds_of_every_gamma_are_those_of_real_runs(
+    kind: str, settings: Settings, gammas: tuple[int | None, ...]
+) -> None:
     text = tokens_of(strategy_of("lookup", pair(kind)).steps(fresh(kind, replace(settings, gamma=0))))
     words = [word for word in WORDS if kind != "t5" or word != "layers:1"]
     chosen = [strategy_of(word, pair(kind)) for word in words]
@@ -61,7 +63,7 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(kind: str, settings: S
     }
     assert len(replayed) == 18 * len(chosen)
     for row in chosen:
-        for gamma in (0, 2, 7, None) if settings.seed == 3 else (1, 4, 16, None):
+        for gamma in gammas:
             real = list(row.steps(fresh(kind, replace(settings, gamma=gamma))))
             assert tokens_of(real) == text
             assert replayed[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)
@@ -89,7 +91,7 @@ def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> N
 
 
 def test_an_end_token_ends_the_rounds_as_in_real_runs() -> None:
-    settings = Settings(length=40, costs=COSTS)
+    settings = Settings(length=20, costs=COSTS)
     whole = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     ends = SimpleNamespace(**vars(pair("model")) | {"end_ids": frozenset({whole[9]})})
     text = whole[: whole.index(whole[9]) + 1]

@@ -30,7 +30,7 @@ KINDS = ("head", "layers:2", "lookup", "suffix", "chain")
 def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
-    checked(session, file, f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(KINDS)}", REPEATS)
+    checked(session, file, "/length 35", f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(KINDS)}", REPEATS)
     rows = records_of(file)
     assert [(row["strategy"], row["drafter_kind"]) for row in rows[:-1]] == [
         (f"speculative {kind}", kind) for kind in KINDS
@@ -72,7 +72,7 @@ def test_kinds_that_the_pair_does_not_have_leave_the_setting_alone(view: Screen,
 
 def test_without_a_loaded_drafter_the_other_kinds_draft(view: Screen, tmp_path):
     file = tmp_path / "runs.jsonl"
-    session = open_session(view, tiny_pair(drafter=False), file)
+    session = open_session(view, tiny_pair(drafter=False, num_hidden_layers=2), file)
     checked(session, file, "/drafter_kind suffix lookup layers:1", REPEATS)
     assert [row["drafter_kind"] for row in records_of(file)] == ["suffix", "lookup", "layers:1", "ngram", None]
     session.handle("/drafter_kind chain suffix")

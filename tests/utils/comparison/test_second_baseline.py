@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair
 
 from utils.comparison.reports import Finding, Report
 from utils.comparison.second_baseline import FIGURE, second_sentence, with_second_baseline
@@ -55,7 +55,7 @@ def slowed(pair: Any, factor: float) -> None:
 
 @pytest.mark.parametrize(("factor", "is_reported"), [(1.25, True), (1.02, False)])
 def test_prompts_reports_and_records_have_it(factor: float, is_reported: bool, view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     session = open_session(view, pair, records=file)
     slowed(pair, factor)
     for line in ("/length 20", "Hello there"):

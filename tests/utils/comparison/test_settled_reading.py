@@ -1,10 +1,7 @@
-"""An ambiguous drafter is examined when it is loaded, read in the better way, and remembered; a damaged file is not
-believed.
-"""
+"""An ambiguous drafter is examined when it is loaded, read in the better way, and remembered."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import comb
 from types import SimpleNamespace
@@ -17,39 +14,41 @@ from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from trained_drafter import PROMPT, RIGHT, target_model, trained
 
-from utils.comparison import settled_reading
 from utils.comparison.low_acceptance import is_low, low_acceptance_hint
 from utils.comparison.session_state import SessionState
-from utils.comparison.settled_reading import FILE, INTERRUPTED, remember, settle_reading
-from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3_conventions import is_ambiguous
+from utils.drafter_formats.eagle3 import is_ambiguous
 from utils.engine.stored_results import ResultFile
 from utils.models.feature_drafter import Origin
-from utils.pairs.stored_readings import reading_key
+from utils.pairs import doctor
+from utils.pairs.doctor import INTERRUPTED, READINGS
+from utils.pairs.doctor import _reading_file as reading_file
 
 WRONG = replace(RIGHT, feature_layers=(3, 5, 6))
 
 
 @pytest.fixture
-def harness(tmp_path, monkeypatch) -> Any:
+def pair(tmp_path, monkeypatch) -> Any:
     """With the trained drafter, declared wrongly."""
     target, text, drafter = trained()
     drafter.conventions = WRONG
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     monkeypatch.setattr(drafter, "origin", Origin((weights,), WRONG, is_ambiguous=True))
-    monkeypatch.setattr(settled_reading, "own_text", lambda *arguments: text)
+    monkeypatch.setattr(doctor, "own_text", lambda *arguments: text)
     engine = SimpleNamespace(results=ResultFile(tmp_path / "cache" / "engine.json"), report=lambda line: None)
-    pair = SimpleNamespace(drafter=drafter, target=target, engine=engine)
-    return SimpleNamespace(pair=pair, prompt_ids=lambda *arguments: list(range(PROMPT)))
+    return SimpleNamespace(drafter=drafter, target=target, engine=engine)
+
+
+def settle_reading(pair: Any) -> str:
+    return doctor.settle_reading(pair, lambda: list(range(PROMPT)))
 
 
 def examinations(monkeypatch, error: BaseException | None = None) -> list[int]:
     """Count examinations from now on, or let them fail."""
     seen: list[int] = []
-    original = settled_reading.examine
+    original = doctor.examine
 
     def counted(*arguments: Any, **options: Any) -> Any:
         seen.append(1)
@@ -57,60 +56,57 @@ def examinations(monkeypatch, error: BaseException | None = None) -> list[int]:
             raise error
         return original(*arguments, **options)
 
-    monkeypatch.setattr(settled_reading, "examine", counted)
+    monkeypatch.setattr(doctor, "examine", counted)
     return seen
 
 
-def test_a_wrong_reading_is_corrected_and_remembered(harness, monkeypatch):
-    seen, drafter = examinations(monkeypatch), harness.pair.drafter
-    line = settle_reading(harness, Settings())
+def test_a_wrong_reading_is_corrected_and_remembered(pair, monkeypatch):
+    seen, drafter = examinations(monkeypatch), pair.drafter
+    line = settle_reading(pair)
     assert drafter.conventions == RIGHT and line.startswith("layer ids read as inputs of layers") and "against" in line
     drafter.conventions = WRONG
-    assert "earlier examination" in settle_reading(harness, Settings())
+    assert "earlier examination" in settle_reading(pair)
     assert drafter.conventions == RIGHT and len(seen) == 1
 
 
-@pytest.mark.parametrize("changed", ["file", "damaged", "entry", "declared"])
-def test_what_was_remembered_holds_for_the_same_files_and_target_only(harness, monkeypatch, changed):
-    pair = harness.pair
-    settle_reading(harness, Settings())
-    seen, stored = examinations(monkeypatch), pair.engine.results.path.parent / FILE
+@pytest.mark.parametrize("changed", ["file", "declared", pytest.param("damaged", marks=pytest.mark.full)])
+def test_what_was_remembered_holds_for_the_same_files_and_target_only(pair, monkeypatch, changed):
+    settle_reading(pair)
+    seen = examinations(monkeypatch)
+    (stored,) = (pair.engine.results.path.parent / READINGS).iterdir()
     pair.drafter.conventions = WRONG
     if changed == "file":
         pair.drafter.origin.files[0].write_bytes(b"other weights")
     elif changed == "damaged":
         stored.write_bytes(stored.read_bytes()[:-20])
-    elif changed == "entry":
-        content = json.loads(stored.read_text())
-        next(iter(content["entries"].values()))["norm_output"] = False  # valid, but not what was written
-        stored.write_text(json.dumps(content))
     else:
         monkeypatch.setattr(pair.drafter, "origin", replace(pair.drafter.origin, declared=RIGHT))
-    settle_reading(harness, Settings())
+    settle_reading(pair)
     assert len(seen) == 1 and pair.drafter.conventions == RIGHT
 
 
-def test_another_target_has_another_key(harness):
-    origin = harness.pair.drafter.origin
-    keys = {reading_key(origin.files, origin.declared, target_model(seed)) for seed in (0, 1)}
-    assert len(keys) == 2 and reading_key(origin.files, origin.declared, target_model(0)) in keys
+def test_another_target_has_another_file(pair):
+    files = set()
+    for seed in (0, 1):
+        pair.target = target_model(seed)
+        files.add(reading_file(pair, pair.drafter))
+    assert len(files) == 2 and None not in files
 
 
-def test_ctrl_c_ends_the_examination_alone(harness, monkeypatch):
+def test_ctrl_c_ends_the_examination_alone(pair, monkeypatch):
     examinations(monkeypatch, KeyboardInterrupt())
-    assert settle_reading(harness, Settings()) == INTERRUPTED
-    assert harness.pair.drafter.conventions == WRONG
+    assert settle_reading(pair) == INTERRUPTED
+    assert pair.drafter.conventions == WRONG
 
 
-def test_clear_files_are_examined_by_the_command_only(harness, monkeypatch):
-    drafter = harness.pair.drafter
+def test_clear_files_are_examined_by_the_command_only(pair, monkeypatch):
+    drafter = pair.drafter
     monkeypatch.setattr(drafter, "origin", replace(drafter.origin, is_ambiguous=False))
     seen = examinations(monkeypatch)
-    assert settle_reading(harness, Settings()) == "" and not seen
-    drafter.conventions = RIGHT  # as /pair doctor found it
-    remember(harness)
+    assert settle_reading(pair) == "" and not seen
+    doctor.use(pair, RIGHT)  # as /pair doctor found it
     drafter.conventions = WRONG
-    assert settle_reading(harness, Settings()) and drafter.conventions == RIGHT and not seen
+    assert settle_reading(pair) and drafter.conventions == RIGHT and not seen
 
 
 @pytest.mark.parametrize(
@@ -147,8 +143,8 @@ def runs(pair: Any, drafted: int, accepted: int) -> Any:
     return SimpleNamespace(job=SimpleNamespace(pair=pair), compared=[(strategy, SimpleNamespace(steps=steps), None)])
 
 
-def test_low_acceptance_is_pointed_out_once(harness):
-    pair, state = harness.pair, SessionState(None)  # type: ignore[arg-type]  # the storage is not used
+def test_low_acceptance_is_pointed_out_once(pair):
+    state = SessionState(None)  # type: ignore[arg-type]  # the storage is not used
     pair.drafter_kind = "head"
     assert low_acceptance_hint(runs(pair, 15, 1), state) == ""
     assert low_acceptance_hint(runs(pair, 10, 0), state) == ""

@@ -16,7 +16,7 @@ from sampling import (
     speculative_generate,
     speculative_steps,
 )
-from utils.decode import prompt_check
+from utils.decode import model_info
 from utils.decode.decoding import Decoding
 from utils.decode.engine_forward import PREFILL_CHUNK, reported_reading
 from utils.decode.model_session import ModelSession
@@ -65,10 +65,10 @@ def test_a_prompt_whose_keys_and_values_do_not_fit_is_refused_with_the_tokens_th
     config.get_text_config = lambda decoder: config
     model = SimpleNamespace(config=config, device=torch.device("cpu"))
     per_token = 1.5 * 2 * 4 * 32 * 8 * 128
-    monkeypatch.setattr(prompt_check, "available_memory", lambda: int(1000 * per_token))
-    prompt_check.check_memory([model], 1000, remedy="")
+    monkeypatch.setattr(model_info, "available_memory", lambda: int(1000 * per_token))
+    model_info.check_memory([model], 1000, remedy="")
     with pytest.raises(UserError, match=r"4000 tokens.* 1000\D.*use a shorter prompt"):
-        prompt_check.check_memory([model], 4000, remedy="use a shorter prompt")
+        model_info.check_memory([model], 4000, remedy="use a shorter prompt")
 
 
 def test_an_encoder_runs_once() -> None:

@@ -140,8 +140,7 @@ def test_greedy_drafts_after_a_prompt_are_those_of_assisted_generation(tmp_path,
     assert torch.allclose(logits, expected[0], atol=1e-4) and logits.argmax(-1).tolist() == drafted
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(("rule", "shared"), [("coupled", 0), ("rejection", 2)])
 def test_the_text_is_the_targets_own(tmp_path, monkeypatch, rule, shared):
     target = tiny_gemma4(vocab_size=8, vocab_size_per_layer_input=8, num_kv_shared_layers=shared)
     assistant = tiny_assistant(monkeypatch, vocab_size=8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from drafter_checkpoints import random_tensors, write_checkpoint
-from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, read
+from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, other_conventions, read
 from mtp_checkpoints import (
     HIDDEN,
     LAYERS,
@@ -33,8 +34,7 @@ from tiny_gguf import write_gguf
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from utils.drafter_formats.mtp import load_mtp
-from utils.drafter_formats.mtp_layouts import mtp_layers
+from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
 from utils.pairs.doctor import examine, own_text
 from utils.pairs.load_pair import load_pair
@@ -73,7 +73,7 @@ def test_drafts_are_those_of_the_equations(tmp_path, read_after, fed_after):
     assert own == Conventions((LAYERS,), norm_output=True)
     chosen = Conventions((LAYERS if read_after else LAYERS + 1,), norm_output=fed_after)
     # Readings that differ from the present one in one respect are offered to the doctor.
-    assert (chosen in drafter.readings().values()) == (read_after != fed_after)
+    assert (chosen in other_conventions(drafter).values()) == (read_after != fed_after)
     drafter.conventions = chosen
     features = hidden_states(target, (LAYERS,))
     features = target.model.norm(features).detach() if read_after else features
@@ -106,8 +106,14 @@ def test_drafts_of_qwens_layers_are_those_of_the_equations(tmp_path, kind, publi
         check_close(logits, reference.drafts(features[:end], embedded, 3) @ target.lm_head.weight.T)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("kind", QWEN)
+def with_rules(names):
+    """Every name with one rule in `make test`, in turn, and with the other one in `make test-full`."""
+    for name, rules in zip(names, cycle([("coupled", "rejection"), ("rejection", "coupled")]), strict=False):
+        yield (name, rules[0])
+        yield pytest.param(name, rules[1], marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("kind", "rule"), with_rules(QWEN))
 def test_the_text_of_a_hybrid_target_is_its_own(tmp_path, kind, rule):
     """A rewind of its recurrent state computes accepted tokens again, and their features arrive twice."""
     target = tiny_qwen(kind, vocab_size=8)
@@ -190,8 +196,7 @@ def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
         check_close(logits, torch.stack(rows))
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(("family", "rule"), with_rules(TARGETS))
 def test_the_text_is_the_targets_own(tmp_path, family, rule):
     target = TARGETS[family](vocab_size=8)
     layers = qwen_layers(target) if family == "mellum" else deepseek_layers(target)

@@ -8,8 +8,7 @@ import pytest
 from drafter_runs import check_texts, read
 from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
 
-from utils.drafter_formats.mtp import load_mtp
-from utils.drafter_formats.mtp_layouts import mtp_layers
+from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.engine import Engine
 from utils.engine.openvino_engine import unsupported
 

@@ -95,7 +95,7 @@ def test_adaptive_gamma_knows_the_block(tmp_path, target):
 
 def perfect_first_drafts() -> Any:
     """A pair whose first draft of each round is always right; those of the mask tokens are random."""
-    pair = tiny_pair()
+    pair = tiny_pair(num_hidden_layers=2)
     pair.drafter = tiny_llama(vocab_size=300)
     pair.drafter.config.pard_token, pair.drafter.config.para_num = 290, 5
     pair.engine = Engine([pair.target, pair.drafter])

@@ -15,7 +15,7 @@ from drafter_checkpoints import (
     speculators_config,
     write_checkpoint,
 )
-from drafter_runs import check_texts, draft_rounds, hidden_states, loaded
+from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, other_conventions
 from eagle3_reference import Eagle3Reference
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -76,7 +76,7 @@ def test_layouts_give_the_same_drafter(tmp_path, config, count):
 def test_another_reading_takes_effect_at_once(tmp_path):
     target = tiny_llama(num_hidden_layers=LAYERS)
     drafter = loaded(write_checkpoint(tmp_path, config_of({}, 3), tensors_of({})), target, "P-EAGLE")
-    readings = drafter.readings()
+    readings = other_conventions(drafter)
     assert {layers for reading in readings.values() for layers in reading.feature_layers} == {1, 2, 3, 4, 5}
     assert len(readings) == len(set(readings.values())) == 3
     before = next(draft_rounds(drafter, hidden_states(target, READ), 3))[2]

@@ -25,6 +25,9 @@ from utils.engine.weight_format import EngineWeights
 
 Form = Callable[[torch.Tensor], BlockWeight]
 ROWS = [1, 5, MAX_ROWS, MAX_ROWS + 1, 100]
+NEEDS_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no instructions for bfloat16"
+)
 
 
 def eight_bits(weight: torch.Tensor, group: int = 32) -> BlockWeight:
@@ -80,6 +83,7 @@ def test_rounded_weights_are_exact_in_the_kernel(form: Form) -> None:
     assert torch.equal(kernel(torch.eye(64)).T, block.dense().bfloat16().float())
 
 
+@NEEDS_BFLOAT16
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inputs", [64, 1536])
 def test_bfloat16_kernels_are_row_invariant(inputs: int, rows: int) -> None:
@@ -92,6 +96,7 @@ def test_bfloat16_kernels_are_row_invariant(inputs: int, rows: int) -> None:
     assert torch.equal(kernel(x), torch.cat([kernel(row) for row in x.split(1)]))
 
 
+@NEEDS_BFLOAT16
 def test_bfloat16_rows_are_padded_where_no_packing_is_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_kernels, "is_row_invariant", lambda *arguments: False)
     kernel = bfloat16_kernel(torch.randn(8, 64), None, [1], {})
@@ -105,7 +110,11 @@ def kernels_of(model: nn.Module, weights: EngineWeights) -> dict[str, Kernel]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("bfloat16", Bfloat16Kernel), ("int8", Int8Kernel), ("int4", Int4Kernel), ("gguf", Int4Kernel)]
+    ("name", "kind"),
+    [
+        pytest.param("bfloat16", Bfloat16Kernel, marks=NEEDS_BFLOAT16),
+        *(("int8", Int8Kernel), ("int4", Int4Kernel), ("gguf", Int4Kernel)),
+    ],
 )
 def test_every_format_has_its_kernels_and_a_head_in_float32(name: str, kind: type) -> None:
     model = tiny_llama(hidden_size=64)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 import torch
-from decoder_families import FAMILIES, tiny_model
+from decoder_families import FAMILIES, in_turn, tiny_model
 from graphs_on_cpu import MODELS, VOCABULARY, attached, equal, ids, replays
 from tiny import tiny_head
 
@@ -214,7 +214,7 @@ def test_unusual_calls_on_a_filled_cache_run_eagerly(grad: bool) -> None:
     assert replays(model) == 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", in_turn((name,) for name in FAMILIES))
 def test_families_of_decoders_give_the_plain_logits(name: str) -> None:
     plain, model, random = tiny_model(name), attached(tiny_model(name)), Random(name)
     context = [random.randrange(160) for _ in range(40)]

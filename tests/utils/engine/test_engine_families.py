@@ -1,11 +1,15 @@
-"""Every engine on every family of decoders: the logits of transformers' forward, and the bits of single steps."""
+"""Every engine on every family of decoders: the logits of transformers' forward, and the bits of single steps.
+
+`make test` runs four families.
+"""
 
 from functools import cache
+from itertools import product
 from random import Random
 
 import pytest
 import torch
-from decoder_families import FAMILIES, tiny_model
+from decoder_families import FAMILIES, in_turn, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,7 +63,7 @@ def next_logits(session: ModelSession, context: list[int], start: int) -> Tensor
     return torch.cat([session.feed(context[: end + 1], keep=1) for end in range(start, len(context))])
 
 
-@pytest.mark.parametrize(("engine", "name"), [("plain", name) for name in FAMILIES] + SUPPORTED)
+@pytest.mark.parametrize(("engine", "name"), in_turn([("plain", name) for name in FAMILIES] + SUPPORTED))
 def test_the_logits_are_those_of_transformers(engine: str, name: str) -> None:
     context = tokens(Random(name), LENGTH)
     exact = exact_logits(name, context)
@@ -73,8 +77,7 @@ def test_the_logits_are_those_of_transformers(engine: str, name: str) -> None:
     assert float((computed - exact[PREFILL - 2 :]).abs().max() / exact.std()) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "name"), in_turn(product(ENGINES, ["gemma3_text", "mistral"])))
 def test_prompts_much_longer_than_the_sliding_window(engine: str, name: str) -> None:
     """Prefills in several parts, whose last tokens see the first ones of their part."""
     context, fields = tokens(Random(name), 588), {"max_position_embeddings": 1024, "sliding_window": 40}
@@ -85,15 +88,15 @@ def test_prompts_much_longer_than_the_sliding_window(engine: str, name: str) -> 
 
 
 # Without a thread of its own for attention, rows of these depend on others with two threads.
-WITH_TWO_THREADS = [("invariant", "llama of odd sizes", 2), ("invariant", "olmo2", 2), ("openvino", "olmo2", 2)]
+TWO_THREADS = [("2", "invariant", "llama of odd sizes"), ("2", "invariant", "olmo2"), ("2", "openvino", "olmo2")]
 
 
-@pytest.mark.parametrize(("engine", "name", "threads"), [(*pair, 1) for pair in SUPPORTED] + WITH_TWO_THREADS)
-def test_bits_after_a_prefill_depend_neither_on_widths_nor_on_forks(engine: str, name: str, threads: int) -> None:
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize(("threads", "engine", "name"), in_turn(TWO_THREADS + [("1", *pair) for pair in SUPPORTED]))
+def test_bits_after_a_prefill_depend_neither_on_widths_nor_on_forks(threads: str, engine: str, name: str) -> None:
+    torch.set_num_threads(int(threads))
     random = Random(name)
     context = tokens(random, LENGTH)
-    session = ModelSession(computed_by(engine, name, threads))
+    session = ModelSession(computed_by(engine, name, int(threads)))
     session.feed(context[:PREFILL], keep=1)
     alone = next_logits(session.fork(), context, PREFILL)
     known = PREFILL
@@ -110,7 +113,7 @@ def test_bits_after_a_prefill_depend_neither_on_widths_nor_on_forks(engine: str,
         session.rewind(known)
 
 
-@pytest.mark.parametrize(("engine", "name"), SUPPORTED)
+@pytest.mark.parametrize(("engine", "name"), in_turn(SUPPORTED))
 def test_bits_of_a_batch_are_those_of_its_texts(engine: str, name: str) -> None:
     random = Random(name)
     contexts = [tokens(random, 16) for _ in range(random.randint(2, 3))]

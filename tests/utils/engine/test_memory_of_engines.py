@@ -32,6 +32,7 @@ OVERHEAD = 100_000_000
 UNPACKING = 0 if has_integer_products() else 60_000_000
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory a process had at most")
 def test_an_engine_never_holds_the_weights_twice(tmp_path: Path) -> None:
     """A model of 115 MB in float32, in a process of its own."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
 
 from sampling import RULES, Rule
-from utils.commands.experiments.divergence import EXPLANATIONS, NO_RUNS
+from utils.commands.texts import EXPLANATIONS, NO_RUNS
 from utils.comparison.harness import NO_PROMPT_YET
 from utils.comparison.records import RecordFile, divergence_figures
 from utils.decode.noise import Noise
@@ -31,7 +31,7 @@ def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Pat
     assert [rows[0]["divergence"][name]["token"] for name in ("ours", "theirs")] == [
         row["token_ids"][position] for row in rows[::2]
     ]
-    repl.handle("/divergence")
+    repl.handle("/texts")
     results = view.take()[0]
     assert "target's top two" in results and EXPLANATIONS[Cause.SAMPLING].format(rule="rejection") in results
     assert records_of(file)[-1]["record"] == "divergence"
@@ -39,19 +39,19 @@ def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Pat
     repl.handle("Hello")
     assert all(row["same_as_target"] for row in records_of(file)[-3:])
     view.take()
-    repl.handle("/divergence")
+    repl.handle("/texts")
     message = view.take()[1]
     assert "speculative" in message and "ngram" in message and records_of(file)[-1]["record"] == "generation"
 
 
 def test_divergence_needs_a_finished_comparison(view: Screen) -> None:
     repl = open_session(view)
-    assert repl.handle("/divergence") is Verdict.FAILED
+    assert repl.handle("/texts") is Verdict.FAILED
     assert NO_PROMPT_YET in view.take()[1]
     for line in ("/target off", "/length 3", "Hello"):
         repl.handle(line)
     view.take()
-    assert repl.handle("/divergence") is Verdict.FAILED
+    assert repl.handle("/texts") is Verdict.DONE
     assert NO_RUNS in view.take()[1]
 
 
@@ -66,11 +66,11 @@ def test_an_unexplained_divergence_is_shown_with_the_data_of_a_replay(
     monkeypatch.setitem(RULES, "coupled", Rule("coupled", off_by_one, shares_noise=True))
     monkeypatch.setattr("sampling.verification.verify_one_hot", off_by_one)
     view, file = screen(width=70), tmp_path / "runs.jsonl"
-    repl = open_session(view, tiny_pair(), records=file)
+    repl = open_session(view, table_pair(), records=file)
     for line in ("/ngram off", "/verify coupled", "/length 6", "/seed 5", "Hello"):
         repl.handle(line)
     assert "reason is unknown" in " ".join(view.take()[0].split())
-    for line in ("/seed 6", "/verify rejection", "/divergence"):
+    for line in ("/seed 6", "/verify rejection", "/texts"):
         repl.handle(line)
     data = json.loads(view.take()[0].splitlines()[-1])
     assert data["divergences"][0]["cause"] == Cause.UNEXPLAINED
@@ -121,7 +121,7 @@ def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: 
         return Divergence(0, None, None, (Candidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
 
     monkeypatch.setattr("utils.comparison.last_prompt.explain", explain)
-    repl = open_session(view)
+    repl = open_session(view, tiny_pair())
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
         repl.handle(line)
     assert known == [repl.harness.state.rounding] and known[0] > 0

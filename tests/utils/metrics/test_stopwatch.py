@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_clock import FakeClock
-from fakes import open_session, screen, tiny_pair
+from fakes import open_session, screen, table_pair
 from tiny import tiny_llama
 
 from sampling import speculative_steps
@@ -77,7 +77,7 @@ def test_a_failed_forward_pass_is_counted() -> None:
 
 
 def test_runs_and_the_debug_screen_have_the_time_of_every_activity() -> None:
-    view, pair = screen(), tiny_pair()
+    view, pair = screen(), table_pair()
     session = open_session(view, pair)
     for line in ("/length 8", "/debug on", "Hello"):
         assert session.handle(line) is Verdict.DONE

@@ -20,13 +20,12 @@ from utils.decode.model_info import is_spread
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
-from utils.models.checkpoints import device_map, load_model
+from utils.models.checkpoints import check_finite, device_map, load_model
 from utils.models.devices import Placement
 from utils.models.head_file import HeadFile, save_head
-from utils.models.load_checks import check_finite
 from utils.models.memory import needed_bytes, plan_memory, weight_counts
 from utils.models.sources import Source
-from utils.pairs import load_drafter, load_pair
+from utils.pairs import load_pair
 
 
 @pytest.fixture
@@ -39,8 +38,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return load_model(source, kind, Placement("cpu", torch.float32, where.report))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for module in (load_pair, load_drafter):
-        monkeypatch.setattr(module, "load_model", load_on_cpu)
+    monkeypatch.setattr(load_pair, "load_model", load_on_cpu)
     return requested
 
 

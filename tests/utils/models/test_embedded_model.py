@@ -14,6 +14,8 @@ from paths import ROOT
 
 from utils.models import embedded
 
+pytestmark = pytest.mark.full  # a download, and half a minute of conversion
+
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -176,6 +176,7 @@ def test_a_cache_that_cannot_be_written_is_named(file: Path, own_cache: Path) ->
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("real_embedded_model")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_embedded_target_has_the_bits_of_its_unpacked_weights(
     engine: str,

@@ -17,11 +17,11 @@ from utils.bounds import QUANTIZATIONS
 from utils.decode.layer_cut import first_layers
 from utils.engine.stored_weights import data
 from utils.errors import UserError
-from utils.models import gguf as gguf_files
+from utils.models import gguf_model as gguf_files
 from utils.models import quantization
 from utils.models.load_errors import CAUSES
+from utils.models.memory import stored_bytes
 from utils.models.quantization import check_quantization
-from utils.models.stored_bytes import stored_bytes
 from utils.pairs import load_pair as loading
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
@@ -98,7 +98,9 @@ def test_a_quantized_drafter_beside_a_full_target(wide: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.full) for name in ("float32", "float16"))]
+)
 def test_generation_with_the_pair(wide: Path, kind: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     pair = load(wide, "layers:2", quantize=kind, dtype=dtype)
     state = pair.engine.use("auto", 1)

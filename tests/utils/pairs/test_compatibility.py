@@ -12,7 +12,7 @@ from utils.pairs.compatibility import (
     NEEDS_CACHE_OFF,
     WRONG,
     Compatibility,
-    Finding,
+    PairFinding,
     compare_models,
 )
 from utils.pairs.load_pair import load_pair
@@ -25,7 +25,7 @@ def compared(drafter=None, drafter_tokenizer=None, tokenizer=None) -> Compatibil
     return compare_models(tiny_llama(vocab_size=300), tokenizer, drafter, drafter_tokenizer or tokenizer)
 
 
-def finding(result: Compatibility, what: str) -> Finding:
+def finding(result: Compatibility, what: str) -> PairFinding:
     return next(found for found in result.findings if found.what == what)
 
 

@@ -123,7 +123,7 @@ class Recorded:
 
 def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]:
     """The drafts of a run of a fresh job."""
-    pair, rule = tiny_pair(chat=False), RULES[verify]
+    pair, rule = tiny_pair(chat=False, num_hidden_layers=2), RULES[verify]
     if word == "head":
         pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
     settings = Settings(length=16, gamma=3, verify=verify)

@@ -13,7 +13,7 @@ from utils.engine.block_kernels import Int4Kernel
 from utils.engine.selftest import prefill_logits
 from utils.engine.stored_weights import fill
 from utils.pairs import load_pair as loading
-from utils.pairs.weights import describe_target
+from utils.pairs.pair import describe_target
 
 # PyTorch refuses bfloat16 on processors without such instructions.
 POSSIBLE = [name for name in ENGINE_WEIGHTS if name != "bfloat16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()]

@@ -11,11 +11,10 @@ from tiny import build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import BertConfig, BertLMHeadModel
 
 from utils.errors import UserError
-from utils.models.progress import Count
-from utils.pairs.known_pairs import PAIRS
+from utils.models import Count
 from utils.pairs.load_pair import load_pair
-from utils.pairs.request import PairRequest
-from utils.pairs.weights import loaded_message
+from utils.pairs.pair import loaded_message
+from utils.pairs.request import PAIRS, PairRequest
 from utils.text import byte_size
 
 

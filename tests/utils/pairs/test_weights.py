@@ -16,10 +16,9 @@ from utils.bounds import QUANTIZATIONS
 from utils.config.arguments import parse_arguments
 from utils.decode.engine_forward import engine_forward
 from utils.engine.module_swap import EngineLinear
-from utils.models.stored_bytes import stored_bytes
-from utils.pairs import weights
-from utils.pairs.known_pairs import PAIRS
-from utils.pairs.request import request_from_flags
+from utils.models.memory import stored_bytes
+from utils.pairs import pair as pairs
+from utils.pairs.request import PAIRS, request_from_flags
 from utils.pairs.request_checks import with_defaults
 from utils.text import byte_size
 
@@ -77,7 +76,7 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
     before = storages()
     pair = load(wide, drafter, engine_weights="int8")
     full = sum(part.nbytes for part in (*pair.target.parameters(), *pair.target.buffers()))
-    assert byte_size(full) not in weights.loaded_message(pair), "the size before rounding is not that of the run"
+    assert byte_size(full) not in pairs.loaded_message(pair), "the size before rounding is not that of the run"
     pair.engine.use("invariant", 1)
     linear = sum(part.weight.numel() for part in pair.target.modules() if isinstance(part, EngineLinear))
     packed_head = pair.target.lm_head.weight.numel() if isinstance(pair.target.lm_head, EngineLinear) else 0
@@ -87,7 +86,7 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
     forwards = filter(None, map(engine_forward, filter(None, (pair.target, pair.drafter))))
     tables = sum(forward.rotary.nbytes() for forward in forwards)
     assert pair.memory == pytest.approx(grown + opaque - tables, rel=0.02, abs=5_000)
-    assert byte_size(pair.memory) in weights.describe_target(pair) and not pair.drafter_memory
+    assert byte_size(pair.memory) in pairs.describe_target(pair) and not pair.drafter_memory
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mapped files")
@@ -116,7 +115,7 @@ def test_shared_memory_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_notes_on_texts_and_speed(wide: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "has_nf4_kernel", lambda: kernel)
+    monkeypatch.setattr(pairs, "has_nf4_kernel", lambda: kernel)
 
     def notes(**words: str) -> list[tuple[bool, bool]]:
         found = load(wide, wide, **words).notes

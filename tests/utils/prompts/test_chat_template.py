@@ -121,6 +121,11 @@ def test_chat_without_a_template_is_refused_with_the_remedy() -> None:
         prompt_ids(tiny_tokenizer(chat=False), "hi", chat=True, system=None)
 
 
+def test_a_template_that_gives_nothing_is_named() -> None:
+    with pytest.raises(UserError, match="no text.*/chat off"):
+        prompt_ids(tokenizer_with("{# nothing #}"), "hi", chat=True, system=None)
+
+
 def test_a_prompt_without_ids_is_refused() -> None:
     with pytest.raises(UserError, match="empty"):
         prompt_ids(tiny_tokenizer(), "", chat=False, system=None)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from utils.errors import UserError
-from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.prompts.samples import limited
+from utils.prompts.prompt_files import Prompt, limited, read_prompts
 
 SPEC = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Start each sentence with A."]}
 SPEED = {

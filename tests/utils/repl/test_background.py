@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair
 
 from utils.comparison import warm_up
 from utils.comparison.strategies import STRATEGIES
@@ -153,7 +153,7 @@ def test_the_thread_has_the_number_of_threads_of_the_engine() -> None:
 @pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize("state", [{}, {"tested_on": "2026-11-22"}, {"verified": False, "reason": "its layers differ"}])
 def test_the_first_screen_is_short_and_says_what_is_guaranteed(width: int, state: dict[str, Any]) -> None:
-    pair = tiny_pair()
+    pair = table_pair()
     verified = {"kind": "invariant", "weights": "float32", "verified": True, "threads": 1}
     pair.engine.state = EngineState(**verified | state)
     lines = first_screen(pair, Settings(), 6.4, width)

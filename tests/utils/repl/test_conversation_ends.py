@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, tiny_pair
+from fakes import Screen, open_session, table_pair, tiny_pair
 from turns import START, A, handled, jobs_of, rendered
 
 from utils.commands.session import FORGOTTEN, NO_CONVERSATION
@@ -26,11 +26,11 @@ from utils.repl.session_settings import CONVERSATION_ENDED
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
     session = open_session(view)
-    handled(session, "/reset")
+    handled(session, "/turns new")
     assert NO_CONVERSATION in (message := view.take()[1]) and "/turns on" in message
-    handled(session, *START, "/reset", "Hello", "And why?")
+    handled(session, *START, "/turns new", "Hello", "And why?")
     assert f"{NO_CONVERSATION}\n" in view.take()[1] and "| turn 2 |" in session.status()
-    handled(session, "/reset")
+    handled(session, "/turns new")
     assert view.take()[1].strip() == FORGOTTEN.format("2 turns") and "turn " not in session.status()
     handled(session, "Hello")
     assert (
@@ -50,7 +50,7 @@ def test_switching_turns_off_ends_the_conversation(view: Screen, line: str) -> N
     assert jobs_of(session)["target"].turn == 0 and CONVERSATION_ENDED.partition(":")[0] not in view.take()[1]
 
 
-@pytest.mark.parametrize("build", [lambda: tiny_pair(kind="t5", chat=False), lambda: tiny_pair(chat=False)])
+@pytest.mark.parametrize("build", [lambda: tiny_pair(kind="t5", chat=False), lambda: table_pair(chat=False)])
 def test_turns_have_no_effect_without_a_template(view: Screen, build: Any) -> None:
     session = open_session(view, build())
     view.take()
@@ -101,7 +101,7 @@ def test_ctrl_c_after_the_last_answer_keeps_nothing_either(view: Screen, monkeyp
 
 
 def test_a_template_that_rejects_a_second_turn_is_reported() -> None:
-    tokenizer = tiny_pair().tokenizer
+    tokenizer = table_pair().tokenizer
     tokenizer.chat_template = (
         "{% if messages|length > 1 %}{{ raise_exception('one at a time {}') }}{% endif %}{{ messages[0]['content'] }}"
     )
@@ -112,20 +112,20 @@ def test_a_template_that_rejects_a_second_turn_is_reported() -> None:
 
 
 def test_a_conversation_that_exceeds_the_context_is_refused_with_a_hint(view: Screen) -> None:
-    session = open_session(view, tiny_pair(max_position_embeddings=90))
+    session = open_session(view, table_pair(max_position_embeddings=90))
     handled(session, "/length 4", "/turns on")
     assert session.handle("x" * 80) is Verdict.FAILED
-    assert "90" in (message := view.take()[1]) and "/reset" not in message
+    assert "90" in (message := view.take()[1]) and "/turns new" not in message
     handled(session, "x" * 20)
     assert session.handle("y" * 20) is Verdict.FAILED
     message = view.take()[1]
     assert "89" in message and "/turns new" in message and TURN_NOT_KEPT not in message
-    handled(session, "/reset", "y" * 20)
+    handled(session, "/turns new", "y" * 20)
 
 
 def test_a_conversation_that_exceeds_the_drafters_context_is_refused_too(view: Screen) -> None:
-    pair = tiny_pair()
-    pair.drafter = tiny_pair(max_position_embeddings=90).drafter
+    pair = table_pair()
+    pair.drafter = table_pair(max_position_embeddings=90).drafter
     session = open_session(view, pair)
     handled(session, "/length 4", "/turns on", "/drafter on", "x" * 20)
     view.take()
@@ -138,7 +138,7 @@ def test_other_models_start_a_new_conversation_and_a_failed_load_forgets_nothing
     def load(request: Any, say: Any) -> SimpleNamespace:
         if "nowhere" in request.target:
             raise UserError("not there")
-        return tiny_pair()
+        return table_pair()
 
     session = open_session(view, load=load)
     handled(session, *START, "Hello", "And why?")

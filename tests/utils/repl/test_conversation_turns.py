@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair
 from turns import START, A, B, C, by_name, handled, jobs_of, rendered, watched
 
 from sampling import autoregressive_steps
-from utils.commands.experiments import divergence
+from utils.commands import texts
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding
 from utils.comparison.strategies import STRATEGIES
@@ -37,7 +37,7 @@ def test_without_turns_prompts_are_independent(view: Screen, tmp_path: Path) -> 
 
 
 def test_a_prompt_is_rendered_and_recorded_with_its_conversation(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "r.jsonl", tiny_pair()
+    file, pair = tmp_path / "r.jsonl", table_pair()
     session = open_session(view, pair, records=file)
     handled(session, *START, "Hello", "And why?")
     first, second = by_name(file, "Hello")["target"], by_name(file, "And why?")["target"]
@@ -54,7 +54,7 @@ def test_a_prompt_is_rendered_and_recorded_with_its_conversation(view: Screen, t
 
 
 def test_every_strategy_continues_its_own_conversation(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "r.jsonl", tiny_pair()
+    file, pair = tmp_path / "r.jsonl", table_pair()
     session = open_session(view, pair, records=file)
     handled(session, *START, "/drafter on", "/beams 2", "Hello")
     first = by_name(file, "Hello")
@@ -91,7 +91,7 @@ def test_lossless_strategies_give_the_same_text_in_every_turn(
 
 def test_every_strategy_uses_new_noise_in_a_later_turn(view: Screen, tmp_path: Path) -> None:
     """The second turn uses the noise of turn 1, which gives a different text than that of turn 0."""
-    file, pair, seen = tmp_path / "r.jsonl", tiny_pair(), []
+    file, pair, seen = tmp_path / "r.jsonl", table_pair(), []
     session = open_session(view, pair, file, strategies=watched(seen))
     handled(session, *START, "/length 12", "/processor multinomial 1", "/drafter on", "/beams 2", "Hello", "Hello")
     assert [(name, job.decoding.noise) for name, job in seen] == [
@@ -124,12 +124,12 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, "And why?")
     assert by_name(file, "And why?")["speculative"]["divergence"] is None
     assert view.take()[0].splitlines()[-2] == OWN_CONVERSATION.format("speculative", 2)
-    handled(session, "/divergence")
+    handled(session, "/texts")
     assert "ngram" in (message := view.take()[1]) and "speculative" not in message
     unexplained = Finding((), {"cause": Cause.UNEXPLAINED})
-    assert set(json.loads(divergence.replay_data(session.harness.last(), [unexplained]))["rounds"]) == {"ngram"}
+    assert set(json.loads(texts.replay_data(session.harness.last(), [unexplained]))["rounds"]) == {"ngram"}
     handled(session, "/ngram off", "Go on")
-    assert session.handle("/divergence") is Verdict.FAILED
+    assert session.handle("/texts") is Verdict.DONE
     assert "/turns new" in view.take()[1]
 
 
@@ -182,7 +182,7 @@ def test_which_conversation_a_strategy_continues() -> None:
 
 def test_the_same_ids_in_a_different_turn_are_not_compared(view: Screen, tmp_path: Path) -> None:
     """The template renders the last message only, but the noise differs."""
-    file, pair = tmp_path / "r.jsonl", tiny_pair()
+    file, pair = tmp_path / "r.jsonl", table_pair()
     pair.tokenizer.chat_template = "{{ '<|im_start|>' + messages[-1]['content'] + '<|im_end|>' }}"
     session = open_session(view, pair, file)
     handled(session, *START, "/target off", "Hello", "/target on", "Hello")
@@ -230,7 +230,7 @@ def test_commands_on_the_last_prompt_use_its_turn(view: Screen) -> None:
 
 def test_whatif_predicts_the_rounds_of_the_last_turn(view: Screen, tmp_path: Path) -> None:
     """Under `coupled` all drafts of the target itself are accepted if both use the noise of the turn."""
-    file, pair = tmp_path / "r.jsonl", tiny_pair()
+    file, pair = tmp_path / "r.jsonl", table_pair()
     pair.drafter = pair.target
     session = open_session(view, pair, file)
     handled(

@@ -21,7 +21,7 @@ from prompt_toolkit.output import DummyOutput
 from utils.commands import default_registry
 from utils.repl import line_input
 from utils.repl.line_input import SlashCompleter, is_open_block, piped_lines, split_lines, typed_lines, wrap_status
-from utils.screen.line_history import LineHistory, history_path, recent_lines
+from utils.screen.line_history import LineHistory, history_path
 
 
 def typed(keys: str) -> list[str]:
@@ -108,15 +108,11 @@ def test_ctrl_c_drops_the_line_being_typed() -> None:
 
 
 def test_several_lines_are_one_prompt_but_several_commands_stay_separate() -> None:
-    assert typed('"""\rdef f():\r    return "\\n"\r"""\r\x04') == ['/say def f():\n    return "\\n"']
-    assert typed("one\x1b\rtwo\r\x04") == ["/say one\ntwo"], "Alt-Enter begins a line"
+    assert typed('"""\rdef f():\r    return "\\n"\r"""\r\x04') == ['"""\ndef f():\n    return "\\n"\n"""']
+    assert typed("one\x1b\rtwo\r\x04") == ['"""one\ntwo"""'], "Alt-Enter begins a line"
     assert typed("\x1b[200~/length 5\n/gamma 3\x1b[201~\r\x04") == ["/length 5", "/gamma 3"], "pasted"
-    assert typed("\x1b[200~some\n/text\n\nof three\x1b[201~\r\x04") == ["/say some\n/text\n\nof three"]
-    assert (
-        split_lines('"""one line"""') == ["/say one line"]
-        and split_lines('""""""') == []
-        and split_lines("/x\n") == ["/x\n"]
-    )
+    assert typed("\x1b[200~some\n/text\n\nof three\x1b[201~\r\x04") == ['"""some\n/text\n\nof three"""']
+    assert split_lines('"""one line"""') == ['"""one line"""'] and split_lines("/x\n") == ["/x\n"]
     # Only a newline ends a line: the text of a setting never becomes a command.
     for separator in "\r\x0b\x0c\x1c\x85\u2028":
         assert split_lines(f"/system a{separator}/seed 7") == [f"/system a{separator}/seed 7"]
@@ -133,7 +129,7 @@ def test_the_history_is_readable_for_its_owner_only(tmp_path: Path, monkeypatch:
         history.append_string(line)
     assert history_path().stat().st_mode & 0o777 == 0o600 and history_path().parent.stat().st_mode & 0o777 == 0o700
     assert list(LineHistory(history_path(), warnings.append).load_history_strings()) == ["third", "two\nlines", "first"]
-    assert recent_lines(history_path(), 2) == ["two\nlines", "third"] and not warnings
+    assert not warnings
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert history_path().is_relative_to(Path.home() / ".local")
 
@@ -180,7 +176,7 @@ def test_commands_and_their_words_are_completed(text: str, offered: list[str]) -
 def test_completion_lists_commands_as_help_does() -> None:
     names = [completion.text for completion in completions("/")]
     assert names == [command.name for command in default_registry().visible()]
-    assert not {"ngrams", "top_k_filler", "say", "exit"} & set(names)
+    assert not {"top_k_filler", "exit"} & set(names)
 
 
 def test_every_value_has_its_own_description() -> None:

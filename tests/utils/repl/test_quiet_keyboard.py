@@ -12,14 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session
 from paths import ROOT
 
-from utils.repl.quiet_keyboard import ENDING, Echo, quiet_keyboard
-from utils.repl.repl_session import SUSPENDED
-from utils.repl.runner import Verdict
+from utils.repl.quiet_keyboard import ENDING, quiet_keyboard
 
-# Plays the shell: it starts the program in the foreground of the terminal and reports the echo at every step.
+# Plays the shell: it starts the program in the foreground of the terminal and reports the echo after its end.
 SHELL = """
 import os, signal, subprocess, sys, termios
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -33,21 +30,14 @@ def foreground(group):
 program = subprocess.Popen([sys.executable, "-c", sys.argv[1]], process_group=0)
 foreground(program.pid)
 os.kill(program.pid, signal.SIGCONT)
-steps = []
-while True:
-    _, status = os.waitpid(program.pid, os.WUNTRACED)
-    foreground(os.getpgrp())
-    steps.append(echo())
-    if not os.WIFSTOPPED(status):
-        break
-    foreground(program.pid)
-    os.kill(program.pid, signal.SIGCONT)
-print("steps", *steps, "end", flush=True)
+program.wait()
+foreground(os.getpgrp())
+print("then", echo(), "end", flush=True)
 """
 PROGRAM = """
 import os, signal, sys, termios, time
 sys.path.insert(0, {root!r})
-from utils.repl.quiet_keyboard import Echo, quiet_keyboard
+from utils.repl.quiet_keyboard import quiet_keyboard
 
 def say(*words):
     print(*words, "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet", flush=True)
@@ -93,7 +83,7 @@ def test_the_echo_is_off_within_and_what_is_typed_is_read_later() -> None:
     shown = on_a_terminal(body, b"typed ahead\n")
     assert "before echo" in shown and "within quiet" in shown and "after echo" in shown
     assert shown.count("typed ahead") == 1 and "read typed ahead" in shown
-    assert "steps echo end" in shown
+    assert "then echo end" in shown
 
 
 @pytest.mark.parametrize(
@@ -107,32 +97,13 @@ def test_the_echo_is_off_within_and_what_is_typed_is_read_later() -> None:
 )
 def test_the_echo_is_on_after_the_program_has_ended(end: str) -> None:
     shown = on_a_terminal(WITHIN + f"    {end}\n    time.sleep(5)")
-    assert "within quiet" in shown and "steps echo end" in shown
+    assert "within quiet" in shown and "then echo end" in shown
 
 
 def test_an_unfinished_generator_restores_it_too() -> None:
     body = "def lines():\n    with quiet_keyboard():\n        yield 1\nkept = lines()\nnext(kept)\n"
     shown = on_a_terminal(body + "say('within')\nsys.kept = kept")
-    assert "within quiet" in shown and "steps echo end" in shown
-
-
-def test_a_suspended_program_leaves_the_echo_on_and_turns_it_off_again() -> None:
-    stop = "    os.kill(os.getpid(), signal.SIGTSTP)\n    time.sleep(0.5)\n"
-    shown = on_a_terminal(f"{WITHIN}{stop}    say('again')\n{stop}    say('third', Echo.suspended > 0)")
-    assert "again quiet" in shown and "third True quiet" in shown and "steps echo echo echo end" in shown
-
-
-def test_a_suspended_run_is_not_passed_off_as_a_slow_one(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = open_session(view)
-    assert session.handle("/gamma") is Verdict.DONE and "suspended" not in view.take()[1]
-
-    def suspend(text: str) -> Verdict:
-        monkeypatch.setattr(Echo, "suspended", Echo.suspended + 9)
-        return Verdict.DONE
-
-    monkeypatch.setattr(session, "_run_prompt", suspend)
-    assert session.handle("Hello") is Verdict.DONE
-    assert SUSPENDED.format(9) in view.take()[1]
+    assert "within quiet" in shown and "then echo end" in shown
 
 
 def test_signal_handlers_stay_without_a_terminal() -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session, records_of, screen, tiny_pair
+from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
@@ -167,13 +167,20 @@ def test_plain_output_and_model_text_contain_no_escape_sequences(view: Screen) -
     assert view.take() == ("\u241b[2J\u2407[bold]", "\u241b[31m[red]x\n")
 
 
-def test_typed_escapes_are_newline_and_tab_and_say_sends_text_unchanged(view: Screen, tmp_path: Path) -> None:
+def test_typed_escapes_are_newline_and_tab_and_quotes_send_text_unchanged(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
-    for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", r"/say /gamma 3 \n", "  /say   two  words"):
+    quoted = (r'"""/gamma 3 \n"""', '  """  two  words"""', '"""\n/a\n/b\n"""')
+    for line in ("/speculative off", "/ngram off", "/length 1", r"a\nb\tc", *quoted, '""""""'):
         session.handle(line)
     session.send("/gamma 9")
-    assert [row["prompt"] for row in records_of(file)] == ["a\nb\tc", r"/gamma 3 \n", "  two  words", "/gamma 9"]
+    assert [row["prompt"] for row in records_of(file)] == [
+        "a\nb\tc",
+        r"/gamma 3 \n",
+        "  two  words",
+        "/a\n/b",
+        "/gamma 9",
+    ]
     assert session.settings.gamma == 4
 
 
@@ -191,7 +198,7 @@ def test_the_storage_is_emptied_between_prompts_by_default(view: Screen, tmp_pat
 
 def test_without_a_drafter_its_strategies_are_omitted_with_a_note(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    session = open_session(view, tiny_pair(drafter=False), records=file)
+    session = open_session(view, table_pair(drafter=False), records=file)
     assert session.handle("Hello") is Verdict.DONE
     assert view.take()[1].count("\n") == 1
     assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"]
@@ -262,13 +269,13 @@ def test_a_lone_help_shows_the_commands_and_says_once_how_to_send_it(word: str, 
     assert session.handle(word) is Verdict.DONE and view.take()[1] == ""
 
 
-@pytest.mark.parametrize("line", [" exit", "/say exit", "exit now", "help?"])
+@pytest.mark.parametrize("line", [" exit", '"""exit"""', "exit now", "help?"])
 def test_other_lines_with_these_words_are_prompts(line: str, view: Screen) -> None:
     session = open_session(view)
     session.handle("/length 2")
     assert session.handle(line) is Verdict.DONE
     last = session.harness.state.last
-    assert last is not None and last.text == line.removeprefix("/say ").strip()
+    assert last is not None and last.text == line.strip(' "')
 
 
 def test_prompts_of_a_file_are_never_commands(view: Screen) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, table_pair
 
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
@@ -163,8 +163,8 @@ def test_invalid_characters_in_a_prompt_are_replaced(view: Screen, tmp_path: Pat
 
 
 def test_a_prompt_beyond_the_drafters_context_is_reported(view: Screen) -> None:
-    pair = tiny_pair()
-    pair.drafter = tiny_pair(max_position_embeddings=16).drafter
+    pair = table_pair()
+    pair.drafter = table_pair(max_position_embeddings=16).drafter
     session = open_session(view, pair)
     assert session.handle("Hello there, this is a longer prompt") is Verdict.DONE
     assert "16" in view.take()[1]

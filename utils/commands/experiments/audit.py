@@ -23,8 +23,7 @@ from utils.config.settings import setting_fields
 from utils.decode.noise import fix_seeds
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
-from utils.pairs.pair import Pair
-from utils.pairs.weights import depends_on_width
+from utils.pairs.pair import Pair, depends_on_width
 from utils.text import count_of
 
 TRIALS, MAX_TRIALS = 10, 10_000

@@ -20,7 +20,7 @@ from utils.commands.experiments.repeated_runs import (
 from utils.commands.experiments.suite import suite
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.servers.race import server_race
+from utils.commands.servers.server_race import server_race
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt
@@ -73,11 +73,6 @@ def _local(repeats: int, context: CommandContext) -> Outcome:
         "race", last.text, settings, HEADINGS, events, _conclusion, charts=_charts, optional=OPTIONAL, title=title
     )
     return [RunReport(report)]
-
-
-def _suite(argument: str, context: CommandContext) -> Outcome:
-    file, limit = _limited(argument)
-    return suite(file, 1, context, limit=limit)
 
 
 def _limited(argument: str) -> tuple[str, int | None]:
@@ -170,12 +165,4 @@ RACE = Command(
         see_also=("verdict", "sweep", "why", "speed-up"),
     ),
     files=("",),
-)
-SUITE = Command(
-    "suite",
-    "FILE",
-    "the same as /race FILE",
-    _suite,
-    page=Page("The same as /race FILE.", ("> /suite prompts.jsonl",)),
-    instead="race",
 )

@@ -1,4 +1,4 @@
-"""Repeated, interleaved runs, which /race, /sweep, /suite and /replay share.
+"""Repeated, interleaved runs, which /race, /sweep and /replay share.
 
 The speed of a machine drifts. So every variant is warmed up first, variants and strategies take turns at going first,
 and speeds are compared within a repeat only. Ctrl-C keeps what was finished. What is measured, and how it is shown, is

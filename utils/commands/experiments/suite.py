@@ -1,4 +1,4 @@
-"""/race N FILE and /suite FILE: run every prompt of a file with every enabled strategy, and report results by task.
+"""/race N FILE: run every prompt of a file with every enabled strategy, and report results by task.
 
 Speed-ups are computed within each repeat of a prompt. Tokens, seconds and drafts are pooled, so that long answers weigh
 more than short ones. Prompts with several turns are conversations.
@@ -16,7 +16,7 @@ from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_t
 from utils.commands.outcomes import Outcome, RunReport
 from utils.commands.paths import path_in
 from utils.commands.registry import CommandContext
-from utils.commands.servers.race import server_race
+from utils.commands.servers.server_race import server_race
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
@@ -26,8 +26,7 @@ from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import Generation, pooled
-from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.prompts.samples import limited
+from utils.prompts.prompt_files import Prompt, limited, read_prompts
 from utils.text import count_of
 
 MANY = 50  # prompts from which on a note recommends a limit
@@ -54,7 +53,7 @@ class SuitePlan:
 
 
 def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None = None) -> Outcome:
-    """The report of /race N FILE and /suite FILE. limit: the most prompts of each task.
+    """The report of /race N FILE. limit: the most prompts of each task.
 
     Raises UserError for a file that cannot be used.
     """

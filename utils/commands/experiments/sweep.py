@@ -45,7 +45,6 @@ HEADINGS = (
 )
 OPTIONAL = ("range", "95 % interval", "acceptance", "tokens/forward")
 SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
-OLD_NAMES = ("set_ngramstorage", "top_k_filler")  # still accepted
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
 PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
 EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
@@ -58,8 +57,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
         raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
-    if name not in OLD_NAMES:
-        check_choice(name, (*SETTINGS, *PARTS), "setting that can be swept")
+    check_choice(name, (*SETTINGS, *PARTS), "setting that can be swept")
     last, harness = context.harness.last(), context.harness
     variants = [_variant(name, word, context) for word in words]
     for variant in variants:

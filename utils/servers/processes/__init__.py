@@ -1,1 +1,1 @@
-"""Servers of other engines that this program starts on this machine, and that end with it."""
+"""Server programs that this program starts on this machine, and that end with it."""

@@ -1,4 +1,4 @@
-"""The engines that can be started: one row each, with the command line for a target, a drafter and a draft length.
+"""Server programs that can be started here: how one is launched, and its command line for target, drafter and length.
 
 The flags are those of late 2026: of llama.cpp, vLLM and transformers as they were run here, of SGLang from its
 documentation alone. Only loopback addresses are given to a server.
@@ -9,13 +9,20 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from utils.bounds import WholeRange
 from utils.errors import UserError, check_choice
-from utils.servers.processes.launch import NGRAM, Launch
 
+NGRAM = "ngram"  # the drafter that reads its drafts from the text itself
+EMBEDDED = "embedded"  # the model that is always there, as a target or a drafter
+DEFAULT_DRAFT = 4  # drafts per round where a drafter is given without a length
+DRAFTS = WholeRange(0, 256)
+CONTEXT = WholeRange(16, 100_000_000)
+PARALLEL = WholeRange(1, 4096)
+ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 HOST = "127.0.0.1"
 LLAMA_CHILD = Path(__file__).parent / "llama_child.py"
 LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's default of 12 rarely finds one
@@ -24,12 +31,76 @@ LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """One server to start. `checked` validates the values.
+
+    kind: the name of a row of PROGRAMS. model: the target, a file, folder, hub name or EMBEDDED. drafter: a model
+    likewise, NGRAM, or "" for none. draft: maximum drafts per round, None for the default, 0 to decode without
+    speculation. method: the program's own word for how the drafter drafts, "" for that of an ordinary model. context:
+    tokens, None for the program's choice. parallel: requests that are computed at the same time, None likewise.
+    program: the executable, "" to look for it. flags: further arguments, passed on as they are.
+    """
+
+    kind: str
+    model: str
+    drafter: str = ""
+    draft: int | None = None
+    method: str = ""
+    context: int | None = None
+    parallel: int | None = None
+    program: str = ""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def drafts(self) -> int:
+        """Maximum drafts per round; 0 means no speculation."""
+        if not self.drafter:
+            return 0
+        return DEFAULT_DRAFT if self.draft is None else self.draft
+
+    @property
+    def speculates(self) -> bool:
+        return self.drafts > 0
+
+    @property
+    def label(self) -> str:
+        """What distinguishes it from other launches of its kind: how it drafts, "" without speculation."""
+        if not self.speculates:
+            return ""
+        return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
+
+    def checked(self) -> "Launch":
+        """The launch itself. Raises UserError for a value that is not valid."""
+        if not self.model:
+            raise UserError("a server needs a target, for example target=Qwen/Qwen3-4B.")
+        if self.draft is not None:
+            DRAFTS.check(self.draft, "draft")
+        if self.draft and not self.drafter:
+            raise UserError(f"draft={self.draft} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
+        if self.method and not self.drafter:
+            raise UserError(f"method={self.method} needs a drafter: drafter=MODEL.")
+        if self.context is not None:
+            CONTEXT.check(self.context, "context")
+        if self.parallel is not None:
+            PARALLEL.check(self.parallel, "parallel")
+        if refused := next((flag for flag in self.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
+            raise UserError(
+                f"{refused} cannot be given: a server is started on the loopback interface, on a free port."
+            )
+        return self
+
+    def with_draft(self, draft: int) -> "Launch":
+        """The same server with another draft length."""
+        return replace(self, draft=draft).checked()
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
-    """One engine.
+    """One kind of server program.
 
     find: the beginning of the command line, for a program= or "". arguments: the rest, for a launch and a port.
     install: what to do if the program is not found. was_run: whether such a command line was ever run here, or only
-    read in the engine's documentation. speculates: whether it has flags for drafts. lists_model: whether /v1/models
+    read in its documentation. speculates: whether it has flags for drafts. lists_model: whether /v1/models
     names the model of the server.
     """
 
@@ -45,9 +116,9 @@ class Program:
 def command_line(launch: Launch, port: int) -> list[str]:
     """The command that starts a server on a port of the loopback interface.
 
-    Raises UserError if the engine is not installed or cannot do what the launch says.
+    Raises UserError if the program is not installed or cannot do what the launch says.
     """
-    program = PROGRAMS[check_choice(launch.engine, tuple(PROGRAMS), "engine")]
+    program = PROGRAMS[check_choice(launch.kind, tuple(PROGRAMS), "server kind")]
     launch.checked()
     if launch.speculates and not program.speculates:
         raise UserError(f"{program.name} has no flags for speculative decoding; start it without drafter=.")
@@ -180,8 +251,8 @@ PROGRAMS = {
 }
 
 
-def _missing(engine: str) -> UserError:
-    return UserError(f"{engine} is not installed where this program looks: {PROGRAMS[engine].install}.")
+def _missing(kind: str) -> UserError:
+    return UserError(f"{kind} is not installed where this program looks: {PROGRAMS[kind].install}.")
 
 
 def _executable(program: str) -> str:
@@ -195,12 +266,12 @@ def _is_python(program: str) -> bool:
     return Path(program).name.startswith("python")
 
 
-def _beside_python(name: str, engine: str) -> str:
+def _beside_python(name: str, kind: str) -> str:
     """A program of the environment that this one runs in, or else on the PATH."""
     places: Sequence[str] = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
     if found := shutil.which(name, path=os.pathsep.join(places)):
         return found
-    raise _missing(engine)
+    raise _missing(kind)
 
 
 def _optional(flag: str, value: int | None) -> list[str]:

@@ -16,7 +16,7 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.commands.experiments.verdict.timing import Stopwatch, run_length, run_seconds
 from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.servers.verdict import server_verdict
+from utils.commands.servers.server_verdict import server_verdict
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.comparable_servers import comparable_servers

@@ -13,8 +13,7 @@ from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.sources import parse_path
-from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.prompts.samples import spaced, tasks_in_turn
+from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 from utils.text import encodable
 
 BUILT_IN = "builtin"  # the argument that chooses the built-in prompts

@@ -1,0 +1,66 @@
+"""A model that transformers and sessions use like any other, and that reads its logits from tables.
+
+Sessions, commands and screens do not care how logits come about, and a row of a table costs a tenth of the forward pass
+of a tiny Llama. Layers, engines and their caches are tested with real models.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class TableConfig(PreTrainedConfig):
+    """The fields that a cache and an estimate of its memory read."""
+
+    model_type = "table"
+
+    def __init__(self, vocab_size: int = 64, max_position_embeddings: int = 256, **fields: Any) -> None:
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.num_hidden_layers = self.num_attention_heads = self.hidden_size = 1
+        super().__init__(**{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None} | fields)
+
+
+class TableModel(PreTrainedModel, GenerationMixin):
+    """Logits of the next token: a row for the last token and one for the token before it.
+
+    The cache holds the text as keys, so a wrong rewind changes the logits. Their bits do not depend on the verify
+    width. Some tokens are likely after every other, as in a language, so drafts are sometimes accepted.
+    """
+
+    config_class = TableConfig
+    config: TableConfig
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__(config)
+        size = config.vocab_size
+        common = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        self.last = nn.Embedding(size, size, _weight=torch.randn(size, size) + 0.8 * common)
+        self.before = nn.Embedding(size, size, _weight=torch.randn(size, size) / 2)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """They are random already."""
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.last
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **arguments: Any,
+    ) -> CausalLMOutputWithPast:
+        text = input_ids[:, None, :, None].float()  # (B, 1, T, 1), keys of one head with one value
+        if use_cache:
+            past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+            text = past_key_values.update(text, text, 0)[0]
+        ids = text[:, 0, :, 0].long()
+        before = torch.cat([ids[:, :1], ids[:, :-1]], dim=1)[:, -input_ids.shape[1] :]
+        kept = slice(-logits_to_keep if logits_to_keep else None, None)
+        logits = self.last(input_ids[:, kept]) + self.before(before[:, kept])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values if use_cache else None)

@@ -1,0 +1,113 @@
+"""/server: finds the subcommand, and adds, lists and removes servers, for which none is contacted.
+
+A new subcommand is one row of the table.
+"""
+
+from collections.abc import Callable, Mapping
+
+from utils.commands.outcomes import Outcome, Reply, ShowTable, UseServers
+from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.servers.server_load import load
+from utils.commands.servers.server_start import start, stop
+from utils.commands.servers.server_sweep import sweep
+from utils.commands.servers.server_text import text
+from utils.errors import check_choice
+from utils.servers.address import (
+    ADD_EXAMPLE,
+    ServerAddress,
+    key_headers,
+    parse_server,
+    with_server,
+    without_server,
+)
+
+HEADINGS = ("server", "URL", "model", "baseline", "key")
+NONE = f"There is no server; add one, for example: {ADD_EXAMPLE}"
+IN_CLEAR = "The key will cross the network without encryption: use an https:// address if the server has one."
+
+
+def add(argument: str, context: CommandContext) -> Outcome:
+    added = parse_server(argument)
+    key_headers(added.key)  # raises UserError for a variable that is not set, while it is easily mended
+    addresses = with_server(context.harness.state.servers.addresses, added)
+    compared = "" if added.baseline is None else f", compared with {added.baseline}"
+    replies = [Reply(f"server {added.name} at {added.url}{compared}: every prompt is sent to it from now on")]
+    return [UseServers(addresses), *replies, *([Reply(IN_CLEAR)] if added.sends_key_in_clear else [])]
+
+
+def show(argument: str, context: CommandContext) -> Outcome:
+    addresses = context.harness.state.servers.addresses
+    if not addresses:
+        return [Reply(NONE)]
+    return [ShowTable(HEADINGS, [_row(address) for address in addresses])]
+
+
+def _row(address: ServerAddress) -> tuple[str, ...]:
+    key = "-" if address.key is None else f"${address.key}"
+    return address.name, address.url, address.model or "its only one", address.baseline or "-", key
+
+
+def remove(argument: str, context: CommandContext) -> Outcome:
+    addresses = context.harness.state.servers.addresses
+    left = without_server(addresses, argument)
+    freed = [address.name for address in addresses if address.baseline == argument]
+    note = f"; {' and '.join(freed)} now without a baseline" if freed else ""
+    return [UseServers(left), Reply(f"server {argument} removed{note}")]
+
+
+LIST = "list"
+SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
+    "add": add,
+    LIST: show,
+    "remove": remove,
+    "text": text,
+    "start": start,
+    "stop": stop,
+    "sweep": sweep,
+    "load": load,
+}
+SYNTAX = (
+    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
+    "/server [list]",
+    "/server remove NAME",
+    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
+    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
+    "[baseline=NAME] [-- FLAGS]",
+    "/server stop NAME",
+    "/server sweep NAME draft=0,2,4,8 [repeats=N]",
+    "/server load NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
+)
+MEANINGS = {
+    "add": "a server by its name and address",
+    LIST: "the servers of this session",
+    "remove": "a server",
+    "text": "is its greedy text that of its baseline?",
+    "start": "a server program of a kind that is installed here",
+    "stop": "a server that was started",
+    "sweep": "draft lengths of a started server",
+    "load": "many requests at the same time",
+}
+
+
+def _server(argument: str, context: CommandContext) -> Outcome:
+    name, _, rest = argument.partition(" ")
+    name = check_choice(name.lower() or LIST, tuple(SUBCOMMANDS), "subcommand")
+    return SUBCOMMANDS[name](rest.strip(), context)
+
+
+SERVER = Command(
+    "server",
+    "add NAME URL",
+    "compare inference servers",
+    _server,
+    group="models",
+    page=Page(
+        "Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
+        "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
+        ("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
+        SYNTAX,
+        ("race", "speed-up"),
+    ),
+    words=tuple(SUBCOMMANDS),
+    meanings=MEANINGS,
+)

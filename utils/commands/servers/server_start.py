@@ -1,0 +1,160 @@
+"""/server start and stop: local servers of programs that the user has installed."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from utils.bounds import WholeRange
+from utils.commands.outcomes import Outcome, Reply, RunReport, UseServers
+from utils.commands.registry import CommandContext
+from utils.commands.servers.server_words import parse_words
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.formats import format_of
+from utils.errors import UserError, check_choice
+from utils.models.head_file import is_head
+from utils.models.sources import Source, parse_path
+from utils.servers.address import ServerAddress, server_address, with_server, without_server
+from utils.servers.connection import ServerList
+from utils.servers.processes.local_servers import READY_SECONDS
+from utils.servers.processes.programs import (
+    CONTEXT,
+    DRAFTS,
+    EMBEDDED,
+    LLAMA,
+    NGRAM,
+    PARALLEL,
+    PROGRAMS,
+    SGLANG,
+    VLLM,
+    Launch,
+    command_line,
+)
+
+NUMBERS = {"draft": DRAFTS, "context": CONTEXT, "parallel": PARALLEL}
+WAIT = WholeRange(1, 86_400)  # seconds
+OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "program", "name", "baseline", "wait")
+HEADINGS = ("server", "URL", "drafts", "ready after", "log")
+RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
+UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
+# The words of vLLM and SGLang for formats of published drafters, from their sources.
+METHODS = {
+    VLLM: {"EAGLE-3": "eagle3", "EAGLE": "eagle", "DFlash": "dflash", "DSpark": "dspark", "Medusa": "medusa"},
+    SGLANG: {"EAGLE-3": "EAGLE3", "EAGLE": "EAGLE", "DFlash": "DFLASH", "DSpark": "DSPARK"},
+}
+HEAD = (
+    "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
+    "--start {0}` makes one that it can."
+)
+EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
+
+
+def start(argument: str, context: CommandContext) -> Outcome:
+    words = parse_words(argument, OPTIONS, most=2)
+    if not words.plain:
+        raise UserError(f"name a server kind: {', '.join(PROGRAMS)}; for example: {EXAMPLE}")
+    kind = check_choice(words.plain[0].lower(), tuple(PROGRAMS), "server kind")
+    options = dict(words.options)
+    if len(words.plain) > 1 and options.setdefault("target", words.plain[1]) != words.plain[1]:
+        raise UserError(f"there are two targets, {words.plain[1]} and {options['target']}; give one.")
+    launch = Launch(
+        kind,
+        options.get("target") or _target(kind, context),
+        drafter=options.get("drafter", ""),
+        method=options.get("method") or _method(kind, options.get("drafter", "")),
+        program=options.get("program", ""),
+        draft=_number("draft", options),
+        context=_number("context", options),
+        parallel=_number("parallel", options),
+        flags=words.flags,
+    ).checked()
+    command_line(launch, 1)  # raises UserError for a program that is not installed
+    servers = context.harness.state.servers
+    name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
+    # The address is not known yet, but whether its name and its baseline can be used is.
+    placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
+    with_server(servers.addresses, placeholder)
+    wait = WAIT.parse(options["wait"]) if "wait" in options else READY_SECONDS
+    report = Report(
+        *("server start", "", context.settings, HEADINGS),
+        _starting(servers, placeholder, launch, wait),
+        _conclusion,
+        title=f"/server start {kind}",
+    )
+    return [RunReport(report)]
+
+
+def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit: float) -> Iterator[ReportEvent]:
+    began = time.monotonic()
+    for line in servers.start(address, launch, limit=limit):
+        yield Progress(line)
+    url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
+    process = servers.local.process_of(address.name)
+    assert process is not None
+    how = launch.label or "no speculation"
+    cells = (address.name, url, how, f"{seconds:.1f} s", str(process.log))
+    figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
+    yield Finding(cells, figures | asdict(launch))
+
+
+def _conclusion(findings: Sequence[Finding]) -> list[str]:
+    lines = [RUNS.format(finding.figures["server"]) for finding in findings]
+    kinds = {finding.figures["kind"] for finding in findings}
+    return [*lines, *(UNTRIED.format(kind) for kind in kinds if not PROGRAMS[kind].was_run)]
+
+
+def _number(name: str, options: Mapping[str, str]) -> int | None:
+    if name not in options:
+        return None
+    try:
+        return NUMBERS[name].parse(options[name])
+    except UserError as error:
+        raise UserError(f"{name}=: {error}") from error
+
+
+def _target(kind: str, context: CommandContext) -> str:
+    """The target of the session, where the server can load it, or the embedded model where none is loaded."""
+    harness = context.harness
+    target = harness.pair.request.target if harness.has_pair else EMBEDDED
+    if kind == LLAMA and target != EMBEDDED and not target.endswith(".gguf"):
+        raise UserError(
+            f"llama.cpp needs a GGUF file or a repository with one, and the target is {target}: target=FILE."
+        )
+    return target
+
+
+def _method(kind: str, drafter: str) -> str:
+    """The server program's word for the format of a published drafter in a local folder, "" for everything else.
+
+    Raises UserError for a drafter that it cannot load or for which no word is known.
+    """
+    if kind not in METHODS or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
+        return ""
+    if is_head(folder):
+        raise UserError(HEAD.format(drafter, kind))
+    checkpoint = read_checkpoint(Source(str(folder), folder.name))
+    known = None if checkpoint is None else format_of(checkpoint)
+    if known is not None and known.name not in METHODS[kind]:
+        words = ", ".join(METHODS[kind])
+        raise UserError(
+            f"The drafter in {drafter} has the format {known.name}. Words of {kind} are known for {words} only: give "
+            "its own with method=."
+        )
+    return "" if known is None else METHODS[kind][known.name]
+
+
+def free_name(launch: Launch, taken: list[str]) -> str:
+    """The kind and how it drafts, with a number if there is such a server already."""
+    base = "-".join(filter(None, (launch.kind, launch.label)))
+    names = [base, *(f"{base}-{number}" for number in range(2, len(taken) + 3))]
+    return next(name for name in names if name not in taken)
+
+
+def stop(argument: str, context: CommandContext) -> Outcome:
+    servers = context.harness.state.servers
+    started = servers.local.names()
+    if not argument:
+        raise UserError(f"name a server that this session has started: {', '.join(started) or 'there is none'}.")
+    servers.local.launch_of(argument)  # raises UserError for a server that was not started here
+    left = without_server(servers.addresses, argument)
+    return [UseServers(left), Reply(f"server {argument} stopped")]

@@ -1,0 +1,380 @@
+"""/server text: is a server's greedy text that of its baseline, alone and with other requests at the same time?
+
+The questions are those of /audit and /texts: is equal input answered equally at all, where do texts differ, and
+is that a rounding tie? A tie is shown without probabilities: the baseline itself takes either token.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from utils.bounds import WholeRange
+from utils.commands.outcomes import Outcome, RunReport
+from utils.commands.registry import CommandContext
+from utils.comparison.countdown import Countdown
+from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.server_requests import request_maker
+from utils.decode.steps import FinishReason
+from utils.errors import UserError, check_choice
+from utils.metrics.results import first_difference
+from utils.models.sources import parse_path
+from utils.prompts.prompt_files import read_prompts, spaced
+from utils.servers.address import TARGET
+from utils.servers.connection import Connection
+from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerError
+from utils.servers.load_slice import run_slice
+from utils.text import count_of
+
+OPTIONS = {
+    "repeats": (3, WholeRange(2, 100)),
+    "concurrency": (4, WholeRange(1, 64)),
+    "limit": (4, WholeRange(1, 1000)),
+}
+MOST_EXAMINED = 8  # differences; each needs a further request
+HEADINGS = ("check", "server", "requests", "texts per prompt", "first difference", "cause")
+ALONE, LOAD, WHERE = "alone", "load", "difference"
+TOKEN, CHARACTER = "token", "character"
+OPTION = re.compile(r"(\w+)=(\S*)", re.ASCII)
+OWN_PROMPTS = (
+    "Repeat this list three times: apples, pears, plums, figs.",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain in a few sentences why the sky is blue.",
+)
+Figures = dict[str, Any]
+
+
+class TextCause(StrEnum):
+    """Why a text differs from the baseline's. Only a tie can be shown."""
+
+    TIE = "rounding tie"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The text of an answer, and its token ids if the server gives them."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, completion: ServerCompletion) -> "Output":
+        return cls(completion.text, completion.token_ids)
+
+    def difference(self, other: "Output") -> int | None:
+        """The place of the first difference, in tokens if both have ids and in characters otherwise, or None."""
+        if self.token_ids is not None and other.token_ids is not None:
+            return first_difference(self.token_ids, other.token_ids)
+        return first_difference(self.text, other.text)
+
+    def unit(self, other: "Output") -> str:
+        """What `difference` counts."""
+        return TOKEN if self.token_ids is not None and other.token_ids is not None else CHARACTER
+
+
+@dataclass(frozen=True, slots=True)
+class TextTrial:
+    """What is compared. baseline: None checks only whether equal requests get equal texts. requests: the greedy ones of
+    each server, one for each prompt. repeats: of every prompt in each check. outputs: by check, server and prompt.
+    """
+
+    server: Connection
+    baseline: Connection | None
+    prompts: tuple[str, ...]
+    requests: dict[str, list[ServerRequest]]
+    repeats: int
+    concurrency: int
+    outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
+
+    @property
+    def connections(self) -> list[Connection]:
+        return [self.server] if self.baseline is None else [self.baseline, self.server]
+
+    @property
+    def reference(self) -> Connection:
+        """Whose texts, alone, the others are compared with."""
+        return self.baseline or self.server
+
+
+def text(argument: str, context: CommandContext) -> Outcome:
+    """The subcommand: NAME [FILE] [repeats=3] [concurrency=4] [limit=4]."""
+    name, file, options = _parsed(argument)
+    servers = context.harness.state.servers
+    check_choice(name, tuple(servers.connections), "server")
+    server = servers.connections[name]
+    if server.address.baseline == TARGET:
+        raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
+    baseline = None if server.address.baseline is None else servers.connections[server.address.baseline]
+    differing = [] if file else servers.other_texts.get(name, [])
+    found = differing or _prompts_of(file)
+    prompts = spaced(found, options["limit"])
+    trial = TextTrial(server, baseline, prompts, {}, options["repeats"], options["concurrency"])
+    compared = "" if baseline is None else f" compared with {baseline.address.name}"
+    title = f"/server text {name}{compared}, {_chosen_text(prompts, differing)}"
+    conclude = partial(conclusion, name, None if baseline is None else baseline.address.name)
+    report = Report(
+        "server_text", prompts[0], context.settings, HEADINGS, _events(trial, context), conclude, title=title
+    )
+    return [RunReport(report)]
+
+
+def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
+    """The server's name, the prompts file or "", and the values of all options."""
+    values = {name: default for name, (default, _) in OPTIONS.items()}
+    words = []
+    for word in argument.split():
+        if (option := OPTION.fullmatch(word)) and option[1] in OPTIONS:
+            values[option[1]] = OPTIONS[option[1]][1].parse(option[2])
+        else:
+            words.append(word)
+    if not words:
+        raise UserError("which server? For example /server text spec, where spec has a baseline.")
+    return words[0], " ".join(words[1:]), values
+
+
+def _prompts_of(file: str) -> list[str]:
+    """The prompts of a file, or the command's own. Raises UserError for a file without any."""
+    if not file:
+        return list(OWN_PROMPTS)
+    if found := [prompt.text for prompt in read_prompts(parse_path(file))]:
+        return found
+    raise UserError(f"the prompts file {file} has no prompts: write one per line.")
+
+
+def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:
+    """Which prompts are sent. differing: those on which texts differed before, if the prompts are among them."""
+    if not differing:
+        return count_of(len(prompts), "prompt")
+    left = f" of {len(differing)}" * (len(prompts) < len(differing))
+    return f"{len(prompts)}{left} prompt{'s' * (len(differing) > 1)} on which the texts differed"
+
+
+def _events(trial: TextTrial, context: CommandContext) -> Iterator[ReportEvent]:
+    length = context.settings.length
+    try:
+        for connection in trial.connections:
+            trial.requests[connection.address.name] = _requests(connection, trial.prompts, context)
+        each = count_of(trial.repeats * len(trial.prompts), "request")
+        yield Progress(f"alone: {each} of up to {count_of(length, 'token')} to each server, in turns ...")
+        yield from _run_alone(trial)
+        yield from (_row(trial, ALONE, connection) for connection in trial.connections)
+        if trial.concurrency > 1:
+            yield Progress(f"under load: {each} to each server, {trial.concurrency} at once ...")
+            for connection in trial.connections:
+                _run_together(trial, connection)
+                yield _row(trial, LOAD, connection)
+        yield from _differences(trial)
+    except ServerError:
+        for connection in trial.connections:
+            connection.close()
+        raise
+
+
+def _requests(connection: Connection, prompts: Sequence[str], context: CommandContext) -> list[ServerRequest]:
+    """The greedy requests, with token ids as prompts where the server knows them."""
+    made = []
+    for prompt in prompts:
+        request = request_maker(context.harness, prompt, context.settings)(connection.kind, connection.client)
+        request = replace(request, temperature=0.0, top_k=0, top_p=1.0)
+        if isinstance(request.prompt, str | Chat):
+            ids = connection.kind.tokens(connection.client, request.prompt, special=True)
+            request = replace(request, prompt=ids or request.prompt)
+        made.append(request)
+    return made
+
+
+def _run_alone(trial: TextTrial) -> Iterator[Progress]:
+    countdown, done, count = Countdown(), 0, trial.repeats * len(trial.prompts)
+    for connection in trial.connections:
+        trial.outputs[ALONE, connection.address.name] = [[] for _ in trial.prompts]
+    for _ in range(trial.repeats):
+        for number in range(len(trial.prompts)):
+            for connection in trial.connections:
+                name = connection.address.name
+                output = Output.of(_ask(connection, trial.requests[name][number]))
+                trial.outputs[ALONE, name][number].append(output)
+            done += 1
+            yield from countdown.at(done / count, f"alone: {done} of {count_of(count, 'request')} to each server")
+
+
+def _ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
+    """One whole answer. Raises KeyboardInterrupt if Ctrl-C ended it."""
+    completion = connection.client.complete(request, connection.kind)
+    if completion.finish is FinishReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return completion
+
+
+def _run_together(trial: TextTrial, connection: Connection) -> None:
+    """All requests, of different prompts side by side. Raises ServerError if one fails."""
+    name = connection.address.name
+    requests, count = trial.requests[name] * trial.repeats, len(trial.prompts)
+    limit = connection.address.timeout * len(requests)  # each request has its own time-outs
+    answered = run_slice(connection, requests, concurrency=trial.concurrency, limit=limit)
+    if answered.failures:
+        raise ServerError(answered.failures[0])
+    completions = dict(zip(answered.numbers, answered.completions, strict=True))
+    outputs = [Output.of(completions[number]) for number in range(len(requests))]
+    trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
+
+
+def _reference(trial: TextTrial, number: int) -> Output:
+    return trial.outputs[ALONE, trial.reference.address.name][number][0]
+
+
+def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int]]:
+    """(prompt, text, place) of the first text of each prompt that is not the reference's.
+
+    Under load only texts count that the server does not give alone.
+    """
+    found = []
+    for number, outputs in enumerate(trial.outputs[check, name]):
+        reference = _reference(trial, number)
+        known = trial.outputs[ALONE, name][number] if check == LOAD else []
+        places = ((output, output.difference(reference)) for output in outputs if output not in known)
+        differing = next(((output, place) for output, place in places if place is not None), None)
+        if differing is not None:
+            found.append((number, *differing))
+    return found
+
+
+def _row(trial: TextTrial, check: str, connection: Connection) -> Finding:
+    name = connection.address.name
+    texts = max(len(set(outputs)) for outputs in trial.outputs[check, name])
+    differing = len(_unlike(trial, check, name))
+    figures: dict[str, Any] = {
+        "check": check,
+        "server": name,
+        "concurrency": trial.concurrency if check == LOAD else 1,
+        "prompts": len(trial.prompts),
+        "requests": trial.repeats * len(trial.prompts),
+        "unique_texts": texts,
+        "differing_prompts": differing,
+        "tokens": max(len(output.token_ids or ()) for outputs in trial.outputs[check, name] for output in outputs),
+    }
+    shown = check if check == ALONE else f"{trial.concurrency} at once"
+    compared = f"in {differing} of {count_of(len(trial.prompts), 'prompt')}" if differing else "none"
+    return Finding((shown, name, str(figures["requests"]), str(texts), compared, "-"), figures)
+
+
+def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
+    """Where and why texts differ from the reference's: first those alone, then those that only load brings."""
+    places = [
+        (check, connection.address.name, *unlike)
+        for check in (ALONE, LOAD)
+        if (check, trial.server.address.name) in trial.outputs
+        for connection in trial.connections
+        for unlike in _unlike(trial, check, connection.address.name)
+    ]
+    if len(places) > MOST_EXAMINED:
+        yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
+    for check, name, number, ours, place in places[:MOST_EXAMINED]:
+        yield Progress(f"examining prompt {number + 1} of {name} ...")
+        unit, cause = ours.unit(_reference(trial, number)), cause_of(trial, number, ours, place)
+        figures = {
+            "check": WHERE,
+            "under": check,
+            "server": name,
+            "prompt": trial.prompts[number],
+            "number": number + 1,
+            "first_difference": place,
+            "first_difference_in": f"{unit}s",
+            "cause": cause.value,
+        }
+        label = f"prompt {number + 1}" + (", alone" if check == ALONE else f", {trial.concurrency} at once")
+        yield Finding((label, name, "-", "-", f"{unit} {place + 1}", cause.value), figures)
+
+
+def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCause:
+    """A tie if the reference takes the other token itself where it computes the same tokens in a prefill.
+
+    A prefill and decode steps round differently, as a verify pass does.
+    """
+    request = trial.requests[trial.reference.address.name][number]
+    if not isinstance(request.prompt, tuple) or ours.unit(_reference(trial, number)) != TOKEN:
+        return TextCause.UNKNOWN
+    before, other = (ours.token_ids or ())[:place], (ours.token_ids or ())[place : place + 1]
+    try:
+        again = _ask(trial.reference, replace(request, prompt=(*request.prompt, *before), max_tokens=1)).token_ids
+    except UserError:  # for example a context that is one token too long
+        return TextCause.UNKNOWN
+    return TextCause.TIE if again and again == other else TextCause.UNKNOWN
+
+
+def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
+    """The sentences, the most important one first."""
+    rows = {(finding.figures["check"], finding.figures["server"]): finding.figures for finding in findings}
+    found = [finding.figures for finding in findings if finding.figures["check"] == WHERE]
+    alone = [row for (check, _), row in rows.items() if check == ALONE]
+    if len(alone) < (1 if baseline is None else 2):
+        return []  # interrupted before anything could be compared
+    if unsteady := [str(row["server"]) for row in alone if row["unique_texts"] != 1]:
+        return [
+            f"Not deterministic: {' and '.join(unsteady)} answered equal requests with different texts, although no "
+            "other request was sent. So a difference cannot be attributed to speculation.",
+            *_reasons(found, baseline or name),
+        ]
+    first = _repeats(name, alone[0]) if baseline is None else _same_text(name, baseline, rows[ALONE, name], found)
+    return [first, *_under_load(name, baseline, rows), *_reasons(found, baseline or name)]
+
+
+def _repeats(name: str, row: Figures) -> str:
+    requests, prompts = count_of(row["requests"], "request"), count_of(row["prompts"], "prompt")
+    return (
+        f"Deterministic: {requests} for {prompts} got equal texts from {name}. With baseline=SERVER in "
+        "its /server add, they are compared with those without speculation."
+    )
+
+
+def _same_text(name: str, baseline: str, row: Figures, found: Sequence[Figures]) -> str:
+    prompts, differing = row["prompts"], row["differing_prompts"]
+    if not differing:
+        length = f" of up to {count_of(row['tokens'], 'token')}" if row["tokens"] else ""
+        requests = count_of(row["requests"], "request")
+        return (
+            f"The text of {name} is that of {baseline}: equal for {count_of(prompts, 'prompt')} "
+            f"({requests} to each server{length})."
+        )
+    causes = [figures["cause"] for figures in found if figures["under"] == ALONE and figures["server"] == name]
+    counted = ", ".join(f"{causes.count(cause.value)} {cause.value}" for cause in TextCause if cause.value in causes)
+    return f"The text of {name} is not that of {baseline} for {differing} of {count_of(prompts, 'prompt')}" + (
+        f": {counted}." if counted else "."
+    )
+
+
+def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Figures]) -> list[str]:
+    loaded = {server: row for (check, server), row in rows.items() if check == LOAD}
+    if name not in loaded:
+        return []
+    at_once = f"With {loaded[name]['concurrency']} requests at once"
+    changed = {server: row["differing_prompts"] for server, row in loaded.items() if row["differing_prompts"]}
+    if not changed:
+        return [f"{at_once} the texts stay the same."]
+    counts = " and ".join(f"{server} for {count_of(count, 'prompt')}" for server, count in changed.items())
+    sentence = f"{at_once} texts differ from those given alone: {counts}."
+    if baseline in changed:
+        sentence += f" {baseline} does so without speculation: its results depend on the batch."
+    return [sentence]
+
+
+def _reasons(found: Sequence[Figures], reference: str) -> list[str]:
+    """One sentence for each cause that occurs."""
+    causes = {figures["cause"] for figures in found}
+    lines = []
+    if TextCause.TIE.value in causes:
+        lines.append(
+            f"rounding tie: {reference} takes the other token itself if it computes the same tokens as part of a "
+            "prompt, so either token can win."
+        )
+    if TextCause.UNKNOWN.value in causes:
+        lines.append(
+            f"unknown: {reference} was not seen to take the other token; it may be a rounding tie all the same. Check "
+            "that both servers have the same weights, number format and sampling defaults; if so, and if there are "
+            "many differences, report them to the server's authors."
+        )
+    return lines

@@ -1,0 +1,44 @@
+"""The argument of a subcommand of /server as words, options and flags for a server program."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from utils.errors import UserError, check_choice
+
+REST = "--"  # what follows is for the server program
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """plain: the words without an equals sign. options: values by name. flags: the words after ` -- `."""
+
+    plain: tuple[str, ...]
+    options: Mapping[str, str]
+    flags: tuple[str, ...]
+
+
+def parse_words(argument: str, options: Sequence[str], *, most: int) -> Words:
+    """Split an argument, which may quote words as in a shell. most: maximum number of plain words.
+
+    Raises UserError for unknown or repeated options, too many words, and quotation marks that are not closed.
+    """
+    try:
+        words = shlex.split(argument)
+    except ValueError as error:
+        raise UserError("a quotation mark is not closed.") from error
+    ours, flags = (words[: words.index(REST)], words[words.index(REST) + 1 :]) if REST in words else (words, [])
+    plain, values = [], dict[str, str]()
+    for word in ours:
+        name, equals, value = word.partition("=")
+        if not equals:
+            plain.append(word)
+            continue
+        if check_choice(name, tuple(options), "option") in values:
+            raise UserError(f"{name}= is given twice.")
+        values[name] = value
+    if len(plain) > most:
+        raise UserError(
+            f"'{plain[most]}' is one word too many; options are written as NAME=VALUE: {', '.join(options)}."
+        )
+    return Words(tuple(plain), values, tuple(flags))

@@ -1,1 +1,0 @@
-"""What differs between inference engines behind the same protocol: one module per engine."""

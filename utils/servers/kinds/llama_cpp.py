@@ -1,0 +1,126 @@
+"""llama.cpp's server: token ids both ways through its own /completion, and draft counts in `timings`.
+
+Read in tools/server (server-context.cpp, server-task.cpp, server-schema.cpp). `draft_n` counts the drafts that are
+verified, after they were shortened to the rest of the answer; `draft_n_accepted` does not contain the bonus token.
+`predicted_n` contains the token of the prefill. So every forward pass yields one token more than it accepts.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from utils.servers.kinds.completion import (
+    Chat,
+    Counters,
+    Event,
+    Piece,
+    ServerAcceptance,
+    ServerCompletion,
+    ServerRequest,
+)
+from utils.servers.kinds.server_kind import (
+    ACCEPTED,
+    DRAFTED,
+    ODD_FIGURES,
+    PASSES,
+    SHORT_DRAFTS,
+    ServerKind,
+    ServerReader,
+    accepted_at,
+    draft_counters,
+    growth,
+    owner_of,
+    positions,
+    same_length,
+    tokenized,
+)
+
+GENERATED = "tokens_predicted"
+LARGEST_SEED = 2**32 - 1  # means a random seed
+FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+# Its default order filters before the temperature, and has further samplers that are on.
+SAMPLERS = ("temperature", "top_k", "top_p")
+
+
+class LlamaCppKind(ServerKind):
+    """`llama-server`. Ids are streamed by /completion alone, so chats are counted by usage.
+
+    A streamed event names the last token of a character that several tokens make up, and not the others. Such an
+    answer has fewer ids than `tokens_predicted`, and ServerCompletion.token_ids is None.
+    """
+
+    name: ClassVar[str] = "llama.cpp"
+    takes_token_ids: ClassVar[bool] = True
+
+    def recognises(self, server: ServerReader) -> bool:
+        return owner_of(server) == "llamacpp"
+
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        if isinstance(text, Chat):
+            found = server.post_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
+            if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+                return None
+            # A first token that the tokenizer adds by itself is left out of the template's text.
+            text, special = found["prompt"], True
+        return tokenized(server, {"content": text, "add_special": special, "parse_special": True})
+
+    def path(self, request: ServerRequest) -> str:
+        return super().path(request) if request.is_chat else "/completion"
+
+    def body(self, request: ServerRequest, model: str) -> dict[str, Any]:
+        if isinstance(request.prompt, Chat):
+            return super().body(request, model)
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        return {
+            "model": model,
+            "prompt": prompt,
+            "n_predict": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "return_tokens": True,
+            "stream": True,
+        } | self.further_fields(request)
+
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
+        fields = {
+            "top_k": request.top_k,
+            "samplers": list(SAMPLERS),
+            "ignore_eos": request.ignore_eos,
+            "cache_prompt": request.reuses_prefix,
+        }
+        return fields if request.seed is None else fields | {"seed": request.seed % LARGEST_SEED}
+
+    def read(self, event: Event) -> Piece:
+        if "choices" in event:
+            return super().read(event)
+        ids = tuple(event["tokens"]) if "tokens" in event else None
+        if not event["stop"]:
+            return Piece(event["content"], ids)
+        finish = FINISH.get(event.get("stop_type", ""), "stop")
+        return Piece(event["content"], ids, finish, event.get("tokens_evaluated"), event["tokens_predicted"])
+
+    def counters(self, server: ServerReader) -> Counters:
+        """Its /metrics, which exist only with the option --metrics."""
+        return draft_counters(server, "llamacpp:", GENERATED)
+
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        """From the answer's own timings. Verify passes and positions are added from the counters if those grew by the
+        same numbers.
+        """
+        timings = completion.field("timings")
+        try:
+            return _from_answer(timings, growth(before, after) or {}) if timings else None
+        except ODD_FIGURES:
+            return None
+
+
+def _from_answer(timings: Mapping[str, int], grown: Mapping[str, int]) -> ServerAcceptance | None:
+    if not timings.get("draft_n"):
+        return None
+    drafted, accepted = timings["draft_n"], timings["draft_n_accepted"]
+    forwards = timings["predicted_n"] - accepted
+    expected = (drafted, accepted, timings["predicted_n"])
+    if not grown.get(PASSES) or tuple(grown.get(name) for name in (DRAFTED, ACCEPTED, GENERATED)) != expected:
+        return ServerAcceptance(drafted, accepted, forwards=forwards)
+    counts, passes = accepted_at(grown), grown[PASSES]
+    note = "" if same_length(drafted, passes, len(counts)) else SHORT_DRAFTS
+    return ServerAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)

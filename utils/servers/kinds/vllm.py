@@ -1,0 +1,150 @@
+"""vLLM, and SGLang, whose requests are the same: token ids both ways, salted prefix caching, and counts of drafts.
+
+Read in vLLM 0.32 (v1/spec_decode/metrics.py, v1/core/sched/scheduler.py) and SGLang 0.5.23, which was never run. A
+draft token is counted when it is verified. vLLM also counts the drafts after the end of an answer.
+"""
+
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from utils.servers.kinds.completion import Chat, Counters, Event, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import (
+    ACCEPTED,
+    DRAFTED,
+    ODD_FIGURES,
+    PASSES,
+    SHORT_DRAFTS,
+    ServerKind,
+    ServerReader,
+    accepted_at,
+    accepted_from_histogram,
+    draft_counters,
+    growth,
+    not_alone,
+    own_tokens,
+    owner_of,
+    positions,
+    same_length,
+    tokenized,
+)
+
+GENERATED = "generation_tokens"
+PAST_THE_END = "vLLM also counts drafts after the end of the answer"
+ALL_SLOTS = "SGLang counts every draft slot of a verify pass as drafted, also nodes of a tree and unused slots"
+
+
+class VllmKind(ServerKind):
+    """`vllm serve`. With --per-request-spec-decode-metrics the counts come with the answer, otherwise from /metrics."""
+
+    name: ClassVar[str] = "vllm"
+    takes_token_ids: ClassVar[bool] = True
+
+    def recognises(self, server: ServerReader) -> bool:
+        return owner_of(server) == self.name
+
+    def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
+        if isinstance(text, str):
+            return tokenized(server, {"prompt": text, "add_special_tokens": special})
+        messages = [dict(message) for message in text.messages]
+        return tokenized(server, {"messages": messages, "add_generation_prompt": True})
+
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
+        """All sampling fields are given, because the defaults are from the model's generation_config.json."""
+        fields: dict[str, Any] = {
+            "top_k": request.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "ignore_eos": request.ignore_eos,
+            "return_token_ids": True,
+        }
+        # Blocks of the prefix cache are shared only between requests with the same salt.
+        return fields if request.reuses_prefix else fields | {"cache_salt": uuid4().hex}
+
+    def token_ids(self, event: Event) -> tuple[int, ...] | None:
+        ids = event["choices"][0].get("token_ids")
+        return None if ids is None else tuple(ids)
+
+    def counters(self, server: ServerReader) -> Counters:
+        return draft_counters(server, "vllm:", GENERATED)
+
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        metrics = completion.field("metrics")
+        own = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        try:
+            return _from_answer(completion, own) if own else _from_counters(completion, before, after)
+        except ODD_FIGURES:
+            return None
+
+
+def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcceptance | None:
+    """The counts of `metrics.speculative_decoding`, at the level `summary` or `detailed`."""
+    drafted, accepted, passes = (
+        own[name] for name in ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+    )
+    if not drafted:
+        return None
+    note = PAST_THE_END
+    if steps := list(zip(own.get("per_step_drafted") or (), own.get("per_step_accepted") or (), strict=True)):
+        by_position = tuple(
+            (
+                sum(step_accepted > position for _, step_accepted in steps),
+                sum(step_drafted > position and step_accepted >= position for step_drafted, step_accepted in steps),
+            )
+            for position in range(max(step_drafted for step_drafted, _ in steps))
+        )
+    else:
+        counts = accepted_from_histogram(own["acceptance_histogram"])
+        by_position = positions(counts, passes)
+        note += "" if same_length(drafted, passes, len(counts)) else f"; {SHORT_DRAFTS}"
+    return ServerAcceptance(
+        drafted, accepted, passes, by_position, note=note, forwards=_forwards(completion, accepted, passes)
+    )
+
+
+def _from_counters(completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+    grown = growth(before, after)
+    if grown is None or not grown.get(DRAFTED):
+        return None
+    drafted, accepted, passes = grown[DRAFTED], grown.get(ACCEPTED, 0), grown.get(PASSES, 0)
+    if reason := not_alone(completion, grown.get(GENERATED)):
+        return ServerAcceptance(drafted, accepted, passes, valid=False, note=reason)
+    counts = accepted_at(grown)
+    note = PAST_THE_END if same_length(drafted, passes, len(counts)) else f"{PAST_THE_END}; {SHORT_DRAFTS}"
+    forwards = _forwards(completion, accepted, passes)
+    return ServerAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)
+
+
+def _forwards(completion: ServerCompletion, accepted: int, passes: int) -> int | None:
+    """Forward passes of the target: the prefill, the verify passes, and decode steps without drafts.
+
+    The latter are what remains of the tokens. It is too few by at most the number of accepted drafts after the end.
+    """
+    tokens = own_tokens(completion)
+    return None if tokens is None else 1 + passes + max(0, tokens - 1 - passes - accepted)
+
+
+class SglangKind(VllmKind):
+    """`sglang.launch_server`. The figures of drafts come with the answer, in `sglext.spec_tokens_details`."""
+
+    name: ClassVar[str] = "sglang"
+
+    def further_fields(self, request: ServerRequest) -> dict[str, Any]:
+        return super().further_fields(request) | {"return_spec_tokens_details": True}
+
+    def counters(self, server: ServerReader) -> Counters:
+        return {}
+
+    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        """Every decode step verifies a draft, and the prefill of an answer counts as one more pass."""
+        try:
+            details = completion.field("sglext")["spec_tokens_details"]
+            drafted, accepted = details["spec_num_proposed_drafts"], details["spec_num_correct_drafts"]
+            passes = details["spec_verify_ct"]
+            if not drafted or not passes:
+                return None
+            counts = accepted_from_histogram(details.get("spec_correct_drafts_histogram") or ())
+            counts += [0] * (drafted // passes - len(counts)) if counts else []
+        except ODD_FIGURES:
+            return None
+        by_position = positions(counts, passes)
+        return ServerAcceptance(drafted, accepted, passes, by_position, note=ALL_SLOTS, forwards=passes + 1)
