@@ -8,7 +8,7 @@ from utils.bounds import WholeRange
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RunLines, ShowRows, UndoSettings
 from utils.commands.paths import output_in, path_in, write_output
 from utils.commands.registry import Command, CommandContext, CommandError, Page, Registry
-from utils.config.setting_parts import known_settings, listed_settings, setting_named, split_setting
+from utils.config.setting_table import known_settings, listed_settings, setting_named, split_setting
 from utils.errors import UserError
 from utils.files import read_text
 from utils.screen.line_history import history_path, recent_lines

@@ -11,7 +11,7 @@ from typing import Any
 from utils.bounds import MAX_SEED
 from utils.commands.servers.text_trials import Output, ask_together, unique
 from utils.comparison.reports import Finding, Progress, ReportEvent
-from utils.config.sampling_parts import Sampling
+from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
 from utils.metrics.two_samples import compare_samples
 from utils.servers.connection import Connection
@@ -59,7 +59,7 @@ def sample_events(trial: SampleTrial) -> Iterator[ReportEvent]:
             "samples": trial.samples,
             "unique_texts": max(map(unique, outputs[name])),
             "tokens": _length(trial),
-            "processor": Sampling.of(trial.settings).text,
+            "processor": setting_fields()["processor"].show(trial.settings),
             "shared_within": compared.shared_within,
             "shared_between": compared.shared_between,
             "p_value": compared.p_value,
@@ -96,15 +96,15 @@ def _length(trial: SampleTrial) -> int:
 
 
 def _requests(trial: SampleTrial, greedy: ServerRequest, block: int) -> list[ServerRequest]:
-    sampling = Sampling.of(trial.settings)
+    processor = trial.settings.processor
     first = trial.settings.seed + 1 + block * trial.samples
     return [
         replace(
             greedy,
             max_tokens=_length(trial),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or 0,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            temperature=processor.effective_temperature,
+            top_k=processor.top_k or 0,
+            top_p=1.0 if processor.top_p is None else processor.top_p,
             seed=(first + number) % (MAX_SEED + 1),
         )
         for number in range(trial.samples)

@@ -31,7 +31,8 @@ from utils.comparison.reports import Finding, Note, Progress, Report, ReportEven
 from utils.comparison.server_runs import ServerRun, row_name
 from utils.comparison.speed_claims import SpeedClaim
 from utils.comparison.strategies import is_greedy
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.servers.address_list import TARGET
 from utils.servers.connection import Connection
