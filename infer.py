@@ -33,7 +33,7 @@ from pathlib import Path
 
 from utils.commands import Registry, default_registry
 from utils.comparison.records import RecordFile
-from utils.config.setting_parts import apply_typed
+from utils.config.setting_table import apply_typed, flag_settings
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
@@ -60,7 +60,7 @@ Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
     """The settings of the config file and of the flags. Raises UserError for an unknown name or an invalid value."""
-    flags = {name: value for name in ("seed", "engine", "threads") if (value := getattr(arguments, name)) is not None}
+    flags = {row.name: value for row in flag_settings() if (value := getattr(arguments, row.name)) is not None}
     try:
         return replace(apply_typed(Settings(), arguments.config.settings, limits), **flags)
     except UserError as error:

@@ -6,14 +6,18 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from paths import ROOT
 
-# From top to bottom: each package imports only from rows below its own. `utils` means the modules at its top level.
+# From top to bottom: each folder imports only from rows below its own. `utils` means the modules at its top level.
 LADDER = (
     "infer",
     "sampling.distill",
     "utils.repl",
     "utils.commands",
+    "utils.commands.experiments.verdict",
+    "utils.commands.servers",
+    "utils.commands.experiments",
     "utils.screen",
     "utils.comparison",
     "utils.config",
@@ -24,6 +28,7 @@ LADDER = (
     "utils.prompts",
     "ngram_assisted",
     "sampling",
+    "sampling.drafters",
     "utils.drafter_formats",
     "utils.models",
     "utils.engine",
@@ -31,13 +36,13 @@ LADDER = (
     "utils.decode",
     "utils",
 )
-# debug=True of the library functions prints rounds; the import runs only when it is asked for.
-EXCEPTIONS = {("sampling.debug", "utils.screen.debug_print")}
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
 LIGHT = (
     *("utils.config.arguments", "utils.config.config_file", "utils.pairs.request"),
     *("utils.servers.client", "utils.servers.kinds"),
 )
+# The most modules that a module may bring with it, itself included.
+CLOSURES = {"sampling.speculative": 35, "utils.config.setting_table": 20}
 SCREEN_LIBRARIES = {"rich", "termcolor"}
 LAYS_OUT = {
     "utils.screen.renderer",
@@ -91,20 +96,50 @@ def row_of(name: str) -> int:
     )
 
 
-def test_packages_import_downwards_only() -> None:
+def upward_imports() -> Iterator[tuple[str, str]]:
+    """Modules, and what they import from a row above their own."""
     for name in SOURCES:
-        ours = [other for other in imported(name) if other in SOURCES and (name, other) not in EXCEPTIONS]
-        upward = [other for other in ours if row_of(other) < row_of(name)]
-        assert not upward, f"{name} ({LADDER[row_of(name)]}) imports upwards: {upward}"
+        for other in imported(name):
+            if other in SOURCES and row_of(other) < row_of(name):
+                yield name, other
 
 
-def test_every_package_has_a_row() -> None:
+def tree_of(name: str) -> str:
+    """The highest folder that holds a module and whose row is not below the module's own."""
+    row = row_of(name)
+    holding = [above for above in LADDER[: row + 1] if f"{LADDER[row]}.".startswith(f"{above}.")]
+    return min(holding, key=len)
+
+
+def test_trees_import_downwards_only() -> None:
+    upward = [(name, other) for name, other in upward_imports() if tree_of(name) != tree_of(other)]
+    assert not upward
+
+
+@pytest.mark.xfail(strict=True, reason="folders of commands, servers and drafters still import from those above them")
+def test_folders_import_downwards_only() -> None:
+    assert not list(upward_imports())
+
+
+def test_every_folder_has_a_row() -> None:
     packages = {module_name(path) for path in SOURCES.values() if path.name == "__init__.py"}
-    nested = {
-        *("utils.commands.experiments", "utils.commands.experiments.verdict", "utils.commands.servers"),
-        "sampling.drafters",
-    }
-    assert packages - nested == set(LADDER) - {"infer"}
+    assert packages == set(LADDER) - {"infer"}
+
+
+def closure(*names: str) -> set[str]:
+    """Modules, and all that they import, directly or not."""
+    seen, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [other for other in imported(name) if other in SOURCES]
+    return seen
+
+
+def test_the_loop_and_the_settings_bring_few_modules() -> None:
+    for name, most in CLOSURES.items():
+        assert len(closure(name)) <= most, sorted(closure(name))
 
 
 def test_an_upward_import_is_noticed() -> None:
@@ -132,14 +167,10 @@ def test_commands_do_not_import_each_other() -> None:
         "utils.commands.experiments.verdict.timing",
         "utils.commands.experiments.verdict.wording",
         "utils.commands.experiments.sweep_conclusion",
-        "utils.commands.drafting_pages",
         "utils.commands.paths",
         "utils.commands.servers.server_race",
         "utils.commands.servers.server_verdict",
-        "utils.commands.setting_changes",
-        "utils.commands.setting_help",
-        "utils.commands.setting_pages",
-        "utils.commands.setting_words",
+        "utils.commands.settings",
     }
     for name in SOURCES:
         if name.startswith("utils.commands.") and name not in shared:
@@ -152,13 +183,8 @@ def test_commands_do_not_import_each_other() -> None:
 
 
 def test_flags_and_the_config_file_import_no_torch() -> None:
-    seen, waiting = set(), list(LIGHT)
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += [other for other in imported(name) if other in SOURCES]
-            assert not any(other.split(".")[0] in ("torch", "transformers") for other in imported(name)), name
+    for name in closure(*LIGHT):
+        assert not any(other.split(".")[0] in ("torch", "transformers") for other in imported(name)), name
 
 
 def test_only_the_screen_package_writes_to_the_screen() -> None:

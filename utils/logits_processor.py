@@ -6,6 +6,7 @@ temperature, top-k, top-p. Ties go to the lowest id. Probabilities are float64 (
 has no float64).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar, Protocol
@@ -220,3 +221,15 @@ class TopKNucleusProcessor:
             return _one_hot(logits)
         probs, ids = top_k_probs(logits, self.temperature, self.top_k)
         return _scatter(probs if self.top_p == 1 else truncate_top_p(probs, self.top_p), ids, logits)
+
+
+PROCESSORS: dict[str, Callable[..., LogitsProcessor]] = {
+    processor.name: processor
+    for processor in (
+        GreedyProcessor,
+        MultinomialProcessor,
+        TopKProcessor,
+        NucleusProcessor,
+        TopKNucleusProcessor,
+    )
+}

@@ -18,8 +18,7 @@ from memory_watch import Bounds, MemoryWatch, end_tree, resident
 from peers import WORKER, Peer, PeerFailed
 from probes import PASSAGE, ROOT
 
-from utils.config.draft_value_types import CostTable
-from utils.config.value_types import Limits
+from utils.config.value_types import CostTable, Limits
 
 POLL_SECONDS = 0.02
 SHORT = "Tell me about the sea."

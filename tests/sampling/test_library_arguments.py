@@ -19,6 +19,8 @@ from sampling import (
     speculative_generate,
     speculative_steps,
 )
+from sampling.debug import traced
+from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
 
@@ -157,3 +159,10 @@ def test_a_seed_repeats_a_call_and_without_one_torch_draws_it() -> None:
     first, second = (autoregressive_generate([1, 2], model, 20, sampler, -1) for _ in range(2))
     torch.manual_seed(3)
     assert autoregressive_generate([1, 2], model, 20, sampler, -1) == first != second
+
+
+def test_debug_prints_each_round_with_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [Step((5, 6), 1, 7), Step((8,), 1, 9)]
+    for enabled, shown in ((True, "   1  +5 -6 =7\n   2  +8 *9\n"), (False, "")):
+        assert list(traced(iter(steps), enabled=enabled)) == steps
+        assert capsys.readouterr().out == shown

@@ -10,10 +10,9 @@ from ngram_assisted import load_storage, save_storage
 from utils.bounds import WholeRange
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
 from utils.commands.paths import output_in, path_in
-from utils.commands.registry import Command, CommandContext, CommandError, Page
-from utils.commands.setting_changes import set_or_show
-from utils.config.setting_parts import NGRAM_PARTS
-from utils.config.settings import setting_fields
+from utils.commands.registry import CommandContext, CommandError
+from utils.commands.settings import set_or_show, setting_command
+from utils.config.setting_table import NGRAM_PARTS, setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.errors import UserError, check_choice
 from utils.text import count_of, token_piece
@@ -26,8 +25,8 @@ def _ngram(argument: str, context: CommandContext) -> Outcome:
     match = re.match(r"(\w*)[\s=]*(.*)", argument, re.DOTALL)
     assert match is not None
     word, rest = match[1].lower(), match[2]
-    if argument.lower() in ("", *SWITCH_WORDS):
-        return set_or_show("ngram", setting_fields()["ngram"], argument, context)
+    if argument.lower() in ("", "on", "off", *SWITCH_WORDS):
+        return set_or_show(setting_fields()["ngram"], argument, context)
     if word not in SUB_COMMANDS:
         check_choice(argument.split()[0], ("on", "off", *SUB_COMMANDS), "the word")
         raise UserError(f"'{word}' takes nothing after it, but got '{rest}'.")
@@ -78,53 +77,41 @@ def _list(argument: str, context: CommandContext) -> Outcome:
 
 
 SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
-    **{part.name.removeprefix("ngram "): partial(set_or_show, part.name, part) for part in NGRAM_PARTS},
-    "reset": partial(set_or_show, "reset_in_between", setting_fields()["reset_in_between"]),  # the opposite of keep
+    **{part.name.removeprefix("ngram "): partial(set_or_show, part) for part in NGRAM_PARTS},
+    "reset": partial(set_or_show, setting_fields()["reset_in_between"]),  # the opposite of keep
     "list": _list,
     "save": _save,
     "load": _load,
 }
-MEANINGS = {
-    "on": "run n-gram assisted decoding",
-    "off": "do not run it",
-    "kind": "orders of the stored n-grams",
-    "kind basic": "all orders from 2 to the order",
-    "kind onelevel": "one order only",
-    "order": "order of the n-grams, 2 to 16",
-    "candidates": "target's top tokens stored at each position",
-    "limit": "maximum number of n-grams",
-    "keep": "keep the n-grams from prompt to prompt",
-    "keep on": "keep them",
-    "keep off": "empty the storage before each prompt",
-    "list": "the most frequent n-grams",
-    "save": "write the storage to a file",
-    "load": "use the storage of a file",
-}
-PAGE = Page(
-    "Run n-gram assisted decoding (NASD): drafts come from n-grams of the prompt, of the text so far and of the "
-    "target's top tokens, which a storage counts.",
-    ("> /ngram order 4", "ngram order: 4"),
-    (
-        "/ngram [on|off]              run it, or not",
-        "/ngram kind basic|onelevel   orders 2 to N, or only order N",
-        "/ngram order N               2 to 16",
-        "/ngram candidates K          top tokens stored per position, 1 to 64",
-        "/ngram limit N               maximum number of n-grams, 100 bytes each",
-        "/ngram keep [on|off]         off: empty the storage before each prompt",
-        "/ngram list [N]              the N most frequent n-grams",
-        "/ngram save|load FILE        write it (FILE overwrite replaces), read it",
-    ),
-    ("speculative", "hits"),
+
+
+def _meanings() -> dict[str, str]:
+    """The words that complete /ngram, with their descriptions."""
+    meanings = dict(NGRAM.meanings)
+    for part in NGRAM_PARTS:
+        word = part.name.removeprefix("ngram ")
+        meanings |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
+    return meanings | {
+        "list": "the most frequent n-grams",
+        "save": "write the storage to a file",
+        "load": "use the storage of a file",
+    }
+
+
+NGRAM = setting_command(setting_fields()["ngram"])
+MEANINGS = _meanings()
+SYNTAX = (
+    ("[on|off]", "run it, or not"),
+    *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
+    ("list [N]", "the N most frequent n-grams"),
+    ("save|load FILE", "write it (FILE overwrite replaces), read it"),
 )
 NGRAM_COMMANDS = (
-    Command(
-        "ngram",
-        "[on|off] ...",
-        "n-gram assisted decoding; its storage",
-        _ngram,
-        group="drafting",
-        rank=3,
-        page=PAGE,
+    replace(
+        NGRAM,
+        usage="[on|off] ...",
+        run=_ngram,
+        page=replace(NGRAM.page, syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX)),
         current=lambda settings: ", ".join(
             f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
         ),

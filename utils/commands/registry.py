@@ -35,15 +35,15 @@ ALIASES = {
 class CommandContext:
     """What a command may read.
 
-    facts: (name, value) pairs that describe the loaded models, as /show lists them. interactive: whether lines are
-    typed on a terminal.
+    facts: makes (name, value) pairs that describe the loaded models, as /show lists them. interactive: whether lines
+    are typed on a terminal.
     """
 
     settings: Settings
     registry: "Registry"
     harness: Harness
     limits: Limits = field(default_factory=Limits)
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: Callable[[], tuple[tuple[str, str], ...]] = lambda: ()
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
     interactive: bool = True
 

@@ -1,10 +1,11 @@
 """The commands of the session itself: /show, /turns, /clear and /quit."""
 
+from dataclasses import replace
+
 from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, ShowRows
 from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.setting_changes import set_or_show
-from utils.config.setting_parts import listed_settings
-from utils.config.settings import setting_fields
+from utils.commands.settings import set_or_show, setting_command
+from utils.config.setting_table import listed_settings, setting_fields
 from utils.prompts.conversation import format_turns
 
 NO_CONVERSATION = "there is no conversation to forget"
@@ -15,7 +16,7 @@ LONGEST_VALUE = 40  # in /show
 
 def _show(argument: str, context: CommandContext) -> Outcome:
     values = [(name, _shortened(name, entry.describe(context.settings))) for name, entry in listed_settings().items()]
-    return [ShowRows([*context.facts, *values])]
+    return [ShowRows([*context.facts(), *values])]
 
 
 def _shortened(name: str, value: str) -> str:
@@ -25,7 +26,7 @@ def _shortened(name: str, value: str) -> str:
 
 def _turns(argument: str, context: CommandContext) -> Outcome:
     if argument.lower() != NEW:
-        return set_or_show("turns", setting_fields()["turns"], argument, context)
+        return set_or_show(setting_fields()["turns"], argument, context)
     turns = len(context.harness.state.conversations)
     if turns:
         return [ForgetConversations(), Reply(FORGOTTEN.format(format_turns(turns)))]
@@ -41,22 +42,8 @@ def _quit(argument: str, context: CommandContext) -> Outcome:
     return [Quit()]
 
 
-TURNS = Command(
-    "turns",
-    f"[on|off|{NEW}]",
-    "continue the conversation",
-    _turns,
-    group="prompts",
-    page=Page(
-        "Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that was "
-        "interrupted or failed is not kept. new forgets the conversation.",
-        ("> /turns on", "turns: on"),
-        ("/turns [on|off]", f"/turns {NEW}    begin a new conversation"),
-        ("chat", "system"),
-    ),
-    current=setting_fields()["turns"].show,
-    words=("on", "off", NEW),
-    meanings={"on": "continue it with each prompt", "off": "begin a new one with each prompt", NEW: "forget it"},
+TURNS = replace(
+    setting_command(setting_fields()["turns"]), run=_turns, usage=f"[on|off|{NEW}]", words=("on", "off", NEW)
 )
 SESSION_COMMANDS = (
     Command(

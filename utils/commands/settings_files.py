@@ -6,7 +6,7 @@ from pathlib import Path
 from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RunLines, UndoSettings
 from utils.commands.paths import output_in, path_in, write_output
 from utils.commands.registry import Command, CommandContext, Page
-from utils.config.setting_parts import listed_settings, setting_named, split_setting
+from utils.config.setting_table import listed_settings, split_setting
 from utils.errors import UserError
 from utils.files import read_text
 from utils.text import count_of, escaped, unescaped
@@ -41,7 +41,7 @@ def _run_settings(path: Path, lines: Sequence[str], context: CommandContext) -> 
     values = sorted(_leading_settings(lines), key=lambda value: value[0] == "costs")
     for name, text in values:
         # Blanks at the ends of a value are escaped, so those found here were typed by somebody.
-        entry, value = setting_named(name), unescaped(text.strip())
+        entry, value = listed_settings()[name], unescaped(text.strip())
         # The lines that measure costs may change them, so these are set again after any of them.
         if value == entry.show(settings) and not (name == "costs" and late):
             continue

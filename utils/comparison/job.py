@@ -12,6 +12,7 @@ from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
 from utils.decode.session import TargetSession
 from utils.errors import UserError
+from utils.logits_processor import PROCESSORS
 from utils.metrics.costs import Costs
 from utils.metrics.draft_trace import DraftTracer, TracedDrafter
 from utils.metrics.stopwatch import Stopwatch, TimedDrafter, TimedSession
@@ -85,7 +86,9 @@ class Job:
     def decoding(self) -> Decoding:
         """The decoding parameters."""
         noise = Noise(self.settings.seed, self.turn)
-        return Decoding(self.settings.processor, self.settings.length, self.pair.end_ids, noise)
+        processor = self.settings.processor
+        sampler = PROCESSORS[processor.name](*processor.arguments)
+        return Decoding(sampler, self.settings.length, self.pair.end_ids, noise)
 
     def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
         """A session of the pair's "target" or "drafter" that keeps the hidden states of these layers.

@@ -19,7 +19,8 @@ from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Report
 from utils.comparison.second_baseline import comparison_figures
 from utils.comparison.strategies import Strategy
-from utils.config.settings import Settings, as_json
+from utils.config.setting_table import as_json
+from utils.config.settings import Settings
 from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from utils.comparison.harness import Harness
-from utils.config.sampling_parts import Sampling
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.prompts.conversation import Message, Turns, to_messages
@@ -24,15 +23,15 @@ def request_maker(harness: Harness, text: str, settings: Settings, history: Turn
     """A function that makes the request for the kind of a server. Raises UserError for an empty prompt."""
     if not text:
         raise UserError(NO_TEXT)
-    sampling = Sampling.of(settings)
+    processor = settings.processor
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
         return ServerRequest(
             _prompt(harness, text, settings, history)(kind, server),
             settings.length,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or 0,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            temperature=processor.effective_temperature,
+            top_k=processor.top_k or 0,
+            top_p=1.0 if processor.top_p is None else processor.top_p,
             seed=settings.seed,
         )
 

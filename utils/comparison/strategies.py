@@ -17,7 +17,6 @@ from sampling import (
 from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.logits_processor import GreedyProcessor
 from utils.pairs.drafter_inputs import BuiltDrafter
 from utils.pairs.drafter_kinds import NGRAM, DrafterKind, drafter_alone, drafter_kind, drafter_label
 from utils.pairs.pair import Pair
@@ -26,7 +25,7 @@ from utils.pairs.request import LOADED
 
 def is_greedy(settings: Settings) -> bool:
     """Whether the processor always chooses the token with the highest logit."""
-    return isinstance(settings.processor, GreedyProcessor) or getattr(settings.processor, "temperature", 1) == 0
+    return settings.processor.effective_temperature == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils import __version__
-from utils.bounds import DTYPES, ENGINE_WEIGHTS, ENGINES, QUANTIZATIONS, SEED, THREADS, check_device
+from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, SEED, check_device
 from utils.config.config_file import config_file, read_config
+from utils.config.setting_table import Setting, flag_settings, known_settings
+from utils.config.settings import Settings
+from utils.config.value_types import Limits
 from utils.errors import UserError, check_choice
 from utils.pairs.request import PAIRS
 from utils.servers.address import merged, parse_server_flag
 from utils.text import visible
 
 Value = TypeVar("Value")
-# Commands that are often taken for flags: the settings (a test compares them), and parts of /processor.
-SETTINGS = (
-    *("speculative", "ngram", "target", "drafter", "beams", "gamma", "drafter_kind", "costs"),
-    *("length", "processor"),
-    *("seed", "verify", "engine", "threads", "cache", "chat", "system", "turns", "special", "set_ngramstorage"),
-    *("ngram_limit", "top_k_filler", "reset_in_between", "debug", "temperature", "top_p", "top_k"),
-)
 WITH_C = 'a setting is given with -c, as in -c "/{} {}"'
 
 
@@ -78,8 +74,8 @@ def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse
         following = [*argv][[*argv].index(flag) + 1 :]
         value = following[0] if following and not following[0].startswith("-") else "VALUE"
     name = flag.lstrip("-").replace("-", "_").lower()
-    if name in SETTINGS:
-        return f"there is no flag {flag}; {WITH_C.format(name, value)}"
+    if name in known_settings():  # settings are often taken for flags
+        return f"there is no flag {flag}; {WITH_C.format(known_settings()[name].name, value)}"
     flags = [option for action in parser._actions for option in action.option_strings]
     nearest = get_close_matches(flag, flags, n=1, cutoff=0.7)
     hint = f"the nearest is {nearest[0]}; " if nearest else ""
@@ -159,18 +155,22 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_computation(parser: argparse.ArgumentParser) -> None:
-    """Flags about how the models are computed."""
-    add = parser.add_argument
-    add("--engine", choices=ENGINES, help="how the layers are computed (default: auto)")
-    add(
+    """Flags about how the models are computed: the format of the weights, and settings."""
+    parser.add_argument(
         "--engine-weights",
         choices=ENGINE_WEIGHTS,
         default="float32",
         help="format of the linear weights on a CPU; gguf: the blocks of the target's GGUF file (default: float32)",
     )
-    add("--threads", type=flag_type(_threads), metavar="N|auto", help="CPU threads (default: auto, the fastest number)")
-    add("--seed", type=seed_flag, metavar="N", help="random seed of every run (default: 42)")
+    for setting in flag_settings():
+        parser.add_argument(
+            f"--{setting.name}",
+            type=_setting_flag(setting),
+            metavar=setting.value_type.usage,
+            help=f"{setting.summary} (default: {setting.show(Settings())})",
+        )
 
 
-def _threads(text: str) -> int:
-    return 0 if text == "auto" else THREADS.parse(text)
+def _setting_flag(setting: Setting) -> Callable[[str], object]:
+    """The value of a setting as the argparse `type` of its flag."""
+    return flag_type(lambda text: setting.value_type.parse(text, setting.default, Limits()))

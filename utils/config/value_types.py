@@ -1,14 +1,19 @@
 """Value types of settings: how each type of value is written, checked, parsed and shown.
 
 A value type turns typed text into a value, or raises UserError with the allowed values. It prints nothing and loads
-nothing; what the loaded target allows is passed as Limits.
+nothing, no torch either; what the loaded target allows is passed as Limits.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from utils.bounds import NGRAM_ORDER, THREADS, WholeRange
+from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, RealRange, WholeRange
+from utils.config.processor_spec import GREEDY, ProcessorSpec
 from utils.errors import UserError, check_choice
+from utils.metrics.costs import Costs
+from utils.pairs.request import DRAFTERS, check_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,128 +46,111 @@ class ValueType(Protocol):
 
 
 # Words that are accepted for on and off.
-SWITCH_WORDS = dict.fromkeys(("on", "yes", "true", "1"), True) | dict.fromkeys(("off", "no", "false", "0"), False)
-
-
-@dataclass(frozen=True, slots=True)
-class Toggle:
-    """on or off; an empty text switches."""
-
-    usage: str = "[on|off]"
-    words: tuple[str, ...] = ("on", "off")
-
-    def parse(self, text: str, current: bool, limits: Limits) -> bool:
-        states = SWITCH_WORDS | {"": not current}
-        if text.lower() not in states:
-            raise UserError(f"'{text}' is neither on nor off; without it, the value is switched.")
-        return states[text.lower()]
-
-    def show(self, value: bool) -> str:
-        return "on" if value else "off"
-
-
-@dataclass(frozen=True, slots=True)
-class ToggleOrAuto(Toggle):
-    """on, off, or auto, which is None; an empty text switches."""
-
-    usage: str = "[on|off|auto]"
-    words: tuple[str, ...] = ("on", "off", "auto")
-
-    def parse(self, text: str, current: bool | None, limits: Limits) -> Any:
-        if text.lower() == "auto":
-            return None
-        # auto is on wherever it can be, so a switch turns it off.
-        return Toggle().parse(text, current is not False, limits)
-
-    def show(self, value: bool | None) -> str:
-        return "auto" if value is None else Toggle().show(value)
+SWITCH_WORDS = dict.fromkeys(("yes", "true", "1"), "on") | dict.fromkeys(("no", "false", "0"), "off")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few words."""
+    """One of a few words. values: what each of them stands for. what: the noun of messages.
 
-    words: tuple[str, ...]
+    With the words on and off it is a switch: an empty text turns it off, whatever else it is, or else on.
+    """
+
+    values: Mapping[str, Any]
     what: str
 
+    @classmethod
+    def of(cls, words: Sequence[str], what: str) -> "Choice":
+        """Words that stand for themselves."""
+        return cls({word: word for word in words}, what)
+
     @property
-    def usage(self) -> str:
-        return "|".join(self.words)
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.values)
 
-    def parse(self, text: str, current: str, limits: Limits) -> str:
-        return check_choice(text.lower(), self.words, self.what)
-
-    def show(self, value: str) -> str:
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class ToggleOrChoice:
-    """on, off, or other words; an empty text switches between on and off."""
-
-    words: tuple[str, ...]
+    @property
+    def is_switch(self) -> bool:
+        """Whether an empty text switches it."""
+        return "on" in self.values
 
     @property
     def usage(self) -> str:
-        return f"[{'|'.join(self.words)}]"
+        words = "|".join(self.values)
+        return f"[{words}]" if self.is_switch else words
 
-    def parse(self, text: str, current: str, limits: Limits) -> str:
-        if not text:
-            return "on" if current == "off" else "off"
+    def parse(self, text: str, current: Any, limits: Limits) -> Any:
         word = text.lower()
-        if word in SWITCH_WORDS and word not in self.words:
-            word = Toggle().show(SWITCH_WORDS[word])
-        return check_choice(word, self.words, "level")
+        if self.is_switch:
+            word = SWITCH_WORDS.get(word, word) or ("on" if self.show(current) == "off" else "off")
+        return self.values[check_choice(word, self.words, self.what)]
 
-    def show(self, value: str) -> str:
-        return value
+    def show(self, value: Any) -> str:
+        return next(word for word, known in self.values.items() if known == value)
 
 
-def or_auto(allowed: WholeRange, text: str) -> int:
-    """A number in a range, for a setting that also accepts auto. Raises UserError that names both."""
-    try:
-        return allowed.parse(text)
-    except UserError as error:
-        raise UserError(f"{str(error).removesuffix('.')}, or auto.") from error
+ON_OFF = Choice({"on": True, "off": False}, "value")
 
 
 @dataclass(frozen=True, slots=True)
-class WholeNumber:
-    """A whole number from `low` to `high`, or to the field of Limits that `limit` names."""
+class Number:
+    """A number in a range, or up to the field of Limits that `limit` names."""
 
-    low: int
-    high: int | None = None
+    allowed: WholeRange | RealRange
     limit: str = ""
     usage: str = "N"
     words: tuple[str, ...] = ()
 
-    def parse(self, text: str, current: int, limits: Limits) -> int:
-        high = getattr(limits, self.limit) if self.high is None else self.high
-        return WholeRange(self.low, high).parse(text)
+    def parse(self, text: str, current: float, limits: Limits) -> float:
+        allowed = self.allowed
+        if self.limit and isinstance(allowed, WholeRange):
+            allowed = WholeRange(allowed.low, getattr(limits, self.limit))
+        return allowed.parse(text)
 
-    def show(self, value: int) -> str:
-        return str(value)
+    def show(self, value: float) -> str:
+        return shortest(value)
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadCount:
-    """A number of CPU threads, or auto, which is 0."""
+class NumberOr:
+    """A number, or a word. value: what the word stands for. same: a number that means the same."""
 
-    usage: str = "N|auto"
-    words: tuple[str, ...] = ("auto",)
+    number: Number
+    word: str
+    value: int | None = None
+    same: float | None = None
 
-    def parse(self, text: str, current: int, limits: Limits) -> int:
-        return 0 if text.lower() == "auto" else or_auto(THREADS, text)
+    @property
+    def usage(self) -> str:
+        return f"{self.number.usage}|{self.word}"
 
-    def show(self, value: int) -> str:
-        return str(value or "auto")
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (self.word,)
+
+    def parse(self, text: str, current: float | None, limits: Limits) -> float | None:
+        if text.lower() == self.word:
+            return self.value
+        try:
+            number = self.number.parse(text, 0, limits)
+        except UserError as error:
+            raise UserError(f"{str(error).removesuffix('.')}, or {self.word}.") from error
+        return self.value if number == self.same else number
+
+    def show(self, value: float | None) -> str:
+        return self.word if value == self.value or value is None else self.number.show(value)
+
+
+def shortest(number: float) -> str:
+    """The shortest text that reads back as the same number."""
+    # An exponent is avoided because WholeRange does not accept one.
+    return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
     """A system prompt. None is the default of the chat template, an empty text an empty system prompt."""
 
-    usage: str = "TEXT|none|default"
+    usage: str = "TEXT"
     words: tuple[str, ...] = ("none", "default")
 
     def parse(self, text: str, current: str | None, limits: Limits) -> str | None:
@@ -203,3 +191,149 @@ class StorageType:
 
     def show(self, value: StorageSpec) -> str:
         return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageKind(StorageType):
+    """The kind of n-gram storage alone, or with a new order."""
+
+    usage: str = "basic|onelevel"
+
+    def parse(self, text: str, current: StorageSpec, limits: Limits) -> StorageSpec:
+        kind, _, order = text.lower().partition(" ")
+        kind = check_choice(kind, self.words, "storage")
+        return StorageSpec(kind, NGRAM_ORDER.parse(order.strip()) if order else current.order)
+
+    def show(self, value: StorageSpec) -> str:
+        return value.kind
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKinds:
+    """One or more kinds of drafters. Repeated ones count once."""
+
+    usage: str = "KIND ..."
+    words: tuple[str, ...] = DRAFTERS
+
+    def parse(self, text: str, current: tuple[str, ...], limits: Limits) -> tuple[str, ...]:
+        kinds = tuple(dict.fromkeys(text.lower().split()))
+        if not kinds:
+            raise UserError(f"Give one or more of {', '.join(self.words)}.")
+        for kind in kinds:
+            check_drafter(kind)
+        return kinds
+
+    def show(self, value: tuple[str, ...]) -> str:
+        return " ".join(value)
+
+
+# Arguments of each processor: T is a temperature, K a number of tokens, P a probability mass; [T] is optional.
+PROCESSORS = {"greedy": "[T]", "multinomial": "T", "topk": "T K", "nucleus": "T P", "topknucleus": "T K P"}
+PROCESSOR_EXAMPLES = {"T": "0.8", "K": "40", "P": "0.95"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorType:
+    """One of the five processors with its arguments, such as "nucleus 0.8 0.95"."""
+
+    usage: str = "NAME ARGS"
+    words: tuple[str, ...] = tuple(PROCESSORS)
+
+    def parse(self, text: str, current: ProcessorSpec, limits: Limits) -> ProcessorSpec:
+        name, *arguments = text.split() or [""]
+        name = check_choice(name.lower(), self.words, "processor")
+        pattern = PROCESSORS[name]
+        ranges: dict[str, WholeRange | RealRange] = {
+            "T": TEMPERATURE,
+            "K": WholeRange(1, limits.vocabulary),
+            "P": TOP_P,
+        }
+        letters = pattern.strip("[]").split()
+        if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
+            example = " ".join(PROCESSOR_EXAMPLES[letter] for letter in letters)
+            allowed = ", ".join(f"{letter} {ranges[letter]}" for letter in letters)
+            raise UserError(f"{name} takes {pattern} ({allowed}), for example: /processor {name} {example}.")
+        values: dict[str, Any] = {
+            letter: ranges[letter].parse(word) for letter, word in zip(letters, arguments, strict=False)
+        }
+        return ProcessorSpec(values.get("T", 1), values.get("K"), values.get("P"), is_greedy=name == "greedy")
+
+    def show(self, value: ProcessorSpec) -> str:
+        # A greedy processor has a temperature that was not typed, unless it differs from the default.
+        return value.name if value == GREEDY else " ".join([value.name, *map(shortest, value.arguments)])
+
+
+COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """The costs of verifying and drafting on one line. `measure` is None: they are measured before the next run."""
+
+    usage: str = "measure|TABLE"
+    words: tuple[str, ...] = ("measure",)
+
+    def parse(self, text: str, current: Costs | None, limits: Limits) -> Costs | None:
+        if text.lower() == "measure":
+            return None
+        try:
+            return _table(text)
+        except ValueError as error:
+            raise UserError(f"Write 'measure', or a table such as: {COST_TABLE_EXAMPLE}.") from error
+
+    def show(self, value: Costs | None) -> str:
+        return "measure" if value is None else "; ".join(_parts(value))
+
+
+def _table(text: str) -> Costs:
+    """A table that `_parts` writes. Raises ValueError for anything else."""
+    parts = [part.split() for part in text.split(";")]
+    starts = [index for index, part in enumerate(parts) if part[:1] == ["at"]]
+    # A table for one context length need not name it.
+    if starts in ([], [0]):
+        return _one_table(parts)
+    first, second = starts
+    if first != 0:
+        raise ValueError(text)
+    longer = _one_table(parts[second:])
+    shorter = _one_table(parts[:second])
+    if not 0 < shorter.length < longer.length:
+        raise ValueError(text)
+    return replace(shorter, longer=longer)
+
+
+def _one_table(parts: Sequence[list[str]]) -> Costs:
+    """The table of one context length. Unpacking raises ValueError as well where a word is missing."""
+    if parts[0][:1] != ["at"]:
+        parts = [["at", "0"], *parts]
+    (_, length, *step), (name, *verify), *others = parts
+    reading = [part[1:] for part in others if part[:1] == ["read"]]
+    drafting = [part for part in others if part[:1] != ["read"]]
+    if name != "verify" or any(len(cost) != 2 for cost in (*drafting, *reading)) or len(step) > 1:
+        raise ValueError(name)
+    draft, read = ({kind: _cost(word) for kind, word in costs} for costs in (drafting, reading))
+    ratio = _cost(step[0]) if step else 1.0
+    return Costs.of([_cost(word) for word in verify], draft, read, length=_length(length), step=ratio)
+
+
+def _parts(costs: Costs) -> list[str]:
+    """The parts of a table as they are typed."""
+    step = [] if costs.step == 1 else [f"{costs.step:g}"]
+    parts = [" ".join(["at", str(costs.length), *step])] if costs.length else []
+    parts.append(" ".join(["verify", *(f"{cost:g}" for cost in costs.verify)]))
+    parts += [f"{kind} {cost:g}" for kind, cost in costs.draft]
+    parts += [f"read {kind} {cost:g}" for kind, cost in costs.read]
+    return parts if costs.longer is None else [*parts, *_parts(costs.longer)]
+
+
+def _length(word: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", word, re.ASCII):
+        raise ValueError(word)
+    return int(word)
+
+
+def _cost(word: str) -> float:
+    # float() would also accept "nan", "inf", signs and exponents.
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,9})?", word, re.ASCII):
+        raise ValueError(word)
+    return float(word)

@@ -4,7 +4,6 @@ Everything else follows from a row: /drafter_kind and its completion, records, c
 A drafter is built from DrafterInputs alone; it never sees settings.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,18 +18,18 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.drafter_formats.pard import MaskedBlock, drafting_block
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs, Replay
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LOADED, MODEL
+from utils.pairs.request import HEAD, LOADED, MODEL, check_drafter
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
     """A row of the table.
 
-    name: as typed; a name that ends in ":K" takes a number. build: makes the drafter. has_probs: whether its drafts
+    name: as in `utils.pairs.request.DRAFTERS`. build: makes the drafter. has_probs: whether its drafts
     have a distribution q. uses_loaded: whether it needs the pair's drafter. loaded_as: what that must be, if anything.
     cuts_target: whether it is made from the target's weights. keeps_texts: whether it drafts from earlier prompts.
     parts: the kinds whose costs it consists of, if several.
@@ -44,21 +43,6 @@ class DrafterKind:
     cuts_target: bool = False
     keeps_texts: bool = False
     parts: tuple[str, ...] = ()
-
-    @property
-    def takes_number(self) -> bool:
-        return self.name.endswith(":K")
-
-    @property
-    def prefix(self) -> str:
-        """The name without the number it takes."""
-        return self.name.removesuffix("K")
-
-    def matches(self, word: str) -> bool:
-        """Whether a typed word names this kind."""
-        if not self.takes_number:
-            return word == self.name
-        return re.fullmatch(re.escape(self.prefix) + r"[1-9]\d{0,3}", word, re.ASCII) is not None
 
     def check_pair(self, pair: Pair) -> None:
         """Raise UserError if the pair's drafter is of a different kind."""
@@ -205,15 +189,8 @@ DRAFTER_KINDS = (
 
 def drafter_kind(word: str) -> DrafterKind:
     """The kind that a word of /drafter_kind names. Raises UserError for an unknown one."""
-    for kind in DRAFTER_KINDS:
-        if kind.matches(word):
-            return kind
-        if kind.takes_number and word.startswith(kind.prefix):
-            raise UserError(
-                f"'{word}' is not a drafter: write {kind.name} with a whole number, for example {kind.prefix}4."
-            )
-    names = tuple(kind.name for kind in DRAFTER_KINDS)
-    return DRAFTER_KINDS[names.index(check_choice(word, names, "drafter"))]
+    name = check_drafter(word)
+    return next(kind for kind in DRAFTER_KINDS if kind.name == name)
 
 
 def drafter_label(word: str, pair: Pair) -> str | None:

@@ -6,6 +6,7 @@ Nothing is loaded and torch is not imported here.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,6 +20,7 @@ MODEL = "model"
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
 HEAD = "head"  # the drafter head of the embedded target
+DRAFTERS = (LOADED, MODEL, HEAD, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
     "dtype": ("auto", *DTYPES),
@@ -117,6 +119,16 @@ def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
         yield f"kept from before: {', '.join(kept)}"
     if dropped:
         yield f"not kept from before: {', '.join(dropped)}"
+
+
+def check_drafter(word: str) -> str:
+    """The name of the drafter kind that a word of /drafter_kind means. Raises UserError for an unknown one."""
+    for prefix in (name.removesuffix("K") for name in DRAFTERS if name.endswith(":K")):
+        if re.fullmatch(re.escape(prefix) + r"[1-9]\d{0,3}", word, re.ASCII):
+            return f"{prefix}K"
+        if word.startswith(prefix):
+            raise UserError(f"'{word}' is not a drafter: write {prefix}K with a whole number, for example {prefix}4.")
+    return check_choice(word, DRAFTERS, "drafter")
 
 
 def check_field(name: str, value: str) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
 from utils.engine import EngineState
 from utils.pairs.pair import Pair
 from utils.servers.address import ServerAddress

@@ -165,14 +165,13 @@ class ReplSession:
         self._loaded.warming.wait()
 
     def _run_command(self, line: str) -> Verdict:
-        registry, servers = self._tools.registry, self.harness.state.servers.addresses
-        facts = model_facts(self._loaded.pair, self.settings, servers)
+        registry = self._tools.registry
         context = CommandContext(
             self.settings,
             registry,
             self.harness,
             self.limits,
-            facts=facts,
+            facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             interactive=self._tools.interactive,
         )

@@ -10,8 +10,8 @@ from functools import partial
 
 from utils.comparison.harness import Harness
 from utils.comparison.warm_up import with_costs
-from utils.config.setting_parts import listed_settings
-from utils.config.settings import Settings, reset_unsupported
+from utils.config.setting_table import listed_settings, reset_unsupported
+from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, FeatureDrafter
@@ -129,8 +129,8 @@ class SessionSettings:
             settings = with_costs(harness, settings)  # raises for an unusable kind, so it comes before any change
         if settings.ngram_storage != before.ngram_storage:
             harness.state.storage = harness.new_storage(settings)
-        # After the storage may have been replaced, so the limit always reaches the one in use.
-        harness.state.storage.limit = settings.ngram_limit
+        elif settings.ngram_limit != before.ngram_limit:
+            harness.state.storage.limit = settings.ngram_limit
         if (settings.engine, settings.threads) != (before.engine, before.threads):
             harness.start_engine(settings)
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
@@ -141,7 +141,7 @@ class SessionSettings:
             harness.pair.engine.store()
         self.current = self._with_costs(settings) if settings.costs is None else settings
         conversations = harness.state.conversations
-        if not settings.turns and conversations:
+        if before.turns and not settings.turns and conversations:
             self._note(CONVERSATION_ENDED.format(format_turns(len(conversations))))
             conversations.forget()
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from utils.comparison.server_runs import row_name
 from utils.comparison.session_state import SessionState
-from utils.config.setting_parts import listed_settings
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import listed_settings, setting_fields
+from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.pairs.pair import Pair, describe_drafter, describe_target

@@ -12,7 +12,8 @@ from utils.comparison.reports import shortened
 from utils.comparison.server_records import SERVER_GENERATION
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
-from utils.config.settings import Settings, as_json
+from utils.config.setting_table import as_json
+from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.screen.html_page import Cell, figure, heading, html_page, paragraph, table, verbatim
 from utils.screen.server_page import rounded, server_blocks

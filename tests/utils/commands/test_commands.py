@@ -1,18 +1,24 @@
 """Commands: their values and defaults, and bad input, which gets one sentence that names what is allowed."""
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 from fakes import Screen, open_session, table_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
 from utils.commands.outcomes import ChangeSettings
-from utils.commands.setting_changes import NO_EFFECT
+from utils.commands.settings import NO_EFFECT
 from utils.comparison.harness import Harness
-from utils.config.settings import Settings, as_json
+from utils.config.processor_spec import GREEDY, ProcessorSpec
+from utils.config.setting_table import as_json
+from utils.config.settings import Settings
 from utils.config.value_types import Limits, StorageSpec
 from utils.errors import UserError
-from utils.logits_processor import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, TopKProcessor
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -58,6 +64,20 @@ def test_default_settings() -> None:
     }
 
 
+def test_a_setting_is_changed_in_few_files(session: ReplSession) -> None:
+    entered = set[Path]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        entered.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    session.handle("/gamma 3")
+    sys.setprofile(None)
+    sources = [ROOT / top for top in ("utils", "sampling", "ngram_assisted")]
+    ours = [path for path in entered if any(map(path.is_relative_to, sources))]
+    assert len(ours) <= 12, sorted(ours)
+
+
 @pytest.mark.parametrize("name", ["speculative", "ngram", "target", "drafter", "cache", "reset_in_between"])
 def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -> None:
     before = getattr(session.settings, name)
@@ -80,11 +100,11 @@ def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -
         ("/top_k_filler 64", "top_k_filler", 64),
         ("/set_ngramstorage onelevel 5", "ngram_storage", StorageSpec("onelevel", 5)),
         ("/set_ngramstorage BASIC 16", "ngram_storage", StorageSpec("basic", 16)),
-        ("/processor greedy", "processor", GreedyProcessor()),
-        ("/processor greedy 0.5", "processor", GreedyProcessor(0.5)),
-        ("/processor topk 0.8 300", "processor", TopKProcessor(0.8, 300)),
-        ("/processor nucleus 0 1", "processor", NucleusProcessor(0, 1)),
-        ("/processor topknucleus 1e1 5 .5", "processor", TopKNucleusProcessor(10, 5, 0.5)),
+        ("/processor greedy", "processor", GREEDY),
+        ("/processor greedy 0.5", "processor", ProcessorSpec(0.5, is_greedy=True)),
+        ("/processor topk 0.8 300", "processor", ProcessorSpec(0.8, 300)),
+        ("/processor nucleus 0 1", "processor", ProcessorSpec(0, top_p=1)),
+        ("/processor topknucleus 1e1 5 .5", "processor", ProcessorSpec(10, 5, 0.5)),
         ("/system You are  brief.", "system", "You are  brief."),
         ("/system none", "system", ""),
         ("/system default", "system", None),
@@ -123,7 +143,7 @@ BAD_LINES = [
     ("/ngram on 3", ("/ngram", "3")),
     ("/temperature -1", ("-1", "0 to 100")),
     ("/top_p 0", ("0", "at most 1")),
-    ("/top_k 301", ("301", "1 to 300")),
+    ("/top_k 301", ("301", "0 to 300")),
     ("/temp 1", ("/temp", "/temperature")),
     ("/gamma -1", ("-1", "0 to 63")),
     ("/gamma 3.5", ("3.5", "0 to 63")),

@@ -11,9 +11,9 @@ from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
 from utils.commands.registry import ALIASES, FIRST_PAGE, GROUPS, SECOND_PAGE
-from utils.commands.setting_pages import SETTING_HELP
 from utils.comparison.glossary import FIGURES
-from utils.config.settings import setting_fields
+from utils.config.setting_table import NGRAM_PARTS, SAMPLING_PARTS, setting_fields
+from utils.config.settings import Settings
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -45,10 +45,23 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> ReplSession:
     return session
 
 
-@pytest.mark.parametrize("name", ["engine", "verify"])
-def test_a_syntax_line_lists_every_word_of_its_setting(name: str) -> None:
-    listed = SETTING_HELP[name].page.syntax[0].split()[1].split("|")
-    assert set(listed) == set(setting_fields()[name].value_type.usage.split("|"))
+@pytest.mark.parametrize("name", [name for name, row in setting_fields().items() if row.forms])
+def test_the_page_of_a_setting_has_every_word_of_it(name: str) -> None:
+    assert set(setting_fields()[name].value_type.words) <= set(setting_fields()[name].forms)
+
+
+def settings_table() -> str:
+    """The table of all settings on the page of this package."""
+    rows = sorted((row for row in setting_fields().values() if row.group), key=lambda row: GROUPS.index(row.group))
+    lines = ["| setting | meaning | default |", "|---|---|---|"]
+    for row in (*rows, *SAMPLING_PARTS, *NGRAM_PARTS):
+        usage = row.value_type.usage.replace("|", "\\|")
+        lines.append(f"| `/{row.name} {usage}` | {row.summary} | {row.show(Settings())} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_of_this_package_has_a_row_for_each_setting() -> None:
+    assert settings_table() in README.read_text(encoding="utf-8"), settings_table()
 
 
 @cache
@@ -164,7 +177,7 @@ def test_show_gives_each_setting_one_line() -> None:
     view = screen(WIDTH)
     session = open_session(view)
     session.handle("/system " + "Be brief. " * 50)
-    session.handle("/costs windows " + "0.123 " * 16 + "; head 0.069; model 0.5")
+    session.handle("/costs verify " + "0.123 " * 16 + "; head 0.069; model 0.5")
     view.take()
     assert session.handle("/show") is Verdict.DONE
     lines = view.take()[0].splitlines()
@@ -184,17 +197,16 @@ def test_every_visible_command_is_on_the_page_of_this_package() -> None:
         assert re.search(rf"`/{command.name}[ `]", page), command.name
 
 
-def test_settings_of_a_config_file_may_use_new_names(tmp_path: Path) -> None:
-    from utils.config.setting_parts import apply_typed
-    from utils.config.settings import Settings
+def test_settings_of_a_config_file_may_be_parts_of_settings(tmp_path: Path) -> None:
+    from utils.config.processor_spec import ProcessorSpec
+    from utils.config.setting_table import apply_typed
     from utils.config.value_types import Limits, StorageSpec
-    from utils.logits_processor import NucleusProcessor
 
-    typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "top_k_filler": "2"}
+    typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "ngram_candidates": "2"}
     settings = apply_typed(Settings(), typed, Limits())
     assert settings.ngram_storage == StorageSpec("basic", 5) and not settings.reset_in_between
     assert settings.top_k_filler == 2
-    assert settings.processor == NucleusProcessor(0.5, 0.9)
+    assert settings.processor == ProcessorSpec(0.5, top_p=0.9)
 
 
 def test_messages_use_no_aliases() -> None:

@@ -14,10 +14,10 @@ from utils.commands.experiments.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER,
 from utils.comparison.harness import empty_storage
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
+from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
-from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
 from utils.repl.runner import Verdict
 
@@ -81,7 +81,7 @@ def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
 
 def hotter(job: Job) -> Any:
     """A strategy with a bug: it samples at a different temperature."""
-    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=MultinomialProcessor(10.0))))
+    yield from STRATEGIES[2].steps(replace(job, settings=replace(job.settings, processor=ProcessorSpec(10.0))))
 
 
 def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(
 ) -> None:
     """The shared prefill of /lossless against whole runs, by strategy and by seed."""
     pair = tiny_pair(kind=kind, chat=False)
-    settings = replace(Settings(), processor=MultinomialProcessor(1.0), cache=cache, length=5)
+    settings = replace(Settings(), processor=ProcessorSpec(1.0), cache=cache, length=5)
     reads: list[ModelSession] = []
     read = ModelSession.read
 
@@ -177,7 +177,7 @@ def test_a_job_without_a_rewindable_cache_says_so() -> None:
 def test_a_run_with_a_shared_prefill_continues_the_noise() -> None:
     """Rounds after a shared prefill are those of the whole run."""
     pair = table_pair(chat=False)
-    settings = replace(Settings(), processor=MultinomialProcessor(1.0), verify="coupled", length=20)
+    settings = replace(Settings(), processor=ProcessorSpec(1.0), verify="coupled", length=20)
     storage = empty_storage(settings, 300)
     jobs = [Job(PROMPT, pair, settings, storage, prefills=prefills) for prefills in (SharedPrefills(), None)]
     shared, fresh = (tokens_of(STRATEGIES[0].steps(job)) for job in jobs)

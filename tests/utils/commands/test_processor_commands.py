@@ -3,8 +3,9 @@
 import pytest
 from fakes import Screen, open_session, table_pair
 
-from utils.config.processor_value_type import ProcessorType
-from utils.config.value_types import Limits
+from utils.config.processor_spec import GREEDY
+from utils.config.value_types import Limits, ProcessorType
+from utils.logits_processor import PROCESSORS
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -21,7 +22,7 @@ def session(pair, view: Screen) -> ReplSession:
     return open_session(view, pair)
 
 
-PROCESSORS = [
+CHANGES = [
     # start, line, result
     ("greedy", "/temperature 0.7", "multinomial 0.7"),
     ("greedy 0.5", "/temperature 0", "greedy 0.5"),
@@ -40,7 +41,7 @@ PROCESSORS = [
 ]
 
 
-@pytest.mark.parametrize(("start", "line", "result"), PROCESSORS)
+@pytest.mark.parametrize(("start", "line", "result"), CHANGES)
 def test_parts_of_the_processor(start: str, line: str, result: str, session: ReplSession, view: Screen) -> None:
     session.handle(f"/processor {start}")
     view.take()
@@ -57,5 +58,12 @@ def test_parts_of_the_processor(start: str, line: str, result: str, session: Rep
 )
 def test_a_shown_processor_is_parsed_without_loss(line: str) -> None:
     kind = ProcessorType()
-    value = kind.parse(line, None, Limits())
-    assert kind.parse(kind.show(value), None, Limits()) == value
+    value = kind.parse(line, GREEDY, Limits())
+    assert kind.parse(kind.show(value), GREEDY, Limits()) == value
+
+
+def test_every_name_has_a_processor() -> None:
+    for name, arguments in (("greedy", "1"), ("multinomial", "1"), ("topk", "1 2"), ("nucleus", "1 .5")):
+        spec = ProcessorType().parse(f"{name} {arguments}", GREEDY, Limits())
+        assert PROCESSORS[spec.name](*spec.arguments).name == name
+    assert ProcessorType().words == tuple(PROCESSORS)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from utils.commands.experiments import sweep
 from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime
 from utils.comparison.warm_up import draft_seconds
+from utils.config.processor_spec import ProcessorSpec
 from utils.config.value_types import StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
-from utils.logits_processor import LogitsProcessor, MultinomialProcessor, TopKNucleusProcessor
 from utils.metrics.results import Generation
 from utils.pairs import drafter_kinds
 from utils.repl.repl_session import ReplSession
@@ -147,14 +147,14 @@ def test_values_that_can_be_swept(view: Screen, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        ("topknucleus 0.7 40 0.9", TopKNucleusProcessor(1.5, 40, 0.9)),
-        ("greedy", MultinomialProcessor(1.5)),
+        ("topknucleus 0.7 40 0.9", ProcessorSpec(1.5, 40, 0.9)),
+        ("greedy", ProcessorSpec(1.5)),
     ],
 )
 def test_a_temperature_changes_nothing_else_of_the_processor(
-    processor: str, expected: LogitsProcessor, view: Screen, monkeypatch: pytest.MonkeyPatch
+    processor: str, expected: ProcessorSpec, view: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[LogitsProcessor] = []
+    used: list[ProcessorSpec] = []
     before_each_run(monkeypatch, lambda strategy, settings: used.append(settings.processor))
     session = open_session(view)
     for line in ("/length 2", f"/processor {processor}", "Hello", "/sweep temperature 1.5 x1"):

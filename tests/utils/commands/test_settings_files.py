@@ -12,9 +12,9 @@ from fakes import Screen, open_session, records_of, screen
 from hypothesis import strategies as st
 
 from utils.bounds import MAX_NGRAMS, RULES
+from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
 from utils.config.value_types import StorageSpec
-from utils.logits_processor import GreedyProcessor, MultinomialProcessor, TopKNucleusProcessor, TopKProcessor
 from utils.metrics.costs import Costs
 from utils.repl.repl_session import MAX_NESTED_FILES
 from utils.repl.runner import Verdict
@@ -120,10 +120,8 @@ def test_texts_that_look_like_something_else_are_restored(view: Screen, tmp_path
 
 
 PROCESSORS = st.one_of(
-    st.floats(0, 100).map(GreedyProcessor),
-    st.floats(0, 100).map(MultinomialProcessor),
-    st.builds(TopKProcessor, st.floats(0, 100), st.integers(1, 300)),
-    st.builds(TopKNucleusProcessor, st.floats(0, 100), st.integers(1, 300), st.floats(1e-9, 1)),
+    st.builds(ProcessorSpec, st.floats(0, 100), is_greedy=st.booleans()),
+    st.builds(ProcessorSpec, st.floats(0, 100), st.integers(1, 300), st.none() | st.floats(1e-9, 1)),
 )
 SYSTEMS = st.none() | st.text(st.characters(codec=None) | st.sampled_from([*SEPARATORS, "\\", "n", " "]))
 VERIFY, BY_KIND = st.lists(st.floats(0, 1100)), st.dictionaries(st.just("model"), st.floats(0, 1100))

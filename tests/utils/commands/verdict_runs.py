@@ -24,7 +24,6 @@ from utils.comparison.harness import Harness
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.logits_processor import GreedyProcessor
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.prompts.prompt_files import Prompt
@@ -74,7 +73,7 @@ class Runs:
 
     def _decoded(self, harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings) -> Generation:
         """The same runs give the same tokens, so they are decoded once."""
-        greedy = isinstance(settings.processor, GreedyProcessor)
+        greedy = settings.processor.is_greedy
         key = (id(harness), tuple(prompt), strategy.name, repr(replace(settings, seed=0) if greedy else settings))
         if key not in self._known:
             self._known[key] = self._run_alone(harness, prompt, strategy, settings)

@@ -15,8 +15,8 @@ from tiny_jobs import fresh, pair, strategy_of
 from ngram_assisted import NGramStorage
 from sampling.counterfactual import chain_single_drafts
 from utils.comparison.gamma_replay import replay_gammas
+from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
-from utils.logits_processor import GreedyProcessor, MultinomialProcessor, NucleusProcessor
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect, tokens_of
 from utils.metrics.stopwatch import Stopwatch
@@ -34,9 +34,11 @@ def drafted(timings: Any) -> list[tuple[int, str]]:
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
-GREEDY = Settings(length=24, costs=COSTS, processor=GreedyProcessor())
-COUPLED = Settings(length=24, costs=COSTS, processor=MultinomialProcessor(0.8), verify="coupled", seed=3)
-UNCACHED = Settings(length=24, costs=COSTS, processor=NucleusProcessor(0.9, 0.9), verify="coupled", seed=5, cache=False)
+GREEDY = Settings(length=24, costs=COSTS)
+COUPLED = Settings(length=24, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
+UNCACHED = Settings(
+    length=24, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
+)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(
 
 
 @pytest.mark.parametrize(
-    "drawn", [{}, {"processor": MultinomialProcessor(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
+    "drawn", [{}, {"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
 )
 def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
     expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)

@@ -8,8 +8,8 @@ from tiny import tiny_head
 
 from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.warm_up import draft_seconds
-from utils.config.draft_value_types import COST_TABLE_EXAMPLE
-from utils.config.settings import as_json
+from utils.config.setting_table import as_json
+from utils.config.value_types import COST_TABLE_EXAMPLE
 from utils.metrics.costs import Costs
 from utils.repl.runner import Verdict
 
@@ -100,7 +100,7 @@ def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pa
     session.handle("/drafter_kind head suffix")
     assert session.settings.costs.draft == (("head", 0.25), ("suffix", 0.125))
     table = as_json(session.settings)["costs"]
-    session.handle("/costs windows 0.5 0.75; head 0.1; suffix 0")
+    session.handle("/costs verify 0.5 0.75; head 0.1; suffix 0")
     assert session.settings.costs == Costs((0.5, 0.75), (("head", 0.1), ("suffix", 0.0)))
     assert "windows" not in table
     session.handle("/costs verify 0.5 0.25; head 0.1; suffix 0")
@@ -137,7 +137,7 @@ def test_costs_change_the_number_of_drafts_and_not_the_text(view: Screen, pair, 
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
     lines = ("/gamma auto", "/ngram off", "/target off", "/length 30", "/drafter_kind suffix")
-    cheap = checked(session, file, *lines, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)
-    expensive = checked(session, file, "/costs windows 9 9 9; head 9; suffix 9", REPEATS)
+    cheap = checked(session, file, *lines, "/costs verify 0 0 0; head 0; suffix 0", REPEATS)
+    expensive = checked(session, file, "/costs verify 9 9 9; head 9; suffix 9", REPEATS)
     assert cheap["token_ids"] == expensive["token_ids"] and expensive["drafted"] < cheap["drafted"]
-    assert checked(session, file, "/costs windows 0 0 0; head 0; suffix 0", REPEATS)["drafted"] == cheap["drafted"]
+    assert checked(session, file, "/costs verify 0 0 0; head 0; suffix 0", REPEATS)["drafted"] == cheap["drafted"]

@@ -12,9 +12,10 @@ import pytest
 from fakes import Screen, open_session, screen
 from recordings import Row, recorded
 
-from utils.config.settings import Settings, as_json, from_json, setting_fields
+from utils.config.processor_spec import ProcessorSpec
+from utils.config.setting_table import as_json, from_json, setting_fields
+from utils.config.settings import Settings
 from utils.config.value_types import Limits, StorageSpec
-from utils.logits_processor import GreedyProcessor, TopKNucleusProcessor
 from utils.metrics.costs import Costs
 from utils.repl.runner import Verdict
 
@@ -28,7 +29,7 @@ def test_all_settings_are_restored_from_a_record() -> None:
         drafter_kind=("suffix", "layers:2"),
         costs=Costs((0.1, 0.25), (("head", 1.5),)),
         length=7,
-        processor=TopKNucleusProcessor(0.123456789, 7, 0.9),
+        processor=ProcessorSpec(0.123456789, 7, 0.9),
         seed=0,
         verify="block",
         engine="plain",
@@ -44,7 +45,7 @@ def test_all_settings_are_restored_from_a_record() -> None:
         debug="full",
         turns=True,
     )
-    empty = Settings(system="", processor=GreedyProcessor(0.5), gamma=None, drafter_kind=("chain",))
+    empty = Settings(system="", processor=ProcessorSpec(0.5, is_greedy=True), gamma=None, drafter_kind=("chain",))
     # A record holds whether chat was on, not that it was `auto`.
     for settings in (other, replace(empty, chat=True), Settings(chat=True)):
         assert from_json(json.loads(json.dumps(as_json(settings))), Limits()) == (settings, [])

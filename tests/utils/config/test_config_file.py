@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import infer
-from utils.config.arguments import SETTINGS, parse_arguments
+from utils.config.arguments import parse_arguments
 from utils.config.config_file import config_file, read_config
-from utils.config.settings import as_json, setting_fields
+from utils.config.setting_table import as_json
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.pairs.request import request_from_flags
@@ -70,6 +70,7 @@ def test_pairs_flags_and_settings_are_read(file: Path) -> None:
         (["--gamma", "3"], ['-c "/gamma 3"']),
         (["--gamma=auto"], ['-c "/gamma auto"']),
         (["--top-k", "40", "hello"], ['-c "/top_k 40"']),
+        (["--ngram-order", "4"], ['-c "/ngram order 4"']),
         (["--drafer", "x"], ["--drafter", '-c "/gamma 3"']),
         (["--prompt", "x"], ["--prompts"]),
         (["two", "words"], ["quotation marks", "words"]),
@@ -84,10 +85,6 @@ def test_wrong_usage_is_one_line_that_says_what_to_write(
     message = capsys.readouterr().err
     assert caught.value.code == 2 and message.count("\n") == 1 and "\x1b" not in message
     assert all(part in message for part in parts), message
-
-
-def test_every_setting_is_recognized_among_the_flags() -> None:
-    assert set(setting_fields()) <= set(SETTINGS)
 
 
 def test_flags_override_the_config_file(file: Path) -> None:

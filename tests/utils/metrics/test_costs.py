@@ -2,8 +2,7 @@
 
 import pytest
 
-from utils.config.draft_value_types import CostTable
-from utils.config.value_types import Limits
+from utils.config.value_types import CostTable, Limits
 from utils.errors import UserError
 from utils.metrics.costs import MAX_SHARE, Costs
 
@@ -58,7 +57,7 @@ def test_tables_are_shown_as_they_are_typed() -> None:
     assert "1,064" in COSTS.text and "1.25 times" in COSTS.text and "1,000 tokens by head 4.0" in COSTS.text
 
 
-@pytest.mark.parametrize("text", ["verify 0.1 0.2; head 0.07", "windows 0.1 0.2; head 0.07"])
+@pytest.mark.parametrize("text", ["verify 0.1 0.2; head 0.07"])
 def test_tables_of_older_records_have_one_length(text: str) -> None:
     assert parse(text) == Costs((0.1, 0.2), (("head", 0.07),))
 

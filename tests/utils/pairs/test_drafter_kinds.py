@@ -15,7 +15,7 @@ from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.draft_trace import DraftTracer
-from utils.pairs import drafter_kinds
+from utils.pairs import drafter_kinds, request
 from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs
 from utils.pairs.drafter_kinds import DRAFTER_KINDS, NGRAM, DrafterKind, drafter_kind, drafter_label, surviving_kinds
 from utils.repl.runner import Verdict
@@ -27,10 +27,12 @@ LOADED_KINDS = ("model", "head", "layers:4", None)
 
 @pytest.mark.parametrize("kind", DRAFTER_KINDS, ids=NAMES)
 def test_a_word_names_one_row(kind: DrafterKind) -> None:
-    words = [kind.prefix + number for number in ("1", "30", "9999")] if kind.takes_number else [kind.name]
-    for word in words:
-        assert drafter_kind(word) is kind
-        assert [row for row in DRAFTER_KINDS if row.matches(word)] == [kind]
+    words = [kind.name.replace("K", number) for number in ("1", "30", "9999")] if ":K" in kind.name else [kind.name]
+    assert [drafter_kind(word) for word in words] == [kind] * len(words)
+
+
+def test_every_word_has_a_row() -> None:
+    assert tuple(NAMES) == request.DRAFTERS
 
 
 def test_an_unknown_word_is_refused_with_all_names() -> None:
@@ -91,13 +93,14 @@ def test_the_setting_completes_the_names_of_the_table() -> None:
 def test_a_new_row_can_be_selected_run_recorded_and_replayed(
     view: Screen, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a change to any other table."""
+    """With its name among the words, and without a change to any other table."""
 
     def build(inputs: DrafterInputs) -> BuiltDrafter:
         drafter = MatchDrafter(LongestMatch(1), adaptive=inputs.adaptive("third"), observed=inputs.observed)
         return BuiltDrafter(drafter, inputs.open_session("target"))
 
     monkeypatch.setattr(drafter_kinds, "DRAFTER_KINDS", (*DRAFTER_KINDS, DrafterKind("third", build)))
+    monkeypatch.setattr(request, "DRAFTERS", (*NAMES, "third"))
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
     checked(session, file, "/ngram off", "/length 20", "/drafter_kind third", "one two one two one two")

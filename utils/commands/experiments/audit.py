@@ -19,7 +19,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
-from utils.config.settings import setting_fields
+from utils.config.setting_table import setting_fields
 from utils.decode.noise import fix_seeds
 from utils.errors import UserError
 from utils.metrics.results import tokens_of

@@ -22,7 +22,8 @@ from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.speed_claims import FASTER, NOT_DISTINGUISHABLE, SLOWER, SpeedClaim
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
-from utils.config.settings import Settings, from_json
+from utils.config.setting_table import from_json
+from utils.config.settings import Settings
 from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError, check_choice
 from utils.metrics.results import Generation, difference_text, first_difference

@@ -26,8 +26,7 @@ from utils.comparison.reports import Finding, Report, ReportEvent, shortened
 from utils.comparison.speed_claims import interval_text, speedup_text
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import with_costs
-from utils.config.setting_parts import NGRAM_PARTS, SAMPLING_PARTS
-from utils.config.settings import setting_fields
+from utils.config.setting_table import NGRAM_PARTS, SAMPLING_PARTS, setting_fields
 from utils.errors import UserError, check_choice
 from utils.metrics.results import Comparison, compare
 from utils.text import count_of

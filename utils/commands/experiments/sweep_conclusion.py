@@ -14,7 +14,7 @@ from utils.comparison.speed_claims import (
     claim_text,
     speed_sentence,
 )
-from utils.config.setting_parts import NGRAM_PARTS
+from utils.config.setting_table import NGRAM_PARTS
 
 COMMANDS = {part.name.removeprefix("ngram "): part.name for part in NGRAM_PARTS}  # swept by their last words
 NOTHING_TO_COMPARE = "No enabled strategy preserves the target's distribution, so there is nothing to compare."

@@ -45,7 +45,8 @@ from utils.comparison.reports import Finding, Note, Progress, Report, ReportEven
 from utils.comparison.server_runs import ServerRun, row_name
 from utils.comparison.speed_claims import FASTER, SpeedClaim
 from utils.comparison.strategies import is_greedy
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.servers.address import TARGET
 from utils.servers.connection import Connection

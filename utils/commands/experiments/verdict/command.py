@@ -22,7 +22,8 @@ from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.comparable_servers import comparable_servers
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Report, ReportEvent, ReportTable, shortened
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.intervals import SLOWER
 
@@ -92,7 +93,7 @@ def _apply(context: CommandContext) -> Outcome:
     if advice is None:
         raise UserError("there is nothing to apply: no /verdict so far has recommended settings.")
     changed = replace(context.settings, **advice)
-    shown = (f"/{name} {entry.show(changed)}" for name, entry in setting_fields().items() if entry.name in advice)
+    shown = (f"/{name} {entry.show(changed)}" for name, entry in setting_fields().items() if name in advice)
     return [ChangeSettings(changed, " ".join(shown))]
 
 

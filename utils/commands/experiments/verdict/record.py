@@ -13,7 +13,8 @@ from utils.commands.experiments.verdict.selection import Selection
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.speed_claims import NO_GAIN
-from utils.config.settings import Settings, setting_fields
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
 from utils.prompts.prompt_files import ALL_TASKS
 
 Row = dict[str, Any]

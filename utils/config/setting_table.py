@@ -1,0 +1,270 @@
+"""The table of settings as they are typed: the fields of Settings, and parts of them such as the temperature.
+
+A part is shown, parsed and changed like a field. It is stored in one, whose name in records does not change.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any
+
+from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, WholeRange
+from utils.config.settings import Settings
+from utils.config.value_types import ON_OFF, Choice, Limits, Number, NumberOr, StorageKind, ValueType
+from utils.errors import UserError, check_choice
+from utils.metrics.costs import Costs
+from utils.text import encodable
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A row of the table.
+
+    name: of the field, or the words that are typed for a part. value_type: how a value is written. get, put: its value
+    in Settings, and new Settings with another one. default: of a field.
+
+    group: one of the headings of /help; empty for a field that only parts set. summary: at most 39 characters.
+    text: its page, in sentences. example: an argument to type, and the lines that it shows, if it is not just repeated.
+    forms: descriptions of what can be typed, of the words that complete it above all. see_also: names of commands and
+    figures. rank: its place on the first page of /help; 0 for those that only /help all lists.
+
+    needs: a toggle without which it has no effect. fact: the label in /show of the value that is in effect. is_flag:
+    whether it is a flag of the command line as well.
+    """
+
+    name: str
+    value_type: ValueType
+    get: Callable[[Settings], Any]
+    put: Callable[[Settings, Any], Settings]
+    default: Any = None
+    group: str = ""
+    summary: str = ""
+    text: str = ""
+    example: tuple[str, ...] = ()
+    forms: Mapping[str, str] = field(default_factory=dict)
+    see_also: tuple[str, ...] = ()
+    rank: int = 0
+    needs: str = ""
+    fact: str = ""
+    is_flag: bool = False
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is switched between on and off without an argument."""
+        return isinstance(self.value_type, Choice) and self.value_type.is_switch
+
+    @property
+    def holds_bool(self) -> bool:
+        """Whether its value is true or false in a record."""
+        return self.is_switch and not isinstance(self.default, str)
+
+    def show(self, settings: Settings) -> str:
+        """The value as it would be typed."""
+        return self.value_type.show(self.get(settings))
+
+    def describe(self, settings: Settings) -> str:
+        """The value as it is read, where that differs from what is typed."""
+        value = self.get(settings)
+        return value.text if isinstance(value, Costs) else self.show(settings)
+
+    def has_effect(self, settings: Settings) -> bool:
+        """Whether the setting that this one needs is on."""
+        return self.needs != "chat" or settings.uses_chat
+
+    def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
+        """New settings with the value that `text` describes. Raises UserError if it is not valid."""
+        return self.put(settings, self.value_type.parse(text, self.get(settings), limits))
+
+
+def _put(name: str, settings: Settings, value: Any) -> Settings:
+    return replace(settings, **{name: value})
+
+
+@cache
+def setting_fields() -> Mapping[str, Setting]:
+    """The fields of Settings by their names."""
+    rows = (
+        Setting(
+            entry.name,
+            get=attrgetter(entry.name),
+            put=partial(_put, entry.name),
+            default=entry.default,
+            **entry.metadata,
+        )
+        for entry in fields(Settings)
+        if entry.metadata
+    )
+    return {row.name: row for row in rows}
+
+
+SAMPLING_PARTS = (
+    Setting(
+        "temperature",
+        Number(TEMPERATURE, usage="T"),
+        lambda settings: settings.processor.effective_temperature,
+        lambda settings, value: replace(settings, processor=settings.processor.with_temperature(value)),
+        group="decoding",
+        summary="temperature, 0 to 100; 0: greedy",
+        text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
+        "other temperature keeps the top-k and top-p that are set.",
+        example=("0.7", "temperature: 0.7; processor: multinomial 0.7"),
+        see_also=("top_p", "top_k", "processor", "seed", "verify"),
+        rank=2,
+    ),
+    Setting(
+        "top_k",
+        NumberOr(Number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
+        lambda settings: settings.processor.top_k,
+        lambda settings, value: replace(settings, processor=settings.processor.with_top_k(value)),
+        group="decoding",
+        summary="sample from the K likeliest tokens",
+        text="Sample from the K most likely tokens only. The temperature and top-p stay. With greedy decoding, which "
+        "has no top-k, the temperature becomes 1.",
+        example=("40", "top_k: 40; processor: topk 0.7 40"),
+        forms={"K": "1 to the size of the vocabulary", "off": "or 0: sample from all tokens"},
+        see_also=("temperature", "top_p", "processor"),
+    ),
+    Setting(
+        "top_p",
+        NumberOr(Number(TOP_P, usage="P"), "off", same=1),
+        lambda settings: settings.processor.top_p,
+        lambda settings, value: replace(settings, processor=settings.processor.with_top_p(value)),
+        group="decoding",
+        summary="sample from a probability mass of P",
+        text="Sample from the fewest tokens with a total probability of at least P. The temperature and top-k stay. "
+        "With greedy decoding, which has no top-p, the temperature becomes 1.",
+        example=("0.95", "top_p: 0.95; processor: nucleus 0.7 0.95"),
+        forms={"P": "above 0, at most 1", "off": "or 1: sample from all tokens"},
+        see_also=("temperature", "top_k", "processor"),
+    ),
+)
+NGRAM_PARTS = (
+    Setting(
+        "ngram kind",
+        StorageKind(),
+        lambda settings: settings.ngram_storage,
+        partial(_put, "ngram_storage"),
+        summary="orders of the stored n-grams",
+        forms={"basic": "all orders from 2 to the order", "onelevel": "one order only"},
+    ),
+    Setting(
+        "ngram order",
+        Number(NGRAM_ORDER),
+        lambda settings: settings.ngram_storage.order,
+        lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
+        summary="order of the n-grams, 2 to 16",
+    ),
+    replace(
+        setting_fields()["top_k_filler"],
+        name="ngram candidates",
+        summary="top tokens stored per position, 1 to 64",
+    ),
+    replace(
+        setting_fields()["ngram_limit"],
+        name="ngram limit",
+        summary="maximum number of n-grams, about 100 bytes each",
+    ),
+    Setting(
+        "ngram keep",
+        ON_OFF,
+        lambda settings: not settings.reset_in_between,
+        lambda settings, value: replace(settings, reset_in_between=not value),
+        summary="keep the n-grams from prompt to prompt",
+        forms={"on": "keep them", "off": "empty the storage before each prompt"},
+    ),
+)
+
+
+@cache
+def listed_settings() -> Mapping[str, Setting]:
+    """Every setting once, by the words that are typed after the slash: together they restore all settings."""
+    rows = {name: row for name, row in setting_fields().items() if row.group}
+    debug = {"debug": rows.pop("debug")}
+    return rows | {part.name: part for part in NGRAM_PARTS} | debug
+
+
+def split_setting(line: str) -> tuple[str, str] | None:
+    """The name and the value of a command line that sets a setting, or None. The value is not checked."""
+    words = line.removeprefix("/").split(" ", 2)
+    # The longer name first: "ngram order 3" is not the value "order 3" of ngram.
+    for length in (2, 1):
+        name, value = " ".join(words[:length]), " ".join(words[length:])
+        if value and name in listed_settings():
+            return (name, value) if line.startswith("/") else None
+    return None
+
+
+@cache
+def known_settings() -> Mapping[str, Setting]:
+    """All settings by the names that a config file uses."""
+    rows = (*SAMPLING_PARTS, *listed_settings().values())
+    return {row.name.replace(" ", "_"): row for row in rows}
+
+
+def flag_settings() -> list[Setting]:
+    """The settings that are flags of the command line as well."""
+    return [row for row in setting_fields().values() if row.is_flag]
+
+
+def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -> Settings:
+    """New settings with typed values by name. Raises UserError for an unknown name or an invalid value."""
+    for name, text in values.items():
+        setting = known_settings()[check_choice(name, tuple(known_settings()), "setting")]
+        try:
+            if not text:  # would switch a toggle instead of setting it
+                raise UserError("it is empty: write a value, or leave the entry out.")
+            settings = setting.change(settings, text, limits)
+        except UserError as error:
+            raise UserError(f"settings.{name}: {error}") from error
+    return settings
+
+
+def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
+    """New settings in which values that the loaded target does not support are reset to their defaults."""
+    for setting in setting_fields().values():
+        try:
+            # A value is supported if what `show` writes can be parsed under the new limits.
+            setting.change(settings, setting.show(settings), limits)
+        except UserError:
+            settings = setting.put(settings, setting.default)
+    return settings
+
+
+def as_json(settings: Settings) -> dict[str, bool | int | str]:
+    """Settings for a record: numbers and booleans as they are, everything else as it would be typed."""
+    values = ((setting, setting.get(settings)) for setting in setting_fields().values())
+    recorded = {
+        setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
+    }
+    return recorded | {"chat": settings.uses_chat}  # what was done, not `auto`
+
+
+def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, list[str]]:
+    """Settings from the values of a record, and a sentence for each value that is missing or not supported here."""
+    settings, names = Settings(), {setting.name for setting in setting_fields().values()}
+    problems = [f"setting {name}: not known here" for name in values if name not in names]
+    for setting in setting_fields().values():
+        try:
+            if setting.name not in values:
+                raise UserError("not recorded.")
+            settings = setting.change(settings, _typed(values[setting.name], setting), limits)
+        except UserError as error:
+            # The part after the semicolon advises what to type, which does not apply to a record.
+            reason = str(error).partition(";")[0].rstrip(".")
+            problems.append(f"setting {setting.name}: {reason}; it is {setting.show(settings)} instead")
+    return settings, problems
+
+
+def _typed(value: object, setting: Setting) -> str:
+    """A recorded value as it would be typed. Raises UserError for a value that `as_json` does not write."""
+    if (
+        not isinstance(value, bool | int | str)
+        or isinstance(value, bool) != setting.holds_bool
+        # An empty text would switch a toggle instead of setting it.
+        or value == ""
+    ):
+        raise UserError(f"{str(value)[:40]!r} is not a valid value.")
+    if isinstance(value, bool) or value == setting.default:  # a default may be typed differently: 0 threads are "auto"
+        return setting.value_type.show(value)
+    return encodable(str(value))
