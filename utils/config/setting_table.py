@@ -242,8 +242,8 @@ def as_json(settings: Settings) -> dict[str, bool | int | str]:
 
 def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, list[str]]:
     """Settings from the values of a record, and a sentence for each value that is missing or not supported here."""
-    settings, names = Settings(), {setting.name for setting in setting_fields().values()}
-    problems = [f"setting {name}: not known here" for name in values if name not in names]
+    settings = Settings()
+    problems = [f"setting {name}: not known here" for name in values if name not in setting_fields()]
     for setting in setting_fields().values():
         try:
             if setting.name not in values:

@@ -135,6 +135,7 @@ def test_invalid_entries_are_refused_in_one_sentence(
     ("line", "words"),
     [
         ("gama = 3", "Did you mean gamma?"),
+        ("top_k_filler = 2", "ngram_candidates"),  # aliases are for commands only
         ("gamma = 99", "settings.gamma: "),
         ("seed = -1", "settings.seed: "),
         ('cache = ""', "settings.cache: "),
