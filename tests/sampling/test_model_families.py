@@ -26,11 +26,11 @@ from ngram_assisted import NGramStorage
 from sampling import RULES
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
+from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
 from utils.decode.recurrent import CacheSupport
 from utils.engine import Engine
 from utils.errors import UserError
-from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import acceptance_of, tokens_of
 from utils.repl.runner import Verdict
 
@@ -193,7 +193,7 @@ def test_greedy_text_is_the_targets(row: Row) -> None:
 
 @SOME_ROWS
 def test_coupled_sampled_text_is_the_targets(row: Row) -> None:
-    drawn = {"processor": MultinomialProcessor(0.7), "verify": "coupled", "cache": not row.refused}
+    drawn = {"processor": ProcessorSpec(0.7), "verify": "coupled", "cache": not row.refused}
     expected = run(row, "target", **drawn)[0]
     assert expected != greedy_text(row)
     assert all(run(row, kind, gamma=3, **drawn)[0] == expected for kind in kinds_of(row))
