@@ -142,7 +142,7 @@ def prompt_charts(records: Sequence[Record]) -> list[Chart]:
         row["strategy"]: [accepted / tried if tried else None for accepted, tried in row["accepted_by_position"] or ()]
         for row in records
     }
-    # Without a run that drafts, the chart would be a single bar.
+    # If no run drafts, there is no time to split.
     drafting = any(row["draft_seconds"] is not None for row in records)
     seconds = {row["strategy"]: _seconds(row) for row in records if drafting}
     counts = {
