@@ -65,11 +65,11 @@ class ThroughputEstimate:
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
-    costs: of verify passes. draft_cost: of one draft, in decode steps; n-grams cost almost nothing. throughput: the
-    run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked. block:
-    how many drafts are computed at once, if they are; then their cost does not depend on how many are proposed. kind:
-    of the drafter, if its costs are in the table. max_new: maximum number of new tokens; without it, losses are not
-    bounded. A drafter calls `begin` and, in each round, `follow`.
+    `costs` are those of verify passes. `draft_cost` is the cost of one draft in decode steps; n-grams cost almost
+    nothing. `throughput` is the run's estimate, if several drafters share it; each of them learns only from rounds in
+    which it drafted. `block` is the number of drafts that are computed at once, whose cost does not depend on how many
+    are proposed. `kind` is the drafter kind, if the table has its costs. `max_new` is the maximum number of new tokens;
+    without it, losses are not bounded. A drafter calls `begin` and, in each round, `follow`.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class AdaptiveGamma:
             for known in (bucket, ("position", position), ANY):
                 good, tried = self._evidence.get(known, (0.0, 0.0))
                 self._evidence[known] = (good + (position < accepted), tried + 1)
-        if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
+        if buckets or computed or not self._shares:  # without drafts, another drafter may have had the round
             count = len(buckets)
             time = 1 + self._costs.verify_cost(count) + max(count, computed) * self._draft_cost
             self._throughput.add(accepted + 1, time)

@@ -1,4 +1,4 @@
-"""Files of users: read with bounds, written whole or not at all, and never replaced unless that was asked for.
+"""Files of users: read with bounds, written completely or not at all, and replaced only on request.
 
 Also the user's folders for cache, config and state. Nothing heavy is imported.
 """

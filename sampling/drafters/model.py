@@ -34,7 +34,7 @@ class ModelDrafter:
     ) -> None:
         self._session, self._decoding, self._vocab_size, self._block = session, decoding, vocab_size, block
         self._shares_noise, self._adaptive, self._observed = shares_noise, adaptive, observed
-        # The round's drafts, their buckets, and how many distributions were computed. None: not asked this round.
+        # The round's drafts, their buckets, and how many distributions were computed. None: `propose` was not called.
         self._round: tuple[list[int], list[Bucket], int] | None = None
         self._shared_vocab = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin

@@ -1,7 +1,7 @@
 """Layers whose queries are the slots of a block, and whose keys are those of the context and of the block.
 
-The context is given as states that enter every layer as they are. Its keys and values are kept, and those of the block
-are dropped. No row of the context has a query, so a prompt of T tokens needs no mask of T x T.
+The states of the context enter every layer as they are. Its keys and values are kept, and those of the block are
+dropped. No row of the context has a query, so a prompt of T tokens needs no mask of T x T.
 
 Also the heads that DSpark adds: a bias for the token before a draft, and a confidence. Both depend on nothing but the
 block's states and the tokens before the draft, so drafts drawn from left to right have the distribution that they are

@@ -141,9 +141,11 @@ class Gemma4Assistant(StepwiseDrafter):
         return self._attended(torch.cat([embedded, hidden[:, -1:]], dim=-1), cache)
 
     def _attended(self, joined: Tensor, cache: SharedKeys) -> Tensor:
-        """The state (1, 1, H) of a token and the state before it (1, 1, 2 H'), asked from behind the known keys."""
+        """The state (1, 1, H) of a token and the state before it (1, 1, 2 H'), with a query one position after the
+        known keys.
+        """
         x, position = self.pre_projection(joined), torch.tensor([[cache.known]], device=joined.device)
-        # The window ends at the last key, and not at the position after it, from which the query is asked.
+        # The window ends at the last key, and not at the query's position after it.
         lengths = {FULL: cache.known, SLIDING: self.config.sliding_window + 1}
         shared = {
             kind: (layer.keys[:, :, -lengths[kind] :], layer.values[:, :, -lengths[kind] :])

@@ -110,7 +110,7 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
 
 
 def device_map(where: Placement, plan: MemoryPlan) -> str | dict[str, str]:
-    """Return the argument that tells `from_pretrained` where to load."""
+    """Return the `device_map` argument of `from_pretrained`."""
     # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly to the
     # device, without a second copy in main memory.
     return "auto" if plan.spread else {"": where.device}

@@ -121,8 +121,10 @@ class BlockDrafter(FeatureDrafter):
         """
 
     def conditioned(self, logits: Tensor, index: int, previous: int, cache: Any) -> Tensor:
-        """Return the logits (1, V) of draft `index` of the last block given the token before it, for drafters that draw
-        from left to right. logits: its row of the block. Drafts are asked for in order, each after the ones before it.
+        """Return the logits (1, V) of draft `index` of the last block after the token before it.
+
+        For drafters that draw from left to right. `logits` is the draft's row of the block. Drafts are requested in
+        order, each after the ones before it.
         """
         return logits
 
