@@ -179,8 +179,9 @@ class AdaptiveGamma:
         return min(map(self._costs.verify_cost, range(drafts, drafts + LOOKAHEAD)))
 
     def _values(self, buckets: Sequence[Bucket]) -> list[float]:
-        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time. Minus
-        infinity if they might lose too much.
+        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run generates in the same time.
+
+        It is minus infinity if they might lose too much.
         """
         # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
@@ -199,10 +200,10 @@ class AdaptiveGamma:
         return values
 
     def learn(self, buckets: Sequence[Bucket], accepted: int, computed: int = 0) -> None:
-        """Learn from a round: the buckets of its drafts, and how many were accepted. Drafts after the first rejected
-        one tell nothing.
+        """Learn from a round: the buckets of its drafts, and how many were accepted.
 
-        computed: how many distributions were computed, if more than were proposed.
+        Drafts after the first rejected one carry no information. `computed` is the number of computed distributions, if
+        it exceeds that of proposed ones.
         """
         self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
         for position, bucket in enumerate(buckets[: accepted + 1]):

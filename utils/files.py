@@ -24,7 +24,7 @@ MAX_TEXT_BYTES = 256_000_000  # a device such as /dev/zero never ends
 def read_text(path: Path, what: str = "") -> str:
     """The text of a UTF-8 file without a byte order mark. Line ends are kept, so that only "\\n" separates lines.
 
-    what: what messages call the file, such as "The config file". Raises UserError if it cannot be read.
+    Messages call the file `what`, such as "The config file". Raises UserError if it cannot be read.
     """
     name = f"{what} {path}".strip()
     try:

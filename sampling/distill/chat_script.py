@@ -70,7 +70,7 @@ class Script:
 class Conversation:
     """One row of a batch: which tokens the template still inserts, and whether the target is answering.
 
-    complete: whether the opening is a complete user message. turn_tokens: tokens sampled in the current turn.
+    `complete` is True if the opening is a complete user message. `turn_tokens` counts the sampled tokens of the turn.
     """
 
     script: Script

@@ -74,7 +74,7 @@ class TargetKeys(nn.Module):
         self.key_norm, self.value_norm = copy.deepcopy(attends.k_norm), copy.deepcopy(attends.v_norm)
 
     def forward(self, states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, G, T, D) of the layer's inputs (B, T, H). tables: cosines and sines."""
+        """Return keys and values (B, G, T, D) of the layer's inputs (B, T, H). `tables` are cosines and sines."""
         states, shape = self.norm(states), (*states.shape[:-1], -1, self.size)
         keys = self.keys(states).view(shape)
         values = keys if self.values is None else self.values(states).view(shape)
@@ -83,7 +83,7 @@ class TargetKeys(nn.Module):
 
 
 class Gemma4Assistant(StepwiseDrafter):
-    """An assistant. config: of its layers. own: of the whole. target_size: the hidden size of the target."""
+    """An assistant. `config` is that of its layers, `own` the whole one. `target_size` is the target's hidden size."""
 
     embed_tokens: nn.Module
     shared: nn.ModuleDict

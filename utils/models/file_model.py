@@ -37,7 +37,7 @@ DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a safetensors file. name: of its layer. key: in the file. dtype: the model's number format."""
+    """A tensor of a safetensors file: the name of its layer, its key in the file, and the model's number format."""
 
     path: Path
     state: str

@@ -30,7 +30,7 @@ DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """arguments: keywords for `from_pretrained`. weight_counts: number of weights by format, if the hub knows it."""
+    """The keywords for `from_pretrained`, and the number of weights by format, if the hub knows it."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     weight_counts: dict[str, int] = field(default_factory=dict)
