@@ -123,7 +123,7 @@ def file_state(path: Path) -> str:
 
 
 def has_changed(path: Path, state: str) -> bool:
-    """Return whether a file is not the one any more whose `file_state` was taken. It may be gone."""
+    """Whether a file has changed since its `file_state` was read. It may be gone."""
     try:
         return file_state(path) != state
     except OSError:

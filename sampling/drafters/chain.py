@@ -27,6 +27,6 @@ class ChainDrafter:
         return replace(self._second.propose(context, count), kind=self._kinds[1])
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        # Both, whoever drafted: each keeps a cache or a storage of the whole text.
+        # Both, whichever drafted: each keeps a cache or a storage of the whole text.
         self._first.commit(context, verified)
         self._second.commit(context, verified)

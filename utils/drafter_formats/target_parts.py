@@ -142,7 +142,7 @@ def _same(weight: Tensor, own: Tensor) -> bool:
 
 
 def _names_part(checkpoint: DrafterCheckpoint, rows: int) -> bool:
-    """Whether a head of so many rows has chosen ids, rather than all ids without the padding of the target's."""
+    """Whether a head with this many rows has chosen ids, rather than all ids without the padding of the target's."""
     whole, part = checkpoint.layer_keys.get("vocab_size"), checkpoint.config.get("draft_vocab_size")
     declared = isinstance(whole, int) and isinstance(part, int) and rows == part < whole
     return declared or checkpoint.has("t2d") or checkpoint.shapes.get(DRAFT_TO_TARGET, (rows,))[0] != rows

@@ -92,7 +92,7 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with weights that were not initialized. Memory that was never written takes none of the machine's."""
+    """A model with weights that were not initialized. Memory that was never written uses none of the machine's."""
     with no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -150,7 +150,7 @@ class ServerProcess:
 
 
 class LocalServers:
-    """Servers by name. `is_ready` asks the server at a URL whether it can answer."""
+    """Servers by name. `is_ready` checks whether the server at a URL can answer."""
 
     def __init__(self, is_ready: Callable[[str], bool]) -> None:
         self._is_ready = is_ready
