@@ -51,7 +51,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """One line per series over common ticks. A value of None leaves a gap."""
+    """One line per series over common ticks, starting at the first tick. A value of None leaves a gap."""
 
     title: str
     x_label: str

@@ -19,7 +19,7 @@ READ_TOKENS = 1000  # unit of the reading costs
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A table of costs, in decode steps at the context length `length`, or 0 if that is unknown.
+    """A table of costs, in decode steps at the context length `length`, which is 0 if it is unknown.
 
     `verify` has the extra time of a verify pass with 1, 2, ... drafts over a decode step. `draft` has pairs of a
     drafter kind and the time of one draft, `read` of a kind and the time to read 1,000 tokens of a prompt. `longer` is

@@ -51,8 +51,7 @@ class Interval:
 
 
 def speedup_interval(groups: Sequence[Sequence[float]], *, these_prompts: bool = False) -> Interval:
-    """The interval of the geometric mean of speed-ups. `groups[i]` has the positive speed-ups of the repeats of prompt
-    i.
+    """The interval of the geometric mean of speed-ups. `groups[i]` has those of the repeats of prompt i, above 0.
 
     Every prompt has the same weight. The interval covers other prompts of the same kind. With `these_prompts`, or with
     one prompt, it covers other repeats of these prompts, and prompts with one repeat are treated as exact.

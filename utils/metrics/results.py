@@ -134,7 +134,7 @@ def collect(
 ) -> Generation:
     """Drain a decoder. Ctrl-C ends the run: earlier steps are returned with FinishReason.INTERRUPTED.
 
-    `watch` holds the stopwatch and the tracer that wrap the decoder's drafter and target.
+    `watch` receives each step. `stopwatch` and `tracer` are those that wrap the decoder's drafter and target.
     """
     made: list[Step] = []
     timings: list[RoundTiming] = []

@@ -147,7 +147,7 @@ class Renderer:
         text = start
         for piece, colour in pieces:
             size = 1 + cell_len(piece)
-            # A piece longer than a line is written all the same, so the line must not be empty.
+            # An empty line is never broken: a piece longer than a line is written all the same.
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size

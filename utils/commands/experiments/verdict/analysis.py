@@ -83,7 +83,8 @@ def with_better_drafter(split: TimeSplit, run: Generation, speedup: float) -> di
     """The speed-up with the same drafts at half the cost, and with half the rejections at the same cost.
 
     Half the rejections: at every position of a round, the probability that a draft is rejected, given that all drafts
-    before it are accepted, is halved."""
+    before it are accepted, is halved.
+    """
     rates = [accepted / tried if tried else 0.0 for accepted, tried in run.accepted_by_position]
     now = expected_tokens(rates, run)
     better = expected_tokens([(1 + rate) / 2 for rate in rates], run)
