@@ -76,8 +76,8 @@ class BlockCache:
 class Sizes:
     """Sizes that a drafter's config does not state.
 
-    `target_layers` are the target's. `feature` is the size of a position. `markov` and `confidence` are sizes of heads;
-    None without such a head.
+    `target_layers` is the number of the target's layers, and `feature` the size of a position. `markov` and
+    `confidence` are sizes of heads; None without such a head.
     """
 
     target_layers: int

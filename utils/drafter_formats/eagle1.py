@@ -31,7 +31,7 @@ class Eagle1(StepwiseDrafter):
     """An EAGLE drafter, which reads the target's last hidden state after the final norm.
 
     `config` is that of its layers, with the target's vocabulary size. `norms` are the optional ones that it has.
-    `target_layers` are the target's. `windows` are described in sliding_sizes.
+    `target_layers` is the number of the target's layers. `windows` are described in sliding_sizes.
     """
 
     embed_tokens: nn.Module
