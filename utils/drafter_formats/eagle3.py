@@ -114,10 +114,10 @@ class Eagle3(StepwiseDrafter):
 class Parts:
     """Which optional tensors a checkpoint has.
 
-    `target_layers` are the target's, and `feature_size` is the size of its hidden states. `windows` are the numbers of
-    positions that each layer attends to, None for all; empty if all layers attend to all. `joining` is the number of
-    layers, from the first on, that read the embedding beside the state. `doubtful` names conventions in which programs
-    differ.
+    `target_layers` is the number of the target's layers, and `feature_size` the size of its hidden states. `windows`
+    are the numbers of positions that each layer attends to, None for all; empty if all layers attend to all. `joining`
+    is the number of layers, from the first on, that read the embedding beside the state. `doubtful` names conventions
+    in which programs differ.
     """
 
     target_layers: int
