@@ -42,7 +42,7 @@ class MatchIndex(Protocol):
 class MatchDrafter:
     """Drafts what an index of earlier text predicts.
 
-    index: receives the prompt and every new token, and is never reset here. adaptive: chooses the number of drafts.
+    `index` receives the prompt and every new token, and is never reset here. `adaptive` chooses the number of drafts.
     """
 
     def __init__(self, index: MatchIndex, *, adaptive: AdaptiveGamma | None = None, observed: bool = False) -> None:
@@ -77,9 +77,9 @@ class MatchDrafter:
 
 
 class LongestMatch:
-    """Indexes the positions after every pair of tokens, and compares backwards from there. min_length: of a match.
+    """Indexes the positions after every pair of tokens, and compares backwards from there.
 
-    Among matches of equal length the most recent one wins.
+    Matches have at least `min_length` tokens. Among matches of equal length the most recent one wins.
     """
 
     def __init__(self, min_length: int = 2) -> None:

@@ -27,11 +27,11 @@ from utils.metrics.results import acceptance_of, tokens_of
 class NGramDrafter:
     """Drafts the storage's most frequent next tokens, one after the other.
 
-    storage: filled in `begin` from the prompt, never reset here. filler_top_k: at each new position the generated
-    token and the rest of the target's top k are entered; with 1 only what was generated. stop_if_unknown: end a draft
-    at an unknown context; otherwise ids are drawn from the seed. vocab_size: the target's, if it differs from the
-    storage's; ids that only one of them has are neither drafted nor entered. adaptive: chooses the number of drafts;
-    without it, as many as requested are drafted.
+    `storage` is filled in `begin` from the prompt and never reset here. At each new position the generated token and
+    the rest of the target's top `filler_top_k` are entered; with 1 only the generated token. `stop_if_unknown` ends a
+    draft at an unknown context; otherwise ids are drawn from the seed. `vocab_size` is the target's, if it differs from
+    the storage's; ids that only one of them has are neither drafted nor entered. `adaptive` chooses the number of
+    drafts; without it, as many as requested are drafted.
     """
 
     def __init__(

@@ -65,11 +65,11 @@ class ThroughputEstimate:
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
-    costs: of verify passes. draft_cost: of one draft, in decode steps; n-grams cost almost nothing. throughput: the
-    run's estimate, if several drafters share it. Each of them learns only from rounds in which it was asked. block:
-    how many drafts are computed at once, if they are; then their cost does not depend on how many are proposed. kind:
-    of the drafter, if its costs are in the table. max_new: maximum number of new tokens; without it, losses are not
-    bounded. A drafter calls `begin` and, in each round, `follow`.
+    `costs` are those of verify passes. `draft_cost` is the cost of one draft in decode steps; n-grams cost almost
+    nothing. `throughput` is the run's estimate, if several drafters share it; each of them learns only from rounds in
+    which it drafted. `block` is the number of drafts that are computed at once, whose cost does not depend on how many
+    are proposed. `kind` is the drafter kind, if the table has its costs. `max_new` is the maximum number of new tokens;
+    without it, losses are not bounded. A drafter calls `begin` and, in each round, `follow`.
     """
 
     def __init__(
@@ -179,8 +179,9 @@ class AdaptiveGamma:
         return min(map(self._costs.verify_cost, range(drafts, drafts + LOOKAHEAD)))
 
     def _values(self, buckets: Sequence[Bucket]) -> list[float]:
-        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run produces in the same time. Minus
-        infinity if they might lose too much.
+        """The value of proposing 0, 1, ... drafts: expected tokens minus what the run generates in the same time.
+
+        It is minus infinity if they might lose too much.
         """
         # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
@@ -199,10 +200,10 @@ class AdaptiveGamma:
         return values
 
     def learn(self, buckets: Sequence[Bucket], accepted: int, computed: int = 0) -> None:
-        """Learn from a round: the buckets of its drafts, and how many were accepted. Drafts after the first rejected
-        one tell nothing.
+        """Learn from a round: the buckets of its drafts, and how many were accepted.
 
-        computed: how many distributions were computed, if more than were proposed.
+        Drafts after the first rejected one carry no information. `computed` is the number of computed distributions, if
+        it exceeds that of proposed ones.
         """
         self._evidence = {bucket: (DECAY * good, DECAY * tried) for bucket, (good, tried) in self._evidence.items()}
         for position, bucket in enumerate(buckets[: accepted + 1]):
@@ -210,7 +211,7 @@ class AdaptiveGamma:
             for known in (bucket, ("position", position), ANY):
                 good, tried = self._evidence.get(known, (0.0, 0.0))
                 self._evidence[known] = (good + (position < accepted), tried + 1)
-        if buckets or computed or not self._shares:  # without drafts, another drafter may have been asked
+        if buckets or computed or not self._shares:  # without drafts, another drafter may have had the round
             count = len(buckets)
             time = 1 + self._costs.verify_cost(count) + max(count, computed) * self._draft_cost
             self._throughput.add(accepted + 1, time)

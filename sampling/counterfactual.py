@@ -27,10 +27,9 @@ NOT_A_TOKEN = -1
 class FinishedText:
     """A text, and what the target computed for it.
 
-    prompt: its ids. context: the decoder's first context. tokens: T new ones.
-
-    logits: the target's, (T, V), row i predicts token i. features: its hidden states of all C + T - 1 rows fed for a
-    context of length C, if they were kept. name, context_length: of the target.
+    `prompt` has its ids, `context` is the decoder's first context, and `tokens` are the T new ones. `logits` (T, V) are
+    the target's; row i predicts token i. `features` are its hidden states of all C + T - 1 rows fed for a context of
+    length C, if they were kept. `name` and `context_length` are the target's.
     """
 
     prompt: list[int]
@@ -91,7 +90,7 @@ class VerifyByText:
 
 @dataclass(frozen=True, slots=True)
 class RecordedDrafter:
-    """Proposes the drafts that were recorded after the same prefix of the text. origin: length of the first context."""
+    """Proposes the drafts recorded after the same prefix of the text. `origin` is the length of the first context."""
 
     drafts: Sequence[Draft]
     origin: int
@@ -141,9 +140,9 @@ def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[lis
 def replay(
     text: FinishedText, drafter: Drafter, decoding: Decoding, *, gamma: int
 ) -> tuple[list[Step], list[RoundTiming]]:
-    """The rounds of the draft-verify loop along the text. Of the timings only the number of drafts is meaningful.
+    """The rounds of the draft-verify loop along the text. Their timings have only numbers of drafts.
 
-    decoding: of the run that made the text.
+    `decoding` is that of the run that generated the text.
     """
     ended = text.tokens[-1] in decoding.end_ids
     length = decoding.max_new if ended else len(text.tokens)  # a text that did not end was as long as requested

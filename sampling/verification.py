@@ -23,8 +23,8 @@ Verify = Callable[..., tuple[int, int]]
 class Rule:
     """A row of the table of rules.
 
-    verify: for drafts that have a distribution q. Drafts without one are verified by `verify_one_hot` under every
-    rule. shares_noise: drafters draw with the target's own noise, so that both agree as often as possible; such
+    `verify` is for drafts that have a distribution q. Drafts without one are verified by `verify_one_hot` under every
+    rule. With `shares_noise`, drafters draw with the target's own noise, so that both agree as often as possible; such
     drafts need no q.
     """
 
@@ -33,7 +33,7 @@ class Rule:
     shares_noise: bool = False
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
-        """Verify k drafts by the target's distribution (k+1, V). start: the round's first position among the new
+        """Verify k drafts by the target's distribution (k+1, V). `start` is the round's first position among new
         tokens.
         """
         verify = verify_one_hot if draft.probs is None else self.verify
@@ -60,7 +60,7 @@ def verify_rejection(probs: Tensor, draft: Draft, noise: Noise, *, start: int, a
     """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023, arXiv 2302.01318).
 
     Accept x ~ q with probability min(1, p(x)/q(x)). At the first rejection draw from norm(max(0, p - q)). If all are
-    accepted, draw a bonus token from p. adjust: False draws the corrected token from p instead (faster, but biased).
+    accepted, draw a bonus token from p. Without `adjust`, the corrected token is drawn from p (faster, but biased).
     """
     assert draft.probs is not None
     for index, (p, q) in enumerate(zip(_of(probs, draft.tokens), _of(draft.probs, draft.tokens), strict=True)):

@@ -1,7 +1,7 @@
 """Cached folders that are either complete or absent.
 
 A manifest with the names of all files is written last, then the folder is renamed into place. So nothing that an
-interruption or a full disk leaves behind is taken for a model. Nothing heavy is imported.
+interruption or a full disk leaves behind is mistaken for a model. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _working_folder(folder: Path) -> Iterator[Path]:
             ) as work,
             _locked(Path(work), wait=True),
         ):
-            # Another process may have taken it for stale before it was locked.
+            # Another process may have considered it stale before it was locked.
             if Path(work).exists():
                 yield Path(work)
                 return
@@ -83,7 +83,7 @@ def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # A file system without locks: the folder can be filled, and none is taken for stale.
+            # A file system without locks: the folder can be filled, and none is considered stale.
             if not wait:
                 raise
         yield

@@ -45,7 +45,7 @@ class WholeRange:
 
 @dataclass(frozen=True, slots=True)
 class RealRange:
-    """Real numbers from `low`, included or not, to `high`. name: what the number is, for messages."""
+    """Real numbers from `low`, included or not, to `high`. Messages call the number `name`."""
 
     name: str
     low: float

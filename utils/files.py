@@ -1,4 +1,4 @@
-"""Files of users: read with bounds, written whole or not at all, and never replaced unless that was asked for.
+"""Files of users: read with bounds, written completely or not at all, and replaced only on request.
 
 Also the user's folders for cache, config and state. Nothing heavy is imported.
 """
@@ -24,7 +24,7 @@ MAX_TEXT_BYTES = 256_000_000  # a device such as /dev/zero never ends
 def read_text(path: Path, what: str = "") -> str:
     """The text of a UTF-8 file without a byte order mark. Line ends are kept, so that only "\\n" separates lines.
 
-    what: what messages call the file, such as "The config file". Raises UserError if it cannot be read.
+    Messages call the file `what`, such as "The config file". Raises UserError if it cannot be read.
     """
     name = f"{what} {path}".strip()
     try:
@@ -123,7 +123,7 @@ def file_state(path: Path) -> str:
 
 
 def has_changed(path: Path, state: str) -> bool:
-    """Return whether a file is not the one any more whose `file_state` was taken. It may be gone."""
+    """Whether a file has changed since its `file_state` was read. It may be gone."""
     try:
         return file_state(path) != state
     except OSError:

@@ -70,7 +70,7 @@ class Script:
 class Conversation:
     """One row of a batch: which tokens the template still inserts, and whether the target is answering.
 
-    complete: whether the opening is a complete user message. turn_tokens: tokens sampled in the current turn.
+    `complete` is True if the opening is a complete user message. `turn_tokens` counts the sampled tokens of the turn.
     """
 
     script: Script
@@ -94,7 +94,7 @@ class Conversation:
         return self.answer_temperature if self.answering else QUESTION_TEMPERATURE
 
     def next_token(self, sampled: int) -> tuple[int, int]:
-        """The next token of the row and its source, given the token that the target sampled."""
+        """The next token of the row and its source, after the target has sampled a token."""
         if self.inserted:
             return self.inserted.pop(0), TEMPLATE
         self.turn_tokens += 1

@@ -102,7 +102,7 @@ def parse_options(argv: list[str] | None = None) -> Options:
     if flags.measure:
         if flags.start or flags.resume:
             parser.error(f"--{'start' if flags.start else 'resume'} has no effect with --measure: leave it out")
-        # A flag that is not given keeps the value that the namespace has already.
+        # A missing flag keeps the value that the namespace already has.
         stored = argparse.Namespace(**_stored_settings(flags.out.expanduser()))
         flags = parser.parse_args(argv, namespace=stored)
     if flags.rows < flags.batch:

@@ -39,7 +39,7 @@ TRAINING_ATTENTION = "sdpa"  # faster than row-invariant attention, which only d
 class Predictions:
     """The predictions of one step, as the logits `states @ rows.T` of states (B, N, H) and output rows (V', H).
 
-    position: entry 0 predicts the token at this position of the page, entry 1 the next one, and so on.
+    Entry 0 predicts the token at `position` of the page, entry 1 the next one, and so on.
     """
 
     states: Tensor
@@ -50,9 +50,9 @@ class Predictions:
 class Student:
     """A drafter in training.
 
-    kind: as --kind names it. embed: its input embedding. rows: its output rows (V', H) of the ids `vocabulary` (V',).
-    Neither is trained. layers: the hidden states that its pages hold, of which the last one is the input of the
-    target's output layer.
+    `kind` is as in --kind. `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids
+    `vocabulary` (V',). Neither is trained. `layers` are the hidden states of its pages; the last one is the input of
+    the target's output layer.
     """
 
     def __init__(self, head: Head | Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:

@@ -26,7 +26,9 @@ STATE_FILE = "trainer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """pages: the training text. held_out: a page not trained on. lm_head: the target's output weight (V, H)."""
+    """`pages` are the training text, and `held_out` is a page for evaluation. `lm_head` is the target's output weight
+    (V, H).
+    """
 
     pages: Corpus
     held_out: TextPage
@@ -34,7 +36,7 @@ class TrainingData:
 
 
 class Trainer:
-    """Trains a student for `total` steps; `step` of them are done. loss: a running mean."""
+    """Trains a student for `total` steps, of which `step` are done. `loss` is a running mean."""
 
     def __init__(self, student: Student, data: TrainingData, plan: TrainingPlan, total: int) -> None:
         self.student, self._data, self._plan, self.total = student, data, plan, total

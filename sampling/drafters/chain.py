@@ -6,11 +6,11 @@ from utils.decode.drafts import Draft, Drafter, Verified
 
 
 class ChainDrafter:
-    """Asks a first drafter, and a second one when the first has no drafts.
+    """Drafts with a first drafter, and with a second one if the first has no drafts.
 
-    first: usually one that costs almost nothing. kinds: names of the two, which drafts are labelled with.
+    The first one usually costs almost nothing. `kinds` are their names, which label drafts.
 
-    Who drafts depends on the text so far alone, so no verification rule is biased.
+    The choice depends on the text so far alone, so no verification rule is biased.
     """
 
     def __init__(self, first: Drafter, second: Drafter, *, kinds: tuple[str, str] = ("", "")) -> None:
@@ -27,6 +27,6 @@ class ChainDrafter:
         return replace(self._second.propose(context, count), kind=self._kinds[1])
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        # Both, whoever drafted: each keeps a cache or a storage of the whole text.
+        # Both, whichever drafted: each keeps a cache or a storage of the whole text.
         self._first.commit(context, verified)
         self._second.commit(context, verified)

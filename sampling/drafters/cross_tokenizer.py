@@ -48,7 +48,7 @@ class Retokenizer:
 class CrossTokenizerDrafter:
     """Drafts greedily with a model whose tokenizer differs from the target's.
 
-    new_session: opens a session of the drafter. adaptive: chooses the number of drafts, by position alone, since
+    `new_session` opens a session of the drafter. `adaptive` chooses the number of drafts, by position alone, because
     the number of target tokens is not known in advance.
     """
 

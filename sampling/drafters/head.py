@@ -18,9 +18,9 @@ from utils.models.feature_drafter import StepwiseDrafter
 class HeadDrafter(ModelDrafter):
     """Drafts with a head. The target's session must keep the features that it reads (`FeatureDrafter.feature_layers`).
 
-    It declines until the first round has brought the prompt's features. prefilled: the features of the prompt without
-    its last token (T, F), if the target computed them earlier; then it drafts in the first round too. not_needed:
-    called when a run begins in which it will not draft.
+    It declines until the first round has brought the prompt's features. With `prefilled`, the features of the prompt
+    without its last token (T, F), it also drafts in the first round. `not_needed` is called when a run begins in which
+    it will not draft.
     """
 
     def __init__(

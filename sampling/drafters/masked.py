@@ -14,11 +14,11 @@ from utils.drafter_formats.pard import drafting_block
 
 
 class MaskedSession:
-    """A session of a PARD model. The first feed after a rewind computes the drafts' logits, and further ones look them
+    """A session of a PARD model. The first feed after a rewind computes the logits of all drafts, later ones look them
     up.
 
-    session: of the model, with its cache, if any. mask_token: fed in place of the drafts. block_size: how many drafts
-    a pass gives, or fewer at the end of the model's context.
+    `session` is the model's, with its cache, if any. `mask_token` is fed in place of the drafts. `block_size` is the
+    number of drafts per pass, or fewer at the end of the model's context.
     """
 
     def __init__(self, session: ModelSession, mask_token: int, block_size: int) -> None:

@@ -14,11 +14,11 @@ from utils.decode.session import Session
 class ModelDrafter:
     """Drafts autoregressively under the target's own processor.
 
-    session: the drafter model's. vocab_size: the target's; q is cut or zero-padded to it, since vocabularies of one
-    family differ in their padding. shares_noise: draw with the target's own noise, for the rule `coupled`. adaptive:
-    chooses the number of drafts; without it, as many as requested are drafted. observed: whether drafts carry the
-    logits they were drawn from. block: how many drafts a pass of the session gives. It declines once its context is
-    full, or if the text holds an id outside its vocabulary.
+    `session` is the drafter model's. `vocab_size` is the target's; q is cut or zero-padded to it, because vocabularies
+    of one family differ in their padding. `shares_noise` draws with the target's own noise, for the rule `coupled`.
+    `adaptive` chooses the number of drafts; without it, as many as requested are drafted. With `observed`, drafts carry
+    the logits that they were drawn from. `block` is the number of drafts in a pass of the session. It declines once its
+    context is full, or if the text has an id outside its vocabulary.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ModelDrafter:
     ) -> None:
         self._session, self._decoding, self._vocab_size, self._block = session, decoding, vocab_size, block
         self._shares_noise, self._adaptive, self._observed = shares_noise, adaptive, observed
-        # The round's drafts, their buckets, and how many distributions were computed. None: not asked this round.
+        # The round's drafts, their buckets, and how many distributions were computed. None: `propose` was not called.
         self._round: tuple[list[int], list[Bucket], int] | None = None
         self._shared_vocab = min(vocab_size, session.vocab_size)
         self._origin = 0  # context length at which the new tokens begin

@@ -26,7 +26,7 @@ __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry
 
 
 def default_registry() -> Registry:
-    """All commands. /help orders them by their groups and ranks, and in this order if these are equal."""
+    """All commands. /help sorts them by group and rank, and keeps this order among equals."""
     experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)

@@ -20,9 +20,9 @@ def _explain(argument: str, context: CommandContext) -> Outcome:
 
 
 def _figure_name(word: str) -> str:
-    """The figure with this name, or the first one whose name contains the word. Raises UserError if there is none."""
+    """The figure with this name, or the first one whose name contains the word. Raises UserError for unknown names."""
     matches = (name for name in FIGURE_NAMES if word in re.findall(r"[\w/]+", name))
-    # check_choice raises here, since the word is not a name; it adds the nearest one to the message.
+    # check_choice always raises here. It adds the nearest name to the message.
     return word if word in FIGURE_NAMES else next(matches, "") or check_choice(word, FIGURE_NAMES, "figure")
 
 

@@ -14,7 +14,7 @@ from utils.screen.report_page import NOTHING, report_page
 from utils.screen.run_view import show_prompt_runs, show_report
 
 Exporter = Callable[[ShownResult, CommandContext], str]
-PAGE = "html"  # the form of the whole session; the others are of the last result
+PAGE = "html"  # the format of the whole session; other formats export the last result
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:
@@ -27,7 +27,7 @@ def _export(argument: str, context: CommandContext) -> Outcome:
     if shown is None or not (shown.records or form == PAGE):
         raise UserError(NOTHING)
     content = EXPORTERS[form](shown, context)
-    # Model output can hold lone surrogates, which strict UTF-8 refuses.
+    # Model output may contain lone surrogates, which strict UTF-8 refuses.
     write_output(file, content.encode("utf-8", errors="replace"))
     last = "the last report" if shown.report else "the runs of the last prompt"
     return [Reply(f"{'a report of the session' if form == PAGE else last} written to {file.path}")]
@@ -45,7 +45,7 @@ def _picture(shown: ShownResult, context: CommandContext) -> str:
 
 
 def _records(shown: ShownResult, context: CommandContext) -> str:
-    """JSON lines, as --json writes them."""
+    """JSON lines, as written by --json."""
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in shown.records)
 
 

@@ -36,7 +36,7 @@ def _first_page(registry: Registry) -> list[tuple[str, ...]]:
 
 
 def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
-    """(group, command, summary), the group in the first row of each group only."""
+    """(group, command, summary). Only the first row of each group has its name."""
     rows: list[tuple[str, ...]] = []
     shown = ""
     for command in sorted(commands, key=lambda command: GROUPS.index(command.group)):
@@ -46,7 +46,7 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 
 def _figure(name: str, context: CommandContext) -> Outcome:
-    """The definition of a figure, or nothing if there is none of this name."""
+    """The definition of a figure with this name, if it exists."""
     try:
         return context.registry.run(f"/explain {name}", context)
     except UserError:
@@ -54,7 +54,7 @@ def _figure(name: str, context: CommandContext) -> Outcome:
 
 
 def _first_word(name: str, context: CommandContext, error: UserError) -> Outcome:
-    """The page of the command whose sub-command is named. error: why the whole name is not one of a command."""
+    """The page of the command for the first word of `name`. `error` says why the whole name is not a command."""
     first, *more = name.split()
     if not more:
         raise CommandError(f"There is no figure {name}. {error}")

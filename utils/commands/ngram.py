@@ -86,7 +86,7 @@ SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
 
 
 def _meanings() -> dict[str, str]:
-    """The words that complete /ngram, with their descriptions."""
+    """The completions of /ngram with their descriptions."""
     meanings = dict(NGRAM.meanings)
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")

@@ -1,4 +1,4 @@
-"""What a command asks the session to do: one small value for each kind of effect.
+"""What a command requests from the session: one small value for each kind of effect.
 
 A command prints and changes nothing. It returns an Outcome, whose effects `utils.repl.repl_session` applies in order.
 """

@@ -59,7 +59,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
 
 
 def _doctor(context: CommandContext) -> Outcome:
-    """Compare the readings of the loaded drafter, and use the best one from now on if it is significantly better."""
+    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
     harness, settings, name = context.harness, context.settings, context.harness.pair.drafter_name
     drafter = harness.pair.drafter
     if not isinstance(drafter, FeatureDrafter):
@@ -71,7 +71,7 @@ def _doctor(context: CommandContext) -> Outcome:
     events = _examined(harness, settings, drafter, done)
 
     def conclusion(_: Sequence[Finding]) -> list[str]:
-        return [line for found in done for line in _conclusion(found)]  # nothing if it was stopped before
+        return [line for found in done for line in _conclusion(found)]  # empty if it was interrupted
 
     return [
         RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, conclusion, title=f"/pair doctor: {name}"))
@@ -87,7 +87,7 @@ def _examined(
     found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
     if not other_readings(drafter, drafter.conventions):
         yield Note("This format leaves nothing to convention.")
-    # Nothing takes time from here on, so that Ctrl-C cannot come between the correction and its findings.
+    # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
     if found.better is not None:
         use(pair, found.used.conventions)
     done.append(found)

@@ -21,7 +21,7 @@ from utils.text import QUOTES
 GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
 FIRST_PAGE = 16  # maximum number of commands that /help shows; it must fit into 24 lines
 SECOND_PAGE = 32  # maximum number of further commands that /help all shows
-# Names that no list shows, and the words for which they stand.
+# Names that no list shows, and the words that they stand for.
 ALIASES = {
     "exit": "quit",
     "set_ngramstorage": "ngram kind",
@@ -35,8 +35,8 @@ ALIASES = {
 class CommandContext:
     """What a command may read.
 
-    facts: makes (name, value) pairs that describe the loaded models, as /show lists them. interactive: whether lines
-    are typed on a terminal.
+    `facts` makes (name, value) pairs that describe the loaded models, for /show. `interactive` is True if lines are
+    typed on a terminal.
     """
 
     settings: Settings
@@ -52,8 +52,8 @@ class CommandContext:
 class Page:
     """What /help NAME shows.
 
-    text: what the command does, in a few sentences. example: a line to type and what it shows. syntax: a row for each
-    form, if there is more than the usage. see_also: names of commands and figures.
+    `text` describes the command in a few sentences. `example` has a line to type and its output. `syntax` has a row for
+    each form, if the usage does not cover them. `see_also` lists commands and figures.
     """
 
     text: str
@@ -66,12 +66,13 @@ class Page:
 class Command:
     """One slash command.
 
-    name: without the slash. usage: the argument as /help shows it, empty if there is none. summary: at most 39
-    characters for /help. group: one of GROUPS. rank: its place on the first page of /help, from 1; 0 for those that
-    only /help all lists. page: what /help NAME shows. current: the current value, for commands that set something.
-    words: completions of the argument, and meanings: descriptions of them. files: beginnings of the argument after
-    which the name of a file follows. free_text: whether the argument may begin with "=". at_once: whether it can run
-    while another thread uses the models, because it uses none.
+    `name` has no slash. `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `group` is
+    one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
+    `current` returns the current value of a setting.
+
+    `words` complete the argument, and `meanings` describe them. A file name completes the argument after a beginning in
+    `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses no models, so
+    that it can run while another thread uses them.
     """
 
     name: str
@@ -99,7 +100,7 @@ class CommandError(UserError):
 
 
 def _parts(line: str) -> tuple[str, str, str]:
-    """The name, what separates it from the argument, and the argument, of a line that begins with a slash."""
+    """The name, the separator and the argument of a line that begins with a slash."""
     # DOTALL, because an argument may have several lines. The pattern matches every line.
     match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
     assert match is not None
@@ -109,7 +110,7 @@ def _parts(line: str) -> tuple[str, str, str]:
 
 
 def _resolved(name: str) -> str:
-    """The name of a command and the first words of its argument, for a name in any case."""
+    """The name of a command and the first words of its argument. The case of `name` does not matter."""
     return ALIASES.get(name.lower(), name.lower())
 
 
@@ -127,7 +128,7 @@ class Registry:
         return iter(self._commands.values())
 
     def visible(self) -> list[Command]:
-        """The commands as /help lists them: those of its first page, then the others, both by group."""
+        """The commands as /help lists them: first its first page, then the others, both by group."""
         return sorted(self, key=lambda command: (not command.rank, GROUPS.index(command.group), command.rank))
 
     def run(self, line: str, context: CommandContext) -> Outcome:
@@ -146,12 +147,12 @@ class Registry:
             raise CommandError(f"/{command.name}: {error}") from error
 
     def is_at_once(self, line: str) -> bool:
-        """Whether a line that begins with a slash can be run while another thread uses the models."""
+        """Whether a line that begins with a slash can run while another thread uses the models."""
         command = self._commands.get(_parts(line)[0])
         return command is not None and command.at_once
 
     def find(self, name: str) -> Command:
-        """The command with this name or alias, in any case. Raises UserError with the nearest name if there is none."""
+        """The command with this name or alias, in any case. Raises UserError with the nearest name otherwise."""
         name = name.lower()
         name = ALIASES[name].split()[0] if name in ALIASES else name
         if name in self._commands:
@@ -164,7 +165,7 @@ class Registry:
         )
 
     def _hint(self, name: str) -> str:
-        """The nearest name: the first one that begins alike, or else the most similar one."""
+        """The nearest name: the first one with the same beginning, otherwise the most similar one."""
         names = [*(command.name for command in self.visible()), *ALIASES]
         near = [known for known in names if len(name) > 1 and known.startswith(name)]
         near = near or get_close_matches(name, names, n=1, cutoff=0.5)

@@ -11,7 +11,7 @@ from utils.prompts.conversation import format_turns
 NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 NEW = "new"
-LONGEST_VALUE = 40  # in /show
+LONGEST_VALUE = 40  # characters in /show
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
@@ -20,7 +20,7 @@ def _show(argument: str, context: CommandContext) -> Outcome:
 
 
 def _shortened(name: str, value: str) -> str:
-    """A value that fits into a line; the command of the setting shows a longer one."""
+    """A value cut to one line. The command of the setting shows all of it."""
     return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
 
 

@@ -12,7 +12,7 @@ from utils.comparison.engine_page import HEADINGS, engine_notes, engine_rows
 from utils.config.setting_table import SAMPLING_PARTS, Setting, setting_fields
 from utils.config.settings import Settings
 
-OWN_COMMANDS = ("ngram", "turns")  # they have sub-commands
+OWN_COMMANDS = ("ngram", "turns")  # they have subcommands
 MAX_TYPED = 20  # characters of a command and its argument in a list of /help; the page has all words
 RETEST = "test"  # of /engine
 NO_EFFECT = "no effect while /{} is off"
@@ -20,7 +20,7 @@ NO_TEMPLATE = "no effect: this tokenizer has no chat template"
 
 
 def setting_commands() -> Iterator[Command]:
-    """A command for every setting, except for those with sub-commands."""
+    """A command for every setting without subcommands."""
     for row in (*setting_fields().values(), *SAMPLING_PARTS):
         if row.group and row.name not in OWN_COMMANDS:
             yield setting_command(row)
@@ -45,13 +45,13 @@ def setting_command(row: Setting) -> Command:
 
 
 def _example(row: Setting) -> tuple[str, ...]:
-    """The typed line and what it shows: the value again, if the row does not say more."""
+    """The typed line and its output, which is the value itself unless the row defines it."""
     value, *shown = row.example or ("",)
     return (f"> /{row.name} {value}".rstrip(), *(shown or [f"{row.name}: {value}"]))
 
 
 def _syntax(row: Setting) -> Iterator[str]:
-    """A line for each form of the argument, if they are described."""
+    """A line for each form of the argument that the row describes."""
     width = max(map(len, row.forms), default=0)
     yield from (f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items())
     if row.forms and row.is_switch:
@@ -59,14 +59,14 @@ def _syntax(row: Setting) -> Iterator[str]:
 
 
 def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome:
-    """Set the value. Without an argument switch a switch, and show any other setting."""
+    """Set the value. Without an argument, toggle a switch or show any other setting."""
     before, name = context.settings, row.name
     if name == "engine" and argument.lower() == RETEST:
         return [RetestEngine()]
     if not argument and not row.is_switch:
         return _shown(row, context)
     settings = row.change(before, argument, context.limits)
-    # A switch that was not named is easily taken for one that was only shown.
+    # A toggled switch is easily mistaken for one that was only shown.
     was = "" if argument else f" (was {row.show(before)})"
     hint = "" if row.has_effect(settings) else f"   ({NO_EFFECT.format(row.needs)})"
     if name == "chat" and settings.chat is not False and not settings.chat_template:
@@ -76,7 +76,7 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
 
 
 def _shown(row: Setting, context: CommandContext) -> Outcome:
-    """The value, and what is in effect where that can differ: /engine auto says which engine was chosen."""
+    """The value, and what is in effect if that can differ: /engine auto shows which engine was chosen."""
     fact = dict(context.facts()).get(row.fact) if row.fact else None
     state = "" if fact is None else f"; now {fact}"
     value = f"{row.describe(context.settings)}{state}{_processor(row, context.settings)}"
@@ -89,12 +89,12 @@ def _shown(row: Setting, context: CommandContext) -> Outcome:
 
 
 def _processor(row: Setting, settings: Settings) -> str:
-    """The whole processor, after one of its parts."""
+    """The whole processor, if the setting is a part of it."""
     return f"; processor: {setting_fields()['processor'].show(settings)}" if row in SAMPLING_PARTS else ""
 
 
 def _implied(row: Setting, before: Settings, settings: Settings) -> str:
-    """What a change of a part of the processor has changed besides that part."""
+    """Other parts of the processor that a change of one part has changed."""
     if row not in SAMPLING_PARTS:
         return ""
     old, new = before.processor, settings.processor

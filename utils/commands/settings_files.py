@@ -1,4 +1,4 @@
-"""/save and /run write settings to a file of commands and run such a file; /undo."""
+"""/save and /run write settings to a file of commands and run such a file. /undo reverts a change."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from utils.errors import UserError
 from utils.files import read_text
 from utils.text import count_of, escaped, unescaped
 
-# The first line of a file whose values have escapes.
+# The first line of a file with escaped values.
 HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ a backslash"
-# Changing these can fail for reasons outside of a value, and measures costs again, so they are run as lines.
+# Changing these measures costs again and can fail for reasons other than the value, so they are run as lines.
 LATE = ("engine", "threads", "drafter_kind", "costs")
 
 
@@ -40,15 +40,15 @@ def _run_settings(path: Path, lines: Sequence[str], context: CommandContext) -> 
     changes: list[str] = []
     values = sorted(_leading_settings(lines), key=lambda value: value[0] == "costs")
     for name, text in values:
-        # Blanks at the ends of a value are escaped, so those found here were typed by somebody.
+        # Blanks at the ends of a value are escaped, so unescaped ones were typed by a user.
         entry, value = listed_settings()[name], unescaped(text.strip())
-        # The lines that measure costs may change them, so these are set again after any of them.
+        # The lines that measure costs may change them, so costs are set again after any such line.
         if value == entry.show(settings) and not (name == "costs" and late):
             continue
         try:
             changed = entry.change(settings, value, context.limits)
         except UserError:
-            late.append(f"/{name} {value}")  # fails again as a line, which shows why
+            late.append(f"/{name} {value}")  # the line fails again and shows why
             continue
         if name in LATE:
             late.append(f"/{name} {value}")

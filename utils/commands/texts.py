@@ -1,4 +1,4 @@
-"""/texts: the last texts side by side, where and why they differ from the target's, with data to report a bug."""
+"""/texts: the last texts side by side, where and why they differ from the target's, and data for a bug report."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
     try:
         return [*columns, *_divergence(context)]
     except UserError as error:
-        # The texts are worth showing even if there is none to compare them with.
+        # The texts are worth showing even without a text to compare them with.
         return [*columns, Reply(str(error))]
 
 
@@ -66,7 +66,7 @@ def _columns(context: CommandContext) -> Outcome:
 
 
 def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
-    """The column of strategies that generated the same tokens."""
+    """A column for strategies that generated the same tokens."""
     _, run, comparison = group[0]
     names = [strategy.name for strategy, *_ in group]
     tokenizer, target = last.job.pair.tokenizer, last.target
@@ -75,7 +75,7 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
     if comparison.first_difference is None:
         return Column(names, about, text)
     assert target is not None
-    # In characters: a token may begin with characters that both texts share.
+    # In characters: two different tokens may begin with the same characters.
     shared = first_difference(text, decode(tokenizer, target.tokens))
     about += f", differs from token {comparison.first_difference + 1}"
     return Column(names, about, text[:shared], "" if shared is None else text[shared:])
@@ -88,7 +88,7 @@ def _divergence(context: CommandContext) -> Outcome:
         for strategy, _, comparison in last.compared
         if strategy.lossless and not strategy.is_baseline
     ]
-    # None: no finished run of the target, or a conversation that differs from the target's.
+    # None without a finished run of the target, or if the conversation differs from the target's.
     if all(comparison.same is None for _, comparison in others):
         raise UserError(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
     if not unlike_target(last):
@@ -130,7 +130,7 @@ def _conclusion(last: LastPrompt, findings: Sequence[Finding]) -> list[str]:
 
 
 def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
-    """What is needed to reproduce an unexplained divergence, as one line of JSON, or "" if all are explained."""
+    """One line of JSON to reproduce an unexplained divergence. It is empty if all are explained."""
     if all(finding.figures["cause"] != Cause.UNEXPLAINED for finding in findings):
         return ""
     rounds = {

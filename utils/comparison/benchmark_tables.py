@@ -28,9 +28,10 @@ SPEED_MEANING = (
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkSample:
-    """Which prompts of a benchmark's file are run. name: of the benchmark, or "" if the file is not of one.
+    """Which prompts of a benchmark's file are run.
 
-    prompts: how many are run. of: how many the file has.
+    `name` is empty if the file has no benchmark's format. `prompts` is the number that is run, `of` the number in the
+    file.
     """
 
     name: str
@@ -39,7 +40,7 @@ class BenchmarkSample:
 
     @classmethod
     def chosen(cls, prompts: Sequence[Prompt], of: int) -> "BenchmarkSample":
-        """So many prompts of a file are of a benchmark if all of them are."""
+        """A sample of `prompts` out of `of`. It has the benchmark's name only if all prompts have its format."""
         names = {prompt.benchmark for prompt in prompts}
         return cls(names.pop() if len(names) == 1 else "", len(prompts), of)
 
@@ -53,13 +54,13 @@ class BenchmarkSample:
 
     @property
     def text(self) -> str:
-        """The prompts in words."""
+        """The sample in words."""
         return count_of(self.prompts, "prompt") if self.prompts == self.of else f"{self.prompts} of {self.of} prompts"
 
     def tables(self, rows: Sequence[Row], length: int) -> list[ReportTable]:
-        """The benchmark's tables. rows: with task, strategy, prompts, drafted and benchmark, and of servers baseline.
+        """The benchmark's tables for results of `length` new tokens.
 
-        length: new tokens.
+        Each row has the fields task, strategy, prompts, drafted and benchmark; rows of servers also have baseline.
         """
         drafting = [row for row in rows if row["benchmark"] and (row["drafted"] or row.get("baseline"))]
         if not drafting:
@@ -102,7 +103,7 @@ class BenchmarkSample:
         return ReportTable(f"Acceptance as {self.name} defines it, {name}, {self.text}:", headings, tuple(cells))
 
 
-NO_SAMPLE = BenchmarkSample("", 0, 0)  # prompts of no benchmark
+NO_SAMPLE = BenchmarkSample("", 0, 0)  # for prompts without a benchmark
 
 
 def _category(task: str) -> str:

@@ -17,8 +17,8 @@ MIN_VALUES = 3  # with fewer, an interval is wider than the chart
 class DotRow:
     """Repeated measurements of one thing.
 
-    interval: of their mean. series: rows of one series share a colour. figure: what the table says, by default the
-    median.
+    `interval` is the confidence interval of their mean. Rows of one `series` share a colour. `figure` is the value in
+    the table, by default the median.
     """
 
     label: str
@@ -30,7 +30,7 @@ class DotRow:
 
 @dataclass(frozen=True, slots=True)
 class DotChart:
-    """A row of dots for each thing that was measured. reference: a value to compare with. about: what that is."""
+    """A row of dots for each measured thing. `reference` is a value to compare with, `about` describes it."""
 
     title: str
     x_label: str
@@ -41,7 +41,7 @@ class DotChart:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """One point of a series that is not on its line. name: what it is, such as `auto`. x: in ticks."""
+    """A labelled point beside the line of its series, such as `auto`. `x` counts ticks."""
 
     name: str
     series: str
@@ -51,7 +51,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """One line per series over common ticks, from the first one. A value of None leaves a gap."""
+    """One line per series over common ticks, starting at the first tick. A value of None leaves a gap."""
 
     title: str
     x_label: str
@@ -65,7 +65,7 @@ class LineChart:
 class BarChart:
     """A group of bars for each tick, one bar per series, from 0 to 1. A value of None leaves a gap.
 
-    counts: what each value was computed from, such as 3/4.
+    `counts` holds the fraction behind each value, such as 3/4.
     """
 
     title: str
@@ -91,8 +91,8 @@ Chart = DotChart | LineChart | BarChart | StackedChart
 def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run", over: str = TARGET_ONLY) -> DotChart:
     """The speed-up of each run or prompt, or the throughput of each run if the target alone did not run.
 
-    findings: a label, and the figures of repeated runs with their strategy. each: what a dot is. over: what the
-    speed-ups are relative to.
+    Each finding has a label and the figures of repeated runs. `each` describes a dot, `over` the baseline of the
+    speed-ups.
     """
     rows = [
         DotRow(label, values, _interval(values, row["interval"]), row["strategy"], speedup_text(row))
@@ -106,7 +106,7 @@ def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run", ove
 
 
 def _speedups(row: Record) -> list[float]:
-    """Of each prompt if there are several, otherwise of each run."""
+    """The speed-ups of the prompts if there are several, otherwise of the runs."""
     by_prompt = row.get("speedups_by_prompt", ())
     if len(by_prompt) > 1:
         return [geometric_mean(group) for group in by_prompt]
@@ -128,7 +128,7 @@ def acceptance_chart(rates: Mapping[str, Sequence[float | None]]) -> Iterator[Ba
 
 
 def time_chart(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[StackedChart]:
-    """Seconds by part and strategy. seconds: those of each part, by strategy. No chart without a strategy."""
+    """Seconds by strategy for each part of a run. No chart without a strategy."""
     if seconds:
         names = dict.fromkeys(part for parts in seconds.values() for part in parts)
         parts = {name: [row.get(name, 0.0) for row in seconds.values()] for name in names}
@@ -142,7 +142,7 @@ def prompt_charts(records: Sequence[Record]) -> list[Chart]:
         row["strategy"]: [accepted / tried if tried else None for accepted, tried in row["accepted_by_position"] or ()]
         for row in records
     }
-    # Without a run that drafts there is no split to show.
+    # If no run drafts, there is no time to split.
     drafting = any(row["draft_seconds"] is not None for row in records)
     seconds = {row["strategy"]: _seconds(row) for row in records if drafting}
     counts = {

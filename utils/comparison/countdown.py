@@ -9,14 +9,14 @@ INTERVAL = 1.0  # seconds between two sentences
 
 
 class Countdown:
-    """Counts from its creation. Clocks are for tests."""
+    """Estimates the time left, counted from its creation. Tests replace the clocks."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._start = self._shown = clock()
 
     def at(self, fraction: float, text: str) -> Iterator[Progress]:
-        """A sentence about the work, of which this fraction (0 to 1) is done, unless there was one just now."""
+        """Yields a progress sentence for work that is done to this fraction (0 to 1), at most once per INTERVAL."""
         now = self._clock()
         if now - self._shown < INTERVAL:
             return

@@ -13,7 +13,7 @@ LEGEND = (
     "memory: what an engine needs for the weights; bits: whether a verify pass has those of decode steps. *: in use. "
     "~: estimated from a few layers."
 )
-MUCH_FASTER = 1.5  # a decode step that is now so much faster: other engines or more threads might be chosen
+MUCH_FASTER = 1.5  # if decode steps are this many times faster now, the choice of engine or threads may be outdated
 BUSY = (
     "The engines were compared while this machine was busy (a decode step took {:.0f} ms, now {:.0f}): /engine test "
     "compares them again."
@@ -54,7 +54,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
 
 
 def busy_notes(engine: Engine) -> tuple[str, ...]:
-    """A sentence if the engines were compared while this machine was much slower than now."""
+    """A sentence if the machine was much slower during the comparison of the engines than it is now."""
     row, now = engine.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
     if not now or row.step_seconds < MUCH_FASTER * now:
         return ()
@@ -62,13 +62,13 @@ def busy_notes(engine: Engine) -> tuple[str, ...]:
 
 
 def _with_problems(engine: Engine) -> dict[str, EngineFigures]:
-    """The engines that cannot be used, or were given up."""
+    """The engines that cannot be used or that failed."""
     rows = {name: engine.table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     return {name: row for name, row in rows.items() if row.problem}
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:
-    """Those of the engine in use, which were measured with whole models."""
+    """The figures of the engine in use, which were measured with whole models."""
     costs = tuple((width, 1 + engine.costs[width - 2]) for width in COMPARED_WIDTHS if width <= len(engine.costs) + 1)
     verified, threads = engine.state.verified, engine.state.threads
     measured = replace(row, verified=verified, threads=threads, nbytes=engine.nbytes())
@@ -89,7 +89,7 @@ def _cells(name: str, row: EngineFigures) -> tuple[str, ...]:
 
 
 def _bits(row: EngineFigures) -> str:
-    """What is known about the bits of verify passes."""
+    """What is known about the bits of verify passes: equal, not verified, or possibly different."""
     if row.verified:
         return "equal"
     if not row.step_seconds:

@@ -23,9 +23,7 @@ RULE = RULES["coupled"]
 
 
 class GammaRounds(NamedTuple):
-    """The rounds of one strategy with one gamma. gamma: None is adaptive. timings: their numbers of drafts, without
-    times.
-    """
+    """The rounds of one strategy with one gamma; None is adaptive. `timings` have numbers of drafts, but no times."""
 
     strategy: Strategy
     gamma: int | None
@@ -41,10 +39,10 @@ class ReplayProgress(NamedTuple):
 
 
 def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
-    """For each strategy, all of which draft, the rounds of gamma 0, 1, ... and of adaptive gamma, if the text were
-    `tokens`.
+    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`.
 
-    Storages and texts are used as the job has them, and are not changed. Raises UserError if a strategy cannot be run.
+    All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
+    cannot be run.
     """
     for event in replay_events(job, strategies, tokens):
         if isinstance(event, GammaRounds):
@@ -77,7 +75,7 @@ def replay_events(
 
 @torch.no_grad()
 def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> FinishedText:
-    """One forward pass of the target over the prompt and a finished text. Raises UserError for an unusable prompt."""
+    """Run the target once over the prompt and a finished text. Raises UserError for an unusable prompt."""
     session = ModelSession(job.pair.target, use_cache=False, rewinds=False, features=features)
     context = session.begin(job.prompt)
     logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))  # (T, V); nothing follows the last token
@@ -99,7 +97,7 @@ def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
 
 
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
-    """A drafter of its own, on copies of the storage and of earlier texts."""
+    """A separate drafter that works on copies of the storage and of earlier texts."""
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
     settings = replace(job.settings, gamma=gamma)
     own = replace(

@@ -80,7 +80,7 @@ def _times(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """name: as on the screen. meaning: its definition and unit. fraction: its value in a run, or ""."""
+    """A figure of the screen: its name, its definition with unit, and its fraction in a run, or an empty text."""
 
     name: str
     meaning: str

@@ -44,7 +44,7 @@ def empty_storage(settings: Settings, vocabulary: int) -> NGramStorage:
 class Harness:
     """A pair, the table of strategies, and the state of the session.
 
-    loaded: None in a session that only talks to servers.
+    `loaded` is None in a session without local models.
     """
 
     loaded: Pair | None
@@ -53,7 +53,7 @@ class Harness:
 
     @classmethod
     def of(cls, pair: Pair | None, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
-        """With a new state."""
+        """A harness with a new state."""
         storage = empty_storage(settings, 1 if pair is None else vocabulary_size(pair.target))
         return cls(pair, SessionState(storage), strategies)
 
@@ -63,31 +63,31 @@ class Harness:
 
     @property
     def pair(self) -> Pair:
-        """The loaded models. Raises UserError if there are none."""
+        """The loaded models. Raises UserError if no models are loaded."""
         if self.loaded is None:
             raise UserError(NO_MODEL)
         return self.loaded
 
     def last(self) -> LastPrompt:
-        """The last prompt's local runs. Raises UserError if there are none."""
+        """The last prompt's local runs. Raises UserError if there are no runs."""
         if self.state.last is None:
             raise UserError(NO_PROMPT_YET if self.has_pair else NO_MODEL)
         return self.state.last
 
     def variants(self, settings: Settings) -> list[Strategy]:
-        """All strategies, one for each drafter kind in the settings. Raises UserError for a kind that the pair does
-        not have.
+        """All strategies, with a variant for each drafter kind in the settings. Raises UserError for a kind that the
+        pair does not have.
         """
         words = settings.drafter_kind
         return [variant for strategy in self.strategies for variant in strategy.variants(words, self.pair)]
 
     def runnable(self, settings: Settings) -> list[Strategy]:
-        """Those whose models are loaded."""
+        """The variants whose models are loaded."""
         has_drafter = self.pair.drafter is not None
         return [strategy for strategy in self.variants(settings) if has_drafter or not strategy.needs_drafter]
 
     def enabled(self, settings: Settings) -> list[Strategy]:
-        """Those of them that are enabled in the settings. Raises UserError if there are none."""
+        """The runnable strategies that are enabled in the settings. Raises UserError if no strategy is enabled."""
         enabled = [strategy for strategy in self.runnable(settings) if strategy.is_on(settings)]
         if not enabled:
             raise UserError(NO_STRATEGY)
@@ -103,7 +103,7 @@ class Harness:
         return next(strategy for strategy in self.strategies if strategy.is_baseline)
 
     def prompt_ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
-        """The token ids of a prompt that follows earlier turns. Raises UserError if there are none."""
+        """The token ids of a prompt that follows earlier turns. Raises UserError for an empty prompt."""
         return prompt_ids(
             self.pair.tokenizer,
             text,
@@ -114,10 +114,10 @@ class Harness:
         )
 
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
-        """The enabled strategies with their jobs. All share the session's storage and caches.
+        """The enabled strategies with their jobs, which share the session's storage and caches.
 
-        Empty if only servers run. Raises UserError for a prompt that the target cannot take. note:
-        receives each reason why a strategy is skipped or drafts nothing.
+        Empty if only servers run. `note` receives each reason why a strategy is skipped or drafts nothing. Raises
+        UserError for a prompt that the target cannot take.
         """
         if not self.has_pair and not self.state.servers:
             raise UserError(NOTHING_RUNS)
@@ -178,13 +178,15 @@ class Harness:
                 turns[server.name] = (*servers.histories[server.name], Turn(servers.text, server.text))
 
     def start_engine(self, settings: Settings, *, anew: bool = False) -> None:
-        """Use the engine and the threads of the settings. Raises UserError, and changes nothing, if that is not
-        possible. anew: test and measure everything again, even if nothing has changed.
+        """Use the engine and the threads of the settings.
+
+        `anew` tests and measures everything again, even if nothing has changed. If this fails, it raises UserError and
+        changes nothing.
         """
         engine = self.pair.engine
         try:
             (engine.test if anew else engine.use)(settings.engine, settings.threads)
-        finally:  # an interrupted preparation has replaced layers, too
+        finally:  # an interrupted preparation has also replaced layers
             self.state.caches.cut_models.clear()  # they hold layers of the previous engine
             self.state.rounding = 0.0  # it was measured with the previous engine
 
@@ -193,7 +195,7 @@ class Harness:
         return empty_storage(settings, vocabulary_size(self.pair.target))
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
-        """A job with its own storage and texts. Only layer cuts of the target are shared with other jobs."""
+        """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
         caches = DrafterCaches(cut_models=self.state.caches.cut_models)
         return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
 

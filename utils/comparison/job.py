@@ -57,9 +57,8 @@ class SharedPrefills:
 class Job:
     """One prompt for one strategy.
 
-    prompt: its token ids. storage: the n-gram storage. drafter: a word of /drafter_kind. caches: what drafters keep
-    between prompts. prefills: shared by many runs of the same prompt. history: the conversation that the prompt ids
-    begin with.
+    `prompt` holds token ids, which begin with the conversation in `history`. `drafter` is a word of /drafter_kind.
+    `caches` holds what drafters keep between prompts. `prefills` are shared by many runs of the same prompt.
     """
 
     prompt: list[int]
@@ -78,7 +77,7 @@ class Job:
         return len(self.history)
 
     def is_same_request(self, other: "Job") -> bool:
-        """Whether both have the same prompt and the same noise, so that their texts can be compared."""
+        """Whether both jobs have the same prompt and the same noise, so that their texts can be compared."""
         # Noise is keyed by seed and turn. Jobs of one prompt share their settings, and so the seed.
         return (self.prompt, self.turn) == (other.prompt, other.turn)
 
@@ -93,7 +92,7 @@ class Job:
     def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
         """A session of the pair's "target" or "drafter" that keeps the hidden states of these layers.
 
-        Raises UserError if its cache must be rewound and cannot be.
+        Raises UserError if its cache must be rewound but does not support it.
         """
         loaded: Any = getattr(self.pair, model)
         session = ModelSession(loaded, use_cache=self.settings.cache, rewinds=rewinds, features=features)
@@ -102,7 +101,7 @@ class Job:
         )
 
     def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:
-        """What this job's drafter is built from."""
+        """The inputs from which this job's drafter is built."""
         settings = self.settings
         return DrafterInputs(
             kind=self.drafter,

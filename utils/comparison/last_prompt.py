@@ -1,4 +1,4 @@
-"""The runs of the last prompt, compared with the target's own, and the questions that commands ask about them."""
+"""The runs of the last prompt, how they compare with the target's own run, and queries for commands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from utils.prompts.conversation import diverging_turn
 
 
 class PlannedRun(NamedTuple):
-    """A strategy, and the job it is to run."""
+    """A strategy and its job."""
 
     strategy: Strategy
     job: Job
 
 
 class ComparedRun(NamedTuple):
-    """A finished run, compared with the target's."""
+    """A finished run and its comparison with the target's."""
 
     strategy: Strategy
     run: Generation
@@ -32,8 +32,8 @@ class ComparedRun(NamedTuple):
 class LastPrompt:
     """The finished runs of one prompt.
 
-    text: as it was sent. job: the target's, or the first strategy's if the target was off. jobs: by the strategy's
-    name.
+    `text` is the prompt as it was sent. `jobs` are keyed by the strategy's name. `job` is the target's, or the first
+    strategy's if the target did not run.
     """
 
     text: str
@@ -45,7 +45,7 @@ class LastPrompt:
     def of(
         cls, text: str, planned: Sequence[PlannedRun], results: Sequence[tuple[Strategy, Generation]]
     ) -> "LastPrompt":
-        """Compare the results with the target's, as far as they had the same request."""
+        """Compare the results with the target's wherever both had the same request."""
         jobs = {strategy.name: job for strategy, job in planned}
         job = next((job for strategy, job in planned if strategy.is_baseline), planned[0].job)
         target = next((run for strategy, run in results if strategy.is_baseline), None)
@@ -62,13 +62,13 @@ class LastPrompt:
 
 
 def unlike_target(last: LastPrompt) -> list[tuple[Strategy, Generation]]:
-    """The runs whose text should be the target's own, and is not."""
+    """The runs whose text should equal the target's, but does not."""
     # `same` is None if the two were not compared.
     return [(strategy, run) for strategy, run, result in last.compared if strategy.lossless and result.same is False]
 
 
 def own_conversations(last: LastPrompt) -> list[tuple[Strategy, int]]:
-    """The strategies whose request differed from the target's, and since which turn."""
+    """The strategies whose request differed from the target's, and the first turn that differed."""
     jobs = [(strategy, last.jobs[strategy.name]) for strategy, _, _ in last.compared if last.target is not None]
     return [
         (strategy, diverging_turn(job.history, last.job.history))
@@ -78,7 +78,7 @@ def own_conversations(last: LastPrompt) -> list[tuple[Strategy, int]]:
 
 
 def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, rounding: float) -> Divergence:
-    """Why a run's text is not the target's. Takes a few forward passes."""
+    """Why a run's text differs from the target's. This takes a few forward passes."""
     assert last.target is not None
     settings = last.job.settings
     case = DivergenceCase(
@@ -87,7 +87,7 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
         last.target.tokens,
         new_session=partial(last.job.session, "target"),
         decoding=last.job.decoding,
-        width=settings.max_drafts + 1,  # the drafts and one row more
+        width=settings.max_drafts + 1,  # the drafts and one more row
         own_noise=strategy.draft_has_probs and settings.verify != "coupled",
         coarse=depends_on_width(last.job.pair),
     )

@@ -14,7 +14,7 @@ HINT = "Only {} of {} first drafts were accepted so far: /pair doctor checks how
 
 
 def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
-    """Count the last prompt's first drafts of the loaded drafter. Returns what to say about them, once per pair."""
+    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
     pair = last.job.pair
     if not isinstance(pair.drafter, FeatureDrafter):
         return ""

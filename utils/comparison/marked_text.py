@@ -1,4 +1,4 @@
-"""The text of a run in pieces that say whether they come from accepted drafts."""
+"""The text of a run, in pieces marked as accepted drafts or as the target's own tokens."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -10,7 +10,7 @@ from utils.text import TextStream
 
 
 class TextPiece(NamedTuple):
-    """Part of a text. accepted: whether its tokens are accepted drafts."""
+    """Part of a text. `accepted` is True if its tokens are accepted drafts."""
 
     text: str
     accepted: bool
@@ -21,10 +21,12 @@ class MarkedStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._text = TextStream(tokenizer)
-        self._all_accepted = True  # of the tokens whose text is held back
+        self._all_accepted = True  # whether all tokens of the held-back text were accepted
 
     def add(self, step: Step) -> list[TextPiece]:
-        """The text that a step completes. A character of several tokens is a draft if all of them are."""
+        """The text that a step completes. A character of several tokens counts as a draft only if all of them are
+        drafts.
+        """
         pieces = []
         for index, token in enumerate(step.tokens):
             self._all_accepted &= index < step.accepted

@@ -1,7 +1,7 @@
-"""Which measurements of two files belong together: those of the same prompt, strategy and task.
+"""Matches the measurements of two files by prompt, strategy and task.
 
-The task is what decides how much work a run is: length, processor, seed and the prompt's form. Other settings, such as
-gamma, may differ; they are then a difference that is compared. What has no counterpart is named with the reason.
+The task decides how much work a run is: length, processor, seed and the prompt's form. Other settings, such as gamma,
+may differ; /compare reports these differences. A measurement without a counterpart is reported with the reason.
 """
 
 from collections import Counter
@@ -17,17 +17,17 @@ from utils.comparison.server_records import SERVER
 
 COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "engine", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
-# These select what runs and what is shown, depend on the machine, or are part of what must be equal anyway.
+# These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
 NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
 TARGET_PART = "target"  # its runs do not depend on how drafts are made
 DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
 
 
-SHOWN_LINES = 8  # numbers of lines in a sentence
+SHOWN_LINES = 8  # line numbers shown in a sentence
 
 
 class Problem(NamedTuple):
-    """Why a measurement has no counterpart. file: A or B."""
+    """Why a measurement of file A or B has no counterpart."""
 
     file: str
     line: int
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Measurements that belong together, those of the first file and those of the second."""
+    """Matching measurements of the first and the second file."""
 
     first: tuple[Measurement, ...]
     second: tuple[Measurement, ...]
@@ -51,12 +51,12 @@ class Match:
 
     @property
     def ratios(self) -> list[float]:
-        """Speeds of the second file over those of the first, as many as the file with fewer runs has."""
+        """The speeds of the second file over those of the first, one for each run of the shorter list."""
         return _ratios(*([speed for one in part for speed in one.speeds] for part in (self.first, self.second)))
 
     @property
     def speedup_ratios(self) -> list[float]:
-        """The same for the speed-ups over the baseline. Empty if one file has none or another baseline."""
+        """The same for the speed-ups over the baseline. Empty if one file has no speed-ups or a different baseline."""
         if self.first[0].baseline != self.second[0].baseline:
             return []
         return _ratios(*([value for one in part for value in one.speedups] for part in (self.first, self.second)))
@@ -70,7 +70,7 @@ def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 
 def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[list[Match], list[str]]:
-    """The matches in the order of the first file, and sentences on the measurements without a counterpart."""
+    """The matches in the order of the first file, and a sentence for each group of unmatched measurements."""
     groups, by_prompt = (_groups(first), _groups(second)), (_by_prompt(first), _by_prompt(second))
     matches: list[Match] = []
     problems: list[Problem] = []
@@ -90,7 +90,7 @@ def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[
 
 
 def _sentences(problems: Sequence[Problem]) -> list[str]:
-    """Each reason once, with its lines."""
+    """Each reason once, with its line numbers."""
     lines: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
         lines.setdefault((problem.file, problem.reason), []).append(problem.line)
@@ -117,10 +117,10 @@ def _values(one: Measurement, names: Sequence[str]) -> tuple[str, ...]:
 def _match_group(
     ours: Sequence[Measurement], theirs: Sequence[Measurement]
 ) -> tuple[list[Match], list[Measurement], list[Measurement]]:
-    """The matches of a prompt, strategy and task, and what is left of each file."""
+    """The matches of one prompt, strategy and task, and the unmatched measurements of each file."""
     left, right = (_by_method(part) for part in (ours, theirs))
     matches = [Match(tuple(left.pop(method)), tuple(right.pop(method))) for method in [*left] if method in right]
-    if len(left) == len(right) == 1:  # one other way on each side: that is the difference to compare
+    if len(left) == len(right) == 1:  # one measurement left on each side: compare them although they differ
         (one,), (other,) = left.values(), right.values()
         matches.append(Match(tuple(one), tuple(other)))
         left, right = {}, {}
@@ -143,7 +143,7 @@ def _by_prompt(measurements: Sequence[Measurement]) -> dict[Any, list[Measuremen
 
 
 def _problem(one: Measurement, own: str, other: str, others: Mapping[Any, Sequence[Measurement]]) -> Problem:
-    """Why a measurement has no counterpart. others: the measurements of the other file by prompt."""
+    """Why a measurement has no counterpart. `others` holds the measurements of the other file by prompt."""
     same_prompt = others.get((one.prompt, one.history), ())
     same_strategy = [row for row in same_prompt if row.strategy == one.strategy]
     if not same_prompt:
@@ -161,7 +161,7 @@ def _problem(one: Measurement, own: str, other: str, others: Mapping[Any, Sequen
 
 
 def differences(matches: Sequence[Match]) -> list[str]:
-    """Every difference in versions, models, engine, machine and settings once, with its number of matches."""
+    """Each difference in versions, models, engine, machine and settings once, with its number of matches."""
     counts: Counter[str] = Counter()
     for found in matches:
         counts.update(list(dict.fromkeys(_differences(found.first[0], found.second[0]))))

@@ -1,6 +1,6 @@
-"""Measured speeds in a --json file: of generations, also of servers, /race and /verdict. /compare matches two files.
+"""Measured speeds in a --json file: of generations, servers, /race and /verdict. /compare matches two files.
 
-Damaged lines are named and left out; the others can still be compared.
+Damaged lines are reported and skipped; the others can still be compared.
 """
 
 from collections import Counter
@@ -25,17 +25,17 @@ from utils.errors import UserError
 from utils.prompts.conversation import Turns
 
 RACE, VERDICT = "race", "verdict"
-RECOMMENDED = "recommended"  # the strategy that a /verdict has measured against the target
+RECOMMENDED = "recommended"  # the strategy that a /verdict measured against the target
 DAMAGED = 'the record is damaged: its "{}" has an invalid value.'
-LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a ratio without meaning
+LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a meaningless ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one record says about one strategy on one prompt.
+    """The figures of one record for one strategy and one prompt.
 
-    speeds: tokens per second of each run. speedups: over `baseline`. The fields from `text` on are None where the
-    record has no such thing.
+    `speeds` are tokens per second of each run, `speedups` are relative to `baseline`. Fields from `text` on are None if
+    the record lacks them.
     """
 
     line: int
@@ -56,14 +56,14 @@ class Measurement:
 
     @property
     def model(self) -> Any:
-        """What generated: the target, or the model of a server."""
+        """The model that generated: the target, or a server's model."""
         part, name = (SERVER, "model") if SERVER in self.circumstances else ("models", "target")
         return self.circumstances.get(part, {}).get(name)
 
 
 @dataclass(slots=True)
 class MeasurementFile:
-    """The measurements of a file, and why other lines were left out. others: records of other reports, by name."""
+    """The measurements of a file and why other lines were skipped. `others` counts records of other reports by name."""
 
     path: Path
     measurements: list[Measurement] = field(default_factory=list)
@@ -72,7 +72,7 @@ class MeasurementFile:
 
 
 def read_measurements(path: Path) -> MeasurementFile:
-    """Raises UserError for a file that cannot be read or that holds no measurement."""
+    """Read a file. Raises UserError if it cannot be read or has no measurement."""
     file = MeasurementFile(path)
     for line, record in numbered_records(path):
         if isinstance(record, UserError):
@@ -123,7 +123,7 @@ def _of_run(run: RecordedRun) -> Measurement:
 
 
 def _server_generation(record: dict[str, Any], line: int) -> Iterator[Measurement]:
-    """An answer of a server. Models and engine of this program have no part in it."""
+    """An answer of a server, for which the local models and engine do not matter."""
     server, ids, count = record.get("server"), record.get("token_ids"), record.get("prompt_tokens")
     if not isinstance(server, dict):
         raise UserError(DAMAGED.format("server"))
@@ -159,7 +159,7 @@ def _race(record: dict[str, Any], line: int) -> Iterator[Measurement]:
 
 
 def _verdict(record: dict[str, Any], line: int) -> Iterator[Measurement]:
-    """The recommended strategy, whatever it is, and the target alone, on each prompt."""
+    """The runs of the recommended strategy and of the target alone, on each prompt."""
     settings, circumstances = _conditions(record, ())
     findings = record.get("findings")
     last = findings[-1] if isinstance(findings, list) and findings else None
@@ -182,7 +182,7 @@ def _verdict(record: dict[str, Any], line: int) -> Iterator[Measurement]:
 
 
 def _conditions(record: dict[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The settings and circumstances of a report. texts: fields that must be texts."""
+    """The settings and circumstances of a report. The fields in `texts` must be strings."""
     parts = {part: record.get(part, {}) for part in CIRCUMSTANCES}
     wanted = {**dict.fromkeys(texts, str), "settings": dict, **dict.fromkeys(parts, dict)}
     for name, kind in wanted.items():
@@ -192,7 +192,7 @@ def _conditions(record: dict[str, Any], texts: Sequence[str]) -> tuple[dict[str,
 
 
 def _rows(rows: Any, lists: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a report, in which these fields are lists of numbers."""
+    """The rows of a report. The fields in `lists` must be lists of numbers."""
     if not isinstance(rows, list) or not all(_is_row(row, lists) for row in rows):
         raise UserError(DAMAGED.format("findings"))
     return rows

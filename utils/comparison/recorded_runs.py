@@ -1,7 +1,6 @@
-"""Generations that were recorded with --json, read back from their file, and how their circumstances differ from now.
+"""Reads generations that were recorded with --json, and reports how their circumstances differ from the present ones.
 
-A file that is damaged anywhere is refused as a whole, with the number of the damaged line. Running a generation again
-is left to /replay.
+A damaged file is refused as a whole, with the number of the damaged line. /replay runs the generations again.
 """
 
 import json
@@ -33,7 +32,7 @@ CIRCUMSTANCES = {
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),
 }
-# Fields of a record by their type.
+# The fields of a record, grouped by type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 MAX_RATE = 1e9
 NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_target")
@@ -42,7 +41,7 @@ GENERATION = "generation"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The record of a generation and its line number in the file. Optional fields that are absent are None."""
+    """The record of a generation and its line number. Optional fields that are absent are None."""
 
     line: int
     prompt: str
@@ -100,7 +99,7 @@ def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
 
 
 def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | UserError]]:
-    """Each record with the number of its line. A damaged line gives the error that says so instead.
+    """Each record with its line number. A damaged line yields an error instead of a record.
 
     Records of generations have been checked. Raises UserError for a file that cannot be read.
     """
@@ -161,7 +160,7 @@ def recorded_run(record: dict[str, Any], line: int) -> RecordedRun:
 
 
 def _checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Whether each field that is read has a valid type."""
+    """Whether each required field has a valid type."""
     return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
         **{name: record.get(name) is None or is_count(record[name]) for name in COUNTS},
@@ -176,7 +175,7 @@ def _checks(record: dict[str, Any]) -> dict[str, bool]:
 
 
 def _is_conversation(messages: Any) -> bool:
-    """Whether these are messages of the user and the assistant in turns."""
+    """Whether the messages alternate between user and assistant."""
     if not isinstance(messages, list) or len(messages) % 2:
         return False
     if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
@@ -190,5 +189,5 @@ def is_count(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a rate that a run can have."""
+    """Whether the value is a valid rate."""
     return type(value) in (int, float) and 0 <= value <= MAX_RATE  # false for NaN

@@ -30,7 +30,7 @@ from utils.prompts.conversation import to_messages
 from utils.text import decode
 
 SCHEMA = 1
-MODEL_FIELDS = {  # of a record, and the attributes of a Pair that they hold
+MODEL_FIELDS = {  # record fields and the attributes of a Pair that fill them
     "target": "target_name",
     "drafter": "drafter_name",
     **{name: name for name in ("dtype", "device", "quantize", "memory")},
@@ -39,7 +39,7 @@ MODEL_FIELDS = {  # of a record, and the attributes of a Pair that they hold
 
 
 def generation_records(last: LastPrompt, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
-    """One record for each run of a prompt. divergences: by the strategy's name."""
+    """One record for each run of a prompt. `divergences` are keyed by the strategy's name."""
     return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
 
 
@@ -87,7 +87,7 @@ def _finite(value: Any) -> Any:
 
 
 def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, finished: bool) -> dict[str, Any]:
-    """The record of a report, finished or not, with its conclusion."""
+    """The record of a report, complete or interrupted, with its conclusion."""
     return {
         "schema": SCHEMA,
         "record": report.name,
@@ -102,7 +102,7 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     """Everything that a run depends on: seed, settings, models, engine, versions, machine.
 
-    pair: None if no models are loaded; then nothing is known about models and engine.
+    Models and engine are missing if `pair` is None.
     """
     state = {
         "models": dict.fromkeys(MODEL_FIELDS) if pair is None else _models(pair),

@@ -1,6 +1,6 @@
 """Reports: the results of a command that runs models, as a stream of events.
 
-Whoever consumes the events draws and records them. Closing the stream early keeps the findings that were already made.
+The consumer of the events draws and records them. Closing the stream early keeps the findings made until then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +15,21 @@ SHOWN_PROMPT = 60  # characters of a prompt in a headline
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sentence about the work that is being done now."""
+    """A sentence about the current work."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence that stays on the screen, for example about what was left out."""
+    """A sentence that stays on the screen, for example about skipped prompts."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of a report: its cells for the screen, if it is shown there, and its figures for the JSON record."""
+    """One row of a report: its cells, if it is shown on the screen, and its figures for the JSON record."""
 
     cells: tuple[str, ...]
     figures: dict[str, Any]
@@ -40,9 +40,12 @@ ReportEvent = Progress | Note | Finding
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A text that is shown beside others. text: up to its first difference from the target's. other: the rest of it."""
+    """A text beside others.
 
-    names: Sequence[str]  # strategies that produced it
+    `text` ends at the first difference from the target's text, and `other` is the rest.
+    """
+
+    names: Sequence[str]  # strategies that generated it
     about: str  # the line below the names
     text: str
     other: str = ""
@@ -50,7 +53,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A further table of a report. note: what its headings mean, or ""."""
+    """A further table of a report. `note` explains its headings, or is empty."""
 
     title: str
     headings: tuple[str, ...]
@@ -66,12 +69,12 @@ def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report that is yet to be computed: consuming `events` runs the models.
+    """A report that is computed while its `events` are consumed.
 
-    name: its `record` field in JSON. headings: of the cells of a finding. conclude: makes sentences from all findings.
-    attachment: one line of data to copy, or "". transposed: each finding is a column instead of a row, for few findings
-    with many cells. optional: the headings of columns that a narrow screen lacks, the first ones first. title: replaces
-    the headline, for reports that are not about the last prompt. tables: further ones, below that of the findings.
+    `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
+    `conclude` turns all findings into sentences. `attachment` is one line of data to copy, or empty. `transposed` makes
+    each finding a column, for few findings with many cells. Columns in `optional` are dropped on a narrow screen, the
+    first one first. `tables` are shown below the table of findings.
     """
 
     name: str
@@ -89,11 +92,13 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """What was run: the command, and the prompt or file that it used."""
+        """The command that ran, and its prompt or file."""
         return self.title or f'/{self.name} of "{shortened(self.prompt)}"'
 
     def concluded(self, findings: Sequence[Finding]) -> "Report":
-        """The finished report. It holds its sentences and data, and releases what was needed to compute them."""
+        """The finished report, with its sentences and data. It no longer holds the models that were needed to compute
+        them.
+        """
         lines, attached, charts = self.conclude(findings), self.attachment(findings), tuple(self.charts(findings))
         tables = tuple(self.tables(findings))
         return replace(

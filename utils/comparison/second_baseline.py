@@ -1,6 +1,6 @@
-"""Speed-ups against target-only in a faster engine, so that no strategy profits from a slowed baseline.
+"""Speed-ups relative to target-only in a faster engine, so that a slow baseline makes no strategy look better.
 
-They are estimates: measured speed-ups divided by the ratio of decode steps that the engines' comparison has measured.
+They are estimates: measured speed-ups divided by the ratio of decode steps from the comparison of engines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def estimated(speedup: float | None, other: FasterEngine | None) -> float | None
 
 
 def second_sentence(speedups: Mapping[str, Sequence[float]], other: FasterEngine | None) -> str:
-    """The sentence about speed-ups by strategy, or "" if nothing drafted or no engine is faster."""
+    """The sentence on speed-ups by strategy. It is empty if nothing drafted or no engine is faster."""
     drafted = {name: values for name, values in speedups.items() if values and name != TARGET}
     if other is None or not drafted:
         return ""
@@ -39,10 +39,10 @@ def comparison_figures(comparison: Comparison, other: FasterEngine | None) -> di
 def with_second_baseline(
     report: Report, findings: Sequence[Finding], other: FasterEngine | None
 ) -> tuple[Report, list[Finding]]:
-    """A finished report and its findings with the second figures, and with one sentence more."""
+    """A finished report and its findings, with the second speed-ups and one more sentence."""
     speedups: dict[str, list[float]] = {}
     for row in (finding.figures for finding in findings):
-        if row.get("speedup") is not None and "baseline" not in row:  # servers have baselines of their own
+        if row.get("speedup") is not None and "baseline" not in row:  # servers have their own baselines
             speedups.setdefault(str(row.get("strategy")), []).append(row["speedup"])
     sentence = second_sentence(speedups, other)
     if not sentence:
@@ -57,6 +57,6 @@ def _with_figure(figures: dict[str, Any], other: FasterEngine | None) -> dict[st
 
 
 def _range(values: Sequence[float], other: FasterEngine) -> str:
-    """One value, or the smallest and the largest."""
+    """A single value, or the range from the smallest to the largest."""
     low, high = (f"{bound / other.factor:.2f}x" for bound in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

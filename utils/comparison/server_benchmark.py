@@ -1,6 +1,6 @@
-"""The figures of Spec-Bench and SPEED-Bench for servers, from what these say about their tokens and drafts.
+"""The figures of Spec-Bench and SPEED-Bench for servers, from their own counts of tokens and drafts.
 
-A figure that needs something a server does not say is None, or an empty list.
+A figure is None or empty if the server does not report what it needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from utils.comparison.server_runs import ServerRun
 from utils.metrics.benchmark_figures import mean_speed_ratio
 
-Place = tuple[int, int]  # the repeat, and the number of the prompt
+Place = tuple[int, int]  # the repeat and the number of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ServerTurns:
 
 
 def server_benchmark_figures(ours: Mapping[Place, ServerTurns], theirs: Mapping[Place, ServerTurns]) -> dict[str, Any]:
-    """The fields of `benchmark_figures`. ours: of a server. theirs: of its baseline, as far as they exist."""
+    """The fields of `benchmark_figures` for a server (`ours`) and its baseline (`theirs`), as far as they are known."""
     speeds: dict[int, list[tuple[float, float]]] = {}
     for place, turns in ours.items():
         other = theirs.get(place)
@@ -61,7 +61,7 @@ def server_benchmark_figures(ours: Mapping[Place, ServerTurns], theirs: Mapping[
 
 
 def _conditional(runs: Sequence[ServerRun]) -> list[float]:
-    """As `conditional_acceptance`, over verify passes with drafts. Empty if a server counts no positions."""
+    """As `conditional_acceptance`, over verify passes with drafts. Empty if a server does not count by position."""
     found = [run.answer.acceptance for run in runs]
     valid = [one for one in found if one is not None and one.valid and (one.by_position or not one.drafted)]
     rounds = _total([one.rounds for one in valid])

@@ -9,7 +9,7 @@ from utils.text import count_of
 
 
 def server_columns(compared: Sequence[ComparedServer]) -> list[Column]:
-    """A column for each different text, with the names of the servers that gave it."""
+    """A column for each different text, with the names of its servers."""
     groups: dict[str, list[ComparedServer]] = {}
     for entry in compared:
         groups.setdefault(entry.run.text, []).append(entry)

@@ -1,4 +1,4 @@
-"""JSON records of servers' runs: one line per answer. They have neither keys nor the names of their variables."""
+"""JSON records of servers' runs, one line per answer. They contain neither API keys nor names of their variables."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import Chat
 
 SERVER_GENERATION = "server_generation"
-SERVER = "server"  # its field that says which server answered
+SERVER = "server"  # the field with the server's name
 
 
 def server_records(prompt: ServerPrompt, pair: Any) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def _record(prompt: ServerPrompt, compared: ComparedServer) -> dict[str, Any]:
 
 
 def server_figures(run: ServerRun) -> dict[str, Any]:
-    """Which server answered, and in which form it received the prompt."""
+    """Which server answered, and the form of its prompt."""
     prompt = run.answer.request.prompt
     form = "messages" if isinstance(prompt, Chat) else "text" if isinstance(prompt, str) else "token ids"
     return address_figures(run.address) | {
@@ -62,12 +62,12 @@ def server_figures(run: ServerRun) -> dict[str, Any]:
 
 
 def address_figures(address: ServerAddress) -> dict[str, Any]:
-    """A server as the user named it, without its key."""
+    """A server's name and address, without its key."""
     return {"name": address.name, "url": address.url, "baseline": address.baseline}
 
 
 def acceptance_figures(run: ServerRun) -> dict[str, Any]:
-    """What the server did with its drafts. Figures that do not belong to this request alone are null."""
+    """The server's draft figures. They are null unless they belong to this request alone."""
     found = run.answer.acceptance
     return {
         "drafted": run.drafted,

@@ -1,7 +1,7 @@
-"""A prompt and the settings as the request for a server.
+"""Turns a prompt and the settings into a request for a server.
 
-Token ids are sent only if the server's tokenizer gives the same ids as the local one; otherwise the messages of a chat,
-or plain text with /chat off.
+Token ids are sent only if the server's tokenizer yields the same ids as the local one. Otherwise the request has the
+messages of a chat, or plain text with /chat off.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NO_TEXT = "the prompt is empty."
 
 
 def request_maker(harness: Harness, text: str, settings: Settings, history: Turns = ()) -> RequestFor:
-    """A function that makes the request for the kind of a server. Raises UserError for an empty prompt."""
+    """A function that makes the request for a server kind. Raises UserError for an empty prompt."""
     if not text:
         raise UserError(NO_TEXT)
     processor = settings.processor
@@ -50,7 +50,7 @@ def _prompt(
 
 
 def _same_tokenizer(tokenizer: Any, text: str, kind: ServerKind, server: ServerClient) -> bool:
-    """Whether the server and the local tokenizer give the same ids for the text of the prompt."""
+    """Whether the server and the local tokenizer yield the same ids for the prompt."""
     return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -1,7 +1,7 @@
 """Runs of servers and how they compare with their baselines.
 
-A server is compared only with the baseline that its address names, and its speed only on the same host. The text is
-compared under greedy decoding: by tokens where both servers give ids, otherwise by characters.
+A server is compared only with the baseline in its address, and its speed only on the same host. Texts are compared
+under greedy decoding: by token if both servers return ids, otherwise by character.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ TOKEN, CHARACTER = "token", "character"
 
 
 def row_name(name: str) -> str:
-    """What a server is called among the strategies."""
+    """The name of a server in tables of strategies."""
     return PREFIX + name
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRun:
-    """One answer of a server, with the figures that tables and records show. Unknown figures are None."""
+    """One answer of a server, with the figures for tables and records. Unknown figures are None."""
 
     address: ServerAddress
     answer: ServerAnswer
@@ -100,9 +100,9 @@ class ServerRun:
 class ServerComparison:
     """A server's run compared with its baseline's.
 
-    baseline: the name of that row. baseline_tokens: the number of its new tokens. speedup: ratio of tokens per second.
-    decode_speedup: of those after the first token. same, first_difference: of the texts, as in Comparison; unit: what
-    the index counts.
+    `baseline` is the name of that row and `baseline_tokens` its number of new tokens. `speedup` is a ratio of tokens
+    per second, and `decode_speedup` excludes the first token. `same` and `first_difference` are as in Comparison;
+    `unit` is what the index counts.
     """
 
     baseline: str | None = None
@@ -115,14 +115,14 @@ class ServerComparison:
 
     @property
     def text(self) -> str:
-        """The cell of a table."""
+        """The cell of the table."""
         if self.unit == CHARACTER and self.first_difference is not None:
             return f"differs at character {self.first_difference + 1}"
         return Comparison(same=self.same, first_difference=self.first_difference).text
 
 
 class ComparedServer(NamedTuple):
-    """A server's run, and how it compares with its baseline's."""
+    """A server's run and its comparison with its baseline's."""
 
     run: ServerRun
     comparison: ServerComparison
@@ -130,7 +130,7 @@ class ComparedServer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The local target's run, as a baseline for servers. text: what its tokens decode to."""
+    """The local target's run, as a baseline for servers, with its decoded text."""
 
     run: Generation
     text: str
@@ -140,7 +140,7 @@ class LocalRun:
 class ServerPrompt:
     """The runs of one prompt on servers.
 
-    planned: the names of the rows that were to run. histories: the conversation before the prompt, by row.
+    `planned` names the rows that should run. `histories` has the conversation before the prompt for each row.
     """
 
     text: str
@@ -159,7 +159,7 @@ class ServerPrompt:
         histories: Mapping[str, Turns],
         target: LocalRun | None = None,
     ) -> "ServerPrompt":
-        """Compare each run with that of its baseline. histories: of all servers that were to run, by row."""
+        """Compare each run with its baseline's. `histories` covers all planned servers."""
         compared = tuple(ComparedServer(run, compare_run(run, runs, target, settings)) for run in runs)
         return cls(text, settings, tuple(histories), histories, compared)
 
@@ -167,9 +167,9 @@ class ServerPrompt:
 def compare_run(
     run: ServerRun, runs: Sequence[ServerRun], target: LocalRun | None, settings: Settings
 ) -> ServerComparison:
-    """Compare a run with that of its baseline, which is one of `runs` or the local target's.
+    """Compare a run with its baseline's, which is in `runs` or is the local target's.
 
-    Without a finished run of the baseline only its name is given.
+    Without a finished run of the baseline, the result has only the baseline's name.
     """
     name = run.address.baseline
     if name is None:

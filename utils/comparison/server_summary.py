@@ -1,6 +1,6 @@
-"""What the answers of servers to one prompt mean, in plain words: speed and text beside the named baseline.
+"""Explains the answers of servers to one prompt: speed and text compared with the baseline.
 
-One run of each is no proof, so speeds are "about", and no gain is claimed where no draft was accepted.
+One run of each proves nothing, so speeds are "about", and no gain is claimed where no draft was accepted.
 """
 
 from collections.abc import Iterator

@@ -20,9 +20,10 @@ MAX_RESULTS = 200  # kept for the report of /export
 
 @dataclass(frozen=True, slots=True)
 class ShownResult:
-    """What the screen showed: its JSON records, and a finished report with its findings unless it was a prompt.
+    """What the screen showed: its JSON records, and for a report also the finished report with its findings.
 
-    causes: why texts differ, texts: what was generated, both by the strategy's name. It must not hold models.
+    `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name. It must not
+    hold models.
     """
 
     records: list[dict[str, Any]]
@@ -34,13 +35,13 @@ class ShownResult:
 
 @dataclass(slots=True)
 class ShownResults:
-    """The last results of a session, the newest one last. count: of all that were ever added."""
+    """The last results of a session, the newest one last. `count` includes results that were dropped."""
 
     kept: deque[ShownResult] = field(default_factory=lambda: deque(maxlen=MAX_RESULTS))
     count: int = 0
 
     def add(self, result: ShownResult) -> None:
-        """Add a result. Too many of them drop the oldest one."""
+        """Add a result. Beyond MAX_RESULTS the oldest one is dropped."""
         self.kept.append(result)
         self.count += 1
 
@@ -49,11 +50,10 @@ class ShownResults:
 class SessionState:
     """The memory of one session.
 
-    storage: the session's n-gram storage. prompts: those that were run, in order. last, last_servers: the runs of the
-    last prompt on the loaded models and on servers. advice: the fields of Settings that the last verdict recommends.
-    servers: those that every prompt is sent to. rounding: the largest change of the target's logits by verify width
-    seen so far. first_drafts: by strategy, how many first drafts of rounds the loaded drafter made, and how many of
-    them were accepted. said_low_acceptance: whether that was pointed out.
+    `prompts` are those that were run, in order. `last` and `last_servers` are the runs of the last prompt. `advice`
+    holds the settings that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest
+    observed change of the target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of
+    rounds and how many were accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
     """
 
     storage: NGramStorage

@@ -1,7 +1,7 @@
-"""What may be claimed about a measured speed-up: one rule for all reports, and its words.
+"""What may be claimed about a measured speed-up, and its wording: one rule for all reports.
 
 A strategy is called faster or slower only if the 95 % interval of its speed-ups excludes 1 and its repeats agree.
-Without accepted drafts it cannot be faster, whatever a clock says.
+Without accepted drafts it cannot be faster, whatever the clock shows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from utils.metrics.intervals import SLOWER as SLOWER
 from utils.metrics.intervals import Interval, speedup_interval
 
 BASELINE, TOO_FEW, NOT_DISTINGUISHABLE = "baseline", "too few", "not distinguishable"
-MIN_VALUES = 5  # speed-ups that a verdict needs
-MAX_CHANCE = 1 / 16  # of repeats that agree although there is no difference: five that all agree
+MIN_VALUES = 5  # minimum number of speed-ups for a verdict
+MAX_CHANCE = 1 / 16  # probability that equal strategies agree by chance: five repeats that all agree
 NO_GAIN = 1.005  # fewer tokens per target forward are shown as 1.00
 NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing"
 Row = Mapping[str, Any]  # the figures of a finding
@@ -23,11 +23,11 @@ Row = Mapping[str, Any]  # the figures of a finding
 
 @dataclass(frozen=True, slots=True)
 class SpeedClaim:
-    """A speed-up over target-only and what can be said about it.
+    """A speed-up over target-only and the claim that follows from it.
 
-    interval: None where there is nothing to compare. verdict: BASELINE, TOO_FEW, FASTER, SLOWER, NOT_DISTINGUISHABLE,
-    or "-" where there is nothing to compare. without_gain: whether it drafts, but generated one token per forward pass
-    of the target, as the target alone does.
+    `interval` is None and `verdict` is "-" if there is nothing to compare. Otherwise the verdict is BASELINE, TOO_FEW,
+    FASTER, SLOWER or NOT_DISTINGUISHABLE. `without_gain` is True if the strategy drafts, but needs as many forward
+    passes as the target alone.
     """
 
     interval: Interval | None
@@ -43,9 +43,9 @@ class SpeedClaim:
         tokens_per_forward: float | None = None,
         these_prompts: bool = False,
     ) -> Self:
-        """groups: the speed-ups of each prompt. tokens_per_forward: of a strategy that drafts, otherwise None.
+        """The claim for speed-ups grouped by prompt. `tokens_per_forward` is None for strategies without drafts.
 
-        these_prompts: the claim is about other repeats of these prompts only, as in `speedup_interval`.
+        With `these_prompts` the claim covers only other repeats of these prompts, as in `speedup_interval`.
         """
         groups = [positive for group in groups if (positive := [value for value in group if value > 0])]
         if not groups:
@@ -64,7 +64,7 @@ class SpeedClaim:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the JSON record. An interval that is not bounded is null, and the baseline has none."""
+        """The claim for the JSON record. An unbounded interval is null, and the baseline has no interval."""
         interval = self.interval
         bounded = interval is not None and interval.is_bounded and self.verdict != BASELINE
         return {
@@ -76,7 +76,7 @@ class SpeedClaim:
 
 
 def agree(ratios: Sequence[float]) -> bool:
-    """Whether so many ratios are on one side of 1 that chance does this at most once in 16 (a sign test)."""
+    """Whether the ratios agree on one side of 1 so clearly that chance does this at most once in 16 (a sign test)."""
     above, below = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
     fewer = min(above, below) + len(ratios) - above - below  # ties count against both
     chance = 2 * sum(comb(len(ratios), count) for count in range(fewer + 1)) / 2 ** len(ratios)
@@ -104,7 +104,7 @@ def claim_text(row: Row) -> str:
 
 
 def speed_sentence(row: Row) -> str:
-    """What a record says about the speed of its strategy, or "" for the baseline and where nothing was compared."""
+    """A sentence on the speed of a record's strategy. It is empty for the baseline and where nothing was compared."""
     name, verdict = row["strategy"], row["verdict"]
     if verdict in (BASELINE, "-"):
         return ""

@@ -32,10 +32,10 @@ def is_greedy(settings: Settings) -> bool:
 class Strategy:
     """A row of the table.
 
-    name: as in the JSON records. toggle: the field of Settings that turns it on. steps: its decoder. kind: the
-    drafter kind, if it drafts. word: how /drafter_kind names that kind. chooses_kind: whether /drafter_kind applies
-    to it. uses_target, uses_drafter: the models it runs. samples: whether its tokens are drawn one by one from the
-    processed distribution.
+    `name` is its name in JSON records, `toggle` the setting that enables it, and `steps` its decoder. `kind` is the
+    drafter kind, if it drafts, and `word` its name in /drafter_kind; `chooses_kind` is True if that setting applies.
+    `uses_target` and `uses_drafter` are the models that it runs. `samples` is True if its tokens are drawn one by one
+    from the processed distribution.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Strategy:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The words of /drafter_kind whose drafts it consists of."""
+        """The drafter kinds that it combines, in the words of /drafter_kind."""
         return () if self.kind is None else self.kind.parts or (self.word,)
 
     @property
@@ -85,28 +85,28 @@ class Strategy:
         return self.uses_target and self.samples
 
     def drafter_label(self, pair: Pair) -> str | None:
-        """The drafter kind as records and costs name it, or None if no drafter takes part."""
+        """The drafter kind in records and costs, or None if there is no drafter."""
         return drafter_label(self.word, pair) if self.word else None
 
     def repeats_target(self, settings: Settings) -> bool:
-        """Whether its text must be identical to the target's: then rounds and acceptance follow from that text."""
-        # Shared noise, the one-hot rule, or no randomness at all: the target's own draw decides every token.
+        """Whether its text must be identical to the target's. Then rounds and acceptance follow from that text."""
+        # With shared noise, the one-hot rule or greedy decoding, the target's own draw decides every token.
         return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or is_greedy(settings))
 
     def build_drafter(self, job: Job, rule: Rule) -> BuiltDrafter:
-        """Its drafter for one run, and the target's session. Raises UserError if the pair does not allow it."""
+        """Its drafter for one run, and the target's session. Raises UserError if the pair does not support it."""
         assert self.kind is not None
         inputs = replace(job, drafter=self.word).drafter_inputs(shares_noise=rule.shares_noise)
         return self.kind.build(inputs)
 
     def variants(self, words: Sequence[str], pair: Pair) -> list["Strategy"]:
-        """The strategy itself, or one variant for each word of /drafter_kind if that applies to it.
+        """A variant for each word of /drafter_kind, or the strategy itself if that setting does not apply.
 
         Raises UserError for a kind that this pair does not have.
         """
         if not self.chooses_kind:
             return [self]
-        # The loaded drafter may be named twice, as "loaded" and by its kind: the first word wins.
+        # The loaded drafter may be listed twice, as "loaded" and by its kind. The first word wins.
         by_label = {drafter_label(word, pair): word for word in reversed(words)}
         return [self._variant(word, pair, alone=len(by_label) == 1) for word in words if word in by_label.values()]
 

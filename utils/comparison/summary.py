@@ -1,7 +1,7 @@
-"""What the runs of one prompt mean, in plain words: how a text ended, who was faster, and what to type next.
+"""Explains the runs of one prompt: how a text ended, which strategy was faster, and which command to type next.
 
-Pure functions over finished runs. One run of each strategy is no proof, so speeds are "about", and no gain is claimed
-that the accepted drafts cannot explain.
+Pure functions over finished runs. One run of each strategy proves nothing, so speeds are "about", and no gain is
+claimed that the accepted drafts cannot explain.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from utils.text import count_of
 
 FULL_CONTEXT = "cut at {}: the context is full"
 TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
-NOTICEABLE = 0.05  # a smaller share of difference is none, in a single run
+NOTICEABLE = 0.05  # smaller differences between single runs are treated as noise
 FEW_TOKENS = 16
 NO_TOKENS = "No token was generated, so there is nothing to compare."
 NOT_FINISHED = "Not finished, so not compared: {}."
@@ -41,7 +41,7 @@ NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of
 
 
 def ending(run: Generation, length: int) -> str:
-    """How a text ended, or "" if it ended by itself. length: the maximum number of new tokens."""
+    """How a text ended. It is empty if the text ended by itself. `length` is the maximum number of new tokens."""
     made = len(run.tokens)
     match run.finish:
         case FinishReason.STOP:
@@ -74,12 +74,12 @@ def is_noise(compared: ComparedRun) -> bool:
     credible, measured = credible_speedup(compared), compared.comparison.speedup
     if credible is None or measured is None:
         return False
-    # Both as the table shows them: 1.00x stays 1.00x.
+    # Both as in the table: 1.00x counts as no gain.
     return round(credible, 2) < round(measured, 2) and credible < 1 + NOTICEABLE
 
 
 class Speed(Enum):
-    """A run's speed compared with target-only."""
+    """A run's speed relative to target-only."""
 
     FASTER = auto()
     EVEN = auto()
@@ -89,7 +89,7 @@ class Speed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A run with drafts beside the target's. factor: its credible speed-up."""
+    """A run with drafts beside the target's. `factor` is its credible speed-up."""
 
     compared: ComparedRun
     factor: float
@@ -100,13 +100,13 @@ class Rival:
 
     @property
     def about(self) -> str:
-        """The factor in words. One that was not measured, but is all that the drafts explain, is "at most about"."""
+        """The factor in words: "at most about" if accepted drafts explain less than was measured."""
         measured = self.compared.comparison.speedup or self.factor
         return f"{'at most ' if round(self.factor, 1) < round(measured, 1) else ''}about {self.factor:.1f}x"
 
     @property
     def limit(self) -> str:
-        """Why less is claimed than was measured, or ""."""
+        """Why less is claimed than was measured. It is empty otherwise."""
         if self.speed is not Speed.FASTER or not self.about.startswith("at most"):
             return ""
         measured, bound = self.compared.comparison.speedup, self.compared.run.tokens_per_target_forward
@@ -125,8 +125,8 @@ class Rival:
 class PromptRuns:
     """The runs of one prompt.
 
-    planned: the names of the strategies that were to run. blank: those whose text shows as nothing. causes: why texts
-    differ, by name. faster_engine: one in which the target alone would be faster.
+    `planned` names the strategies that should run, and `blank` those whose text shows as nothing. `causes` explains
+    differences between texts, by name. `faster_engine` is an engine in which the target alone would be faster.
     """
 
     compared: Sequence[ComparedRun]
@@ -146,13 +146,13 @@ class PromptRuns:
 
     @property
     def missing(self) -> list[str]:
-        """The strategies that failed, were interrupted or were not reached."""
+        """The strategies that failed, were interrupted or never started."""
         names = {entry.strategy.name for entry in self.finished}
         return [name for name in self.planned if name not in names]
 
     @property
     def rivals(self) -> list[Rival]:
-        """The finished runs that promise the target's text or distribution, the fastest first."""
+        """The finished runs that guarantee the target's text or distribution, the fastest first."""
         found = [
             Rival(entry, factor)
             for entry in self.finished
@@ -163,7 +163,9 @@ class PromptRuns:
 
 
 def summary(runs: PromptRuns) -> str:
-    """Who was faster than target-only and by about how much, whose text it is, and the next command to type."""
+    """Which strategies were faster than target-only and by about how much, whether texts are equal, and the next
+    command.
+    """
     baseline, rivals = runs.baseline, runs.rivals
     if not runs.compared:
         return ""  # every strategy has reported its error
@@ -199,7 +201,7 @@ def _unexplained(rivals: Sequence[Rival]) -> bool:
 
 
 def _speeds(rivals: Sequence[Rival]) -> str:
-    """Who was faster than target-only, and by about how much."""
+    """Which strategies were faster than target-only, and by about how much."""
     if _unexplained(rivals):
         return NO_DRAFTS.format(_lacking(rivals))
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
@@ -219,7 +221,7 @@ def _speeds(rivals: Sequence[Rival]) -> str:
 
 
 def _not_explained(rivals: Sequence[Rival]) -> str:
-    """Which strategies had no draft accepted, beside others that had."""
+    """Which strategies had no accepted drafts while others had some."""
     without = [rival for rival in rivals if rival.speed is Speed.UNEXPLAINED]
     if not without or _unexplained(rivals):
         return ""
@@ -227,7 +229,7 @@ def _not_explained(rivals: Sequence[Rival]) -> str:
 
 
 def _lacking(rivals: Sequence[Rival]) -> str:
-    """What drafts were not, where none was accepted."""
+    """Why nothing was accepted: there were no drafts, or all were rejected."""
     return "accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed"
 
 

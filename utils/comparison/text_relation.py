@@ -1,4 +1,4 @@
-"""How the text of a run relates to texts that are already on the screen: the same, or different from some token on."""
+"""How the text of a run relates to texts on the screen: equal, or different from some token on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ EarlierRun = tuple[Strategy, Generation]
 
 @dataclass(frozen=True, slots=True)
 class TextRelation:
-    """other: the run that was compared with. first: whether its text was the first one on the screen.
+    """How a run's text relates to that of `other`. `first` is True if that was the first text on the screen.
 
-    position: the 0-based index of the first token that differs, None if all are equal. ours, theirs: the numbers of
-    tokens of both texts.
+    `position` is the 0-based index of the first token that differs, or None. `ours` and `theirs` are the numbers of
+    tokens.
     """
 
     other: EarlierRun
@@ -27,7 +27,7 @@ class TextRelation:
     theirs: int
 
     def sentence(self) -> str:
-        """The relation in words, which follow the name of the run. It ends in a colon if a text follows."""
+        """The relation in words, to be shown after the run's name. It ends in a colon if a text follows."""
         name = "" if self.first else f" {self.other[0].name}"
         if self.position is None:
             return f"= same text{' as' if name else ''}{name}"
@@ -39,12 +39,12 @@ class TextRelation:
 
 
 def relation(run: Generation, earlier: Sequence[EarlierRun]) -> TextRelation:
-    """Compare a run with one that has the same tokens, or else with the target's if that is there, or with the first.
+    """Compare a run with one that has the same tokens, or else with the target's, or else with the first.
 
-    earlier: the runs whose texts are on the screen, at least one.
+    `earlier` has at least one run; their texts are on the screen.
     """
     ours = run.tokens
-    # The target's text comes before others, because that is what the texts should be.
+    # The target's text comes first, because the other texts should equal it.
     candidates = sorted(earlier, key=lambda entry: not entry[0].is_baseline)
     other = next((entry for entry in candidates if entry[1].tokens == ours), None)
     if other is None:
@@ -62,7 +62,7 @@ def start_of_difference(ours: str, theirs: str) -> int:
 def start_of_context(text: str, difference: int) -> int:
     """The index from which a few words of the line before a difference are shown."""
     start = max(0, difference - CONTEXT, text.rfind("\n", 0, difference) + 1)
-    # Not in the middle of a word, unless the word is all there is.
+    # Start at a word, unless the word fills the whole context.
     if 0 < start < difference and not text[start - 1].isspace():
         blank = text.find(" ", start, difference)
         start = start if blank < 0 else blank + 1
@@ -70,9 +70,9 @@ def start_of_context(text: str, difference: int) -> int:
 
 
 def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
-    """How many prompts have the baseline's text in every repeat, and the numbers of those that have not.
+    """The number of prompts with the baseline's text in every repeat, and the numbers of the others.
 
-    compared: the number of each prompt and whether its texts are the same; None where they were not compared.
+    `compared` has the number of each prompt and whether its texts are equal, or None if they were not compared.
     """
     same: dict[int, bool] = {}
     for number, is_same in compared:

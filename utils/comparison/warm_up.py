@@ -1,4 +1,4 @@
-"""What a pair needs before it is used: every strategy run once, and the costs of its drafters measured."""
+"""Prepares a pair: every strategy runs once, and the costs of its drafters are measured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,17 +23,17 @@ from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 
-TIMED_TOKENS = 64  # length of a run that times a drafter
+TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
-FEWEST_ROUNDS, ENOUGH = 4, 0.3  # rounds, if they take so many seconds
+FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
-READING_SECONDS = 0.4  # for a longer prompt
+READING_SECONDS = 0.4  # time limit for reading a longer prompt
 WARM_UP_TOKENS = 4
-PROMPT = [0, 0, 0, 0]  # an id that every vocabulary has
+PROMPT = [0, 0, 0, 0]  # ids that every vocabulary has
 
 
 class DraftSeconds(NamedTuple):
-    """Seconds of one draft after a short text and after a longer one, and of reading a token of the prompt."""
+    """Seconds of one draft after a short and a longer text, and seconds to read one token of the prompt."""
 
     draft: float
     longer: float
@@ -41,7 +41,7 @@ class DraftSeconds(NamedTuple):
 
 
 def with_costs(harness: Harness, settings: Settings) -> Settings:
-    """The settings with the draft costs of all their drafter kinds. Missing ones are measured now.
+    """The settings with the draft costs of all their drafter kinds. Missing costs are measured.
 
     Raises UserError for a kind that the pair does not have or that cannot draft.
     """
@@ -66,7 +66,7 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
 
 
 def _verify_costs(engine: Engine) -> Costs:
-    """The costs of verify passes that the engine has measured."""
+    """The costs of verify passes, measured by the engine."""
     if engine.longer is None:
         return Costs.of(engine.costs, {})
     step = _in_steps(engine.longer.step_seconds, engine)
@@ -79,9 +79,9 @@ def _in_steps(seconds: float, engine: Engine) -> float:
 
 
 def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> DraftSeconds:
-    """What is measured of a drafter kind."""
+    """The measured times of a drafter kind."""
     shown = as_json(settings)
-    # With everything else that the time depends on.
+    # The key includes everything else that affects the time.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
     if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
@@ -92,7 +92,7 @@ def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) 
 
 
 def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[], Sequence[float]]) -> list[float]:
-    """Measured times that the engine keeps together with the times of verify passes."""
+    """Measured times, which the engine stores together with the times of verify passes."""
     engine = harness.pair.engine
     if key not in engine.draft_seconds:
         engine.report(what)
@@ -102,8 +102,9 @@ def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[],
 
 
 def draft_seconds(job: Job, longer: int) -> DraftSeconds:
-    """What is measured of the job's drafter kind. longer: length of the longer text, or as much of it as is read at
-    once. 0: there is none.
+    """The measured times of the job's drafter kind.
+
+    `longer` is the length of the longer text, limited to what can be read at once. 0 means no longer text.
     """
     draft, read = _timed_drafts(job, SHORT_PROMPT)
     length = min(longer, int(READING_SECONDS / read)) if read else longer
@@ -115,8 +116,9 @@ def draft_seconds(job: Job, longer: int) -> DraftSeconds:
 
 
 def _timed_drafts(job: Job, length: int) -> tuple[float, float]:
-    """Seconds of one draft after a text of this length, the median over a few rounds, and of reading one of its tokens.
-    0 if nothing is drafted. The target is not timed, so it computes a single token that stands for all.
+    """The median seconds of one draft after a text of this length, and the seconds to read one of its tokens.
+
+    Both are 0 if nothing is drafted. The target is not timed, so one computed token stands for all.
     """
     bounds = [context_length(model) for model in (job.pair.target, job.pair.drafter) if model is not None]
     length = max(1, min([length, *(bound - 2 * TIMED_ROUNDS for bound in bounds if bound is not None)]))
@@ -147,14 +149,14 @@ def shortened(settings: Settings) -> Settings:
 
 
 def warm_up(harness: Harness, settings: Settings, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Run every strategy that the models allow for a few tokens, so that no measured run pays for a first use.
+    """Run every possible strategy for a few tokens, so that no measured run includes a first use.
 
-    stopped: whether to end early.
+    `stopped` returns True to end early.
     """
     settings = replace(settings, length=_within_context(WARM_UP_TOKENS, harness), beams=2)
     job = harness.job(PROMPT, settings)
     for strategy in harness.runnable(settings):
-        if stopped():  # not even the prefill of the next one
+        if stopped():  # stop before the next prefill
             return
         with suppress(UserError):  # reported when the strategy is used
             if collect(_until(stopped, strategy.steps(job))).finish is FinishReason.INTERRUPTED:

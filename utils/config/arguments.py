@@ -1,4 +1,4 @@
-"""The command line: flags and their checks. Nothing heavy is imported, so that --help answers at once."""
+"""The command line: flags and their checks. Nothing heavy is imported, so that --help is instant."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with defaults from the config file. argparse exits with status 2 if either is invalid."""
     parser = _parser()
-    # Parsed twice: --config names the file whose values become defaults, and flags must override these.
+    # Parsed twice: --config selects the file whose values become defaults, and flags must override these.
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(_unknown_words(unknown, sys.argv[1:] if argv is None else argv, parser))
@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_server_addresses(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """The servers of the flags and the config file as addresses, and whether they are all that is used."""
+    """The servers of the flags and the config file as addresses, and whether only servers are used."""
     try:
         given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
         arguments.servers = merged(arguments.config.servers, given)
@@ -66,7 +66,7 @@ def _add_server_addresses(arguments: argparse.Namespace, parser: argparse.Argume
 
 
 def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What is wrong with words that are no flags, and how to write what was probably meant."""
+    """What is wrong with words that are not flags, and how to write what was probably meant."""
     flag, equals, value = next((word for word in unknown if word.startswith("-")), "").partition("=")
     if not flag:
         return f'only one prompt can be given; put it into quotation marks: "... {" ".join(unknown)}"'
@@ -74,7 +74,7 @@ def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse
         following = [*argv][[*argv].index(flag) + 1 :]
         value = following[0] if following and not following[0].startswith("-") else "VALUE"
     name = flag.lstrip("-").replace("-", "_").lower()
-    if name in known_settings():  # settings are often taken for flags
+    if name in known_settings():  # settings are often mistaken for flags
         return f"there is no flag {flag}; {WITH_C.format(known_settings()[name].name, value)}"
     flags = [option for action in parser._actions for option in action.option_strings]
     nearest = get_close_matches(flag, flags, n=1, cutoff=0.7)
@@ -83,7 +83,7 @@ def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse
 
 
 def flag_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """A parser that raises UserError as an argparse `type`, which would otherwise replace the message by its own."""
+    """A parser that raises UserError as an argparse `type`, which would otherwise replace its message."""
 
     def parse_flag(text: str) -> Value:
         try:
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items() if pair.is_tried)
     parser = Parser(
         prog="infer.py",
-        allow_abbrev=False,  # --prompt would be taken for --prompts
+        allow_abbrev=False,  # --prompt would be accepted as --prompts
         description="Compare speculative decoding with other decoding strategies: speed, acceptance, equal text.",
         epilog=f"Pairs: {pairs}; published drafters (/pair list names them); and those of the config file",
     )

@@ -22,8 +22,10 @@ ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """file: where it was read. pair: the pair to start with. flags: their values. settings: values as typed. pairs: all
-    known pairs. servers: those that every prompt is sent to.
+    """The contents of `file`.
+
+    `pair` is the pair to start with, and `pairs` are all known ones. `flags` are parsed values, `settings` values as
+    typed. `servers` receive every prompt.
     """
 
     file: Path | None = None

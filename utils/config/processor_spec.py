@@ -1,4 +1,4 @@
-"""A logits processor by its name and its arguments: what settings hold, so that they need no torch.
+"""A logits processor by name and arguments, so that settings need no torch.
 
 `utils.comparison.job` makes the processor itself.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """The arguments of a processor; None for those that it lacks. A temperature of a greedy one has no effect."""
+    """The arguments of a processor, or None for those that it lacks. A greedy one ignores its temperature."""
 
     temperature: float = 1
     top_k: int | None = None
@@ -17,7 +17,7 @@ class ProcessorSpec:
 
     @property
     def name(self) -> str:
-        """The name of the processor, as /processor takes it."""
+        """The name of the processor in /processor."""
         if self.is_greedy:
             return "greedy"
         if self.top_k is not None:
@@ -50,7 +50,7 @@ class ProcessorSpec:
         return 1 if self.effective_temperature == 0 and limit is not None else self.effective_temperature
 
     def _changed(self, temperature: float, top_k: int | None, top_p: float | None) -> "ProcessorSpec":
-        # An unchanged processor stays as it was typed: greedy may have a temperature.
+        # An unchanged processor stays as typed: greedy may have a temperature.
         if (temperature, top_k, top_p) == (self.effective_temperature, self.top_k, self.top_p):
             return self
         return GREEDY if temperature == 0 else ProcessorSpec(temperature, top_k, top_p)

@@ -1,6 +1,6 @@
 """The table of settings as they are typed: the fields of Settings, and parts of them such as the temperature.
 
-A part is shown, parsed and changed like a field. It is stored in one, whose name in records does not change.
+A part is shown, parsed and changed like a field. It is stored in a field, whose name in records does not change.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ from utils.text import encodable
 class Setting:
     """A row of the table.
 
-    name: of the field, or the words that are typed for a part. value_type: how a value is written. get, put: its value
-    in Settings, and new Settings with another one. default: of a field.
+    `name` is the field, or the typed words of a part. `value_type` parses and shows a value. `get` and `put` read it
+    from Settings and make new Settings with another one. `default` is a field's.
 
-    group: one of the headings of /help; empty for a field that only parts set. summary: at most 39 characters.
-    text: its page, in sentences. example: an argument to type, and the lines that it shows, if it is not just repeated.
-    forms: descriptions of what can be typed, of the words that complete it above all. see_also: names of commands and
-    figures. rank: its place on the first page of /help; 0 for those that only /help all lists.
+    `group` is a heading of /help, empty for a field that only parts set. `summary` has at most 39 characters. `text` is
+    its page, in sentences. `example` is an argument to type, and the lines that it shows unless they repeat it. `forms`
+    describe what can be typed, above all its completions. `see_also` lists commands and figures. `rank` is its place on
+    the first page of /help; settings with 0 are only on /help all.
 
-    needs: a toggle without which it has no effect. fact: the label in /show of the value that is in effect. is_flag:
-    whether it is a flag of the command line as well.
+    `needs` is a toggle without which it has no effect. `fact` is the label in /show of the value in effect. `is_flag`
+    is True if it is also a command-line flag.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is switched between on and off without an argument."""
+        """Whether it toggles between on and off without an argument."""
         return isinstance(self.value_type, Choice) and self.value_type.is_switch
 
     @property
@@ -64,7 +64,7 @@ class Setting:
         return self.value_type.show(self.get(settings))
 
     def describe(self, settings: Settings) -> str:
-        """The value as it is read, where that differs from what is typed."""
+        """The value for reading, if that differs from the typed form."""
         value = self.get(settings)
         return value.text if isinstance(value, Costs) else self.show(settings)
 
@@ -73,7 +73,7 @@ class Setting:
         return self.needs != "chat" or settings.uses_chat
 
     def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
-        """New settings with the value that `text` describes. Raises UserError if it is not valid."""
+        """New settings with the parsed value of `text`. Raises UserError if it is not valid."""
         return self.put(settings, self.value_type.parse(text, self.get(settings), limits))
 
 
@@ -178,14 +178,14 @@ NGRAM_PARTS = (
 
 @cache
 def listed_settings() -> Mapping[str, Setting]:
-    """Every setting once, by the words that are typed after the slash: together they restore all settings."""
+    """Every setting once, by the words after the slash. Together they restore all settings."""
     rows = {name: row for name, row in setting_fields().items() if row.group}
     debug = {"debug": rows.pop("debug")}
     return rows | {part.name: part for part in NGRAM_PARTS} | debug
 
 
 def split_setting(line: str) -> tuple[str, str] | None:
-    """The name and the value of a command line that sets a setting, or None. The value is not checked."""
+    """The name and the value in a command line that sets a setting, or None. The value is not checked."""
     words = line.removeprefix("/").split(" ", 2)
     # The longer name first: "ngram order 3" is not the value "order 3" of ngram.
     for length in (2, 1):
@@ -197,13 +197,13 @@ def split_setting(line: str) -> tuple[str, str] | None:
 
 @cache
 def known_settings() -> Mapping[str, Setting]:
-    """All settings by the names that a config file uses."""
+    """All settings by their names in a config file."""
     rows = (*SAMPLING_PARTS, *listed_settings().values())
     return {row.name.replace(" ", "_"): row for row in rows}
 
 
 def flag_settings() -> list[Setting]:
-    """The settings that are flags of the command line as well."""
+    """The settings that are also command-line flags."""
     return [row for row in setting_fields().values() if row.is_flag]
 
 
@@ -212,7 +212,7 @@ def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -
     for name, text in values.items():
         setting = known_settings()[check_choice(name, tuple(known_settings()), "setting")]
         try:
-            if not text:  # would switch a toggle instead of setting it
+            if not text:  # an empty text would toggle the setting
                 raise UserError("it is empty: write a value, or leave the entry out.")
             settings = setting.change(settings, text, limits)
         except UserError as error:
@@ -221,10 +221,10 @@ def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -
 
 
 def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
-    """New settings in which values that the loaded target does not support are reset to their defaults."""
+    """New settings in which values that the target does not support are reset to their defaults."""
     for setting in setting_fields().values():
         try:
-            # A value is supported if what `show` writes can be parsed under the new limits.
+            # A value is supported if the text of `show` can be parsed under the new limits.
             setting.change(settings, setting.show(settings), limits)
         except UserError:
             settings = setting.put(settings, setting.default)
@@ -237,7 +237,7 @@ def as_json(settings: Settings) -> dict[str, bool | int | str]:
     recorded = {
         setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
     }
-    return recorded | {"chat": settings.uses_chat}  # what was done, not `auto`
+    return recorded | {"chat": settings.uses_chat}  # the value in effect, not `auto`
 
 
 def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, list[str]]:
@@ -257,11 +257,11 @@ def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, l
 
 
 def _typed(value: object, setting: Setting) -> str:
-    """A recorded value as it would be typed. Raises UserError for a value that `as_json` does not write."""
+    """A recorded value as it would be typed. Raises UserError for a value that `as_json` never writes."""
     if (
         not isinstance(value, bool | int | str)
         or isinstance(value, bool) != setting.holds_bool
-        # An empty text would switch a toggle instead of setting it.
+        # An empty text would toggle the setting.
         or value == ""
     ):
         raise UserError(f"{str(value)[:40]!r} is not a valid value.")

@@ -1,4 +1,4 @@
-"""Settings: one frozen value per session. Each setting is one row, that is one field with all that is known of it.
+"""Settings: one frozen value per session. Each setting is one row: a field with everything that is known about it.
 
 The command, its reply, its page of /help, completion, a flag, the settings in records, and the tables of
 `utils/commands/README.md` follow from a row: see `utils.config.setting_table`.
@@ -43,7 +43,7 @@ def _setting(default: Any, value_type: ValueType, group: str = "", summary: str 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that a user can change. A run works on a snapshot; commands make new snapshots."""
+    """Everything that a user can change. A run uses a snapshot; commands make new snapshots."""
 
     speculative: bool = _setting(
         True,
@@ -292,7 +292,7 @@ class Settings:
         example=("on",),
         see_also=("chat",),
     )
-    # Sub-commands of /ngram set these four: `utils.config.setting_table.NGRAM_PARTS`.
+    # Subcommands of /ngram set these four: `utils.config.setting_table.NGRAM_PARTS`.
     ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), StorageType())
     ngram_limit: int = _setting(1_000_000, Number(NGRAM_LIMIT))
     top_k_filler: int = _setting(3, Number(FILLER_TOP_K))

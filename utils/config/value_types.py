@@ -1,7 +1,7 @@
 """Value types of settings: how each type of value is written, checked, parsed and shown.
 
-A value type turns typed text into a value, or raises UserError with the allowed values. It prints nothing and loads
-nothing, no torch either; what the loaded target allows is passed as Limits.
+A value type parses typed text or raises UserError with the allowed values. It prints and loads nothing, not even torch.
+Limits of the loaded target are passed as Limits.
 """
 
 import re
@@ -39,7 +39,7 @@ class ValueType(Protocol):
         """Completions of the argument."""
 
     def parse(self, text: str, current: Any, limits: Limits) -> Any:
-        """The value that `text` describes. Raises UserError if it is not valid. current: the value to switch from."""
+        """The parsed value of `text`. Raises UserError if it is not valid. `current` is the value to toggle from."""
 
     def show(self, value: Any) -> str:
         """The value as it would be typed."""
@@ -51,9 +51,9 @@ SWITCH_WORDS = dict.fromkeys(("yes", "true", "1"), "on") | dict.fromkeys(("no", 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few words. values: what each of them stands for. what: the noun of messages.
+    """One of a few words, with the value of each. `what` is the noun in messages.
 
-    With the words on and off it is a switch: an empty text turns it off, whatever else it is, or else on.
+    With the words on and off it is a switch. An empty text turns it off, or on if it was off.
     """
 
     values: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Choice:
 
     @classmethod
     def of(cls, words: Sequence[str], what: str) -> "Choice":
-        """Words that stand for themselves."""
+        """Words whose values are themselves."""
         return cls({word: word for word in words}, what)
 
     @property
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def is_switch(self) -> bool:
-        """Whether an empty text switches it."""
+        """Whether an empty text toggles it."""
         return "on" in self.values
 
     @property
@@ -112,7 +112,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class NumberOr:
-    """A number, or a word. value: what the word stands for. same: a number that means the same."""
+    """A number, or a word that stands for `value`. `same` is a number with the same meaning."""
 
     number: Number
     word: str
@@ -141,14 +141,14 @@ class NumberOr:
 
 
 def shortest(number: float) -> str:
-    """The shortest text that reads back as the same number."""
+    """The shortest text that parses to the same number."""
     # An exponent is avoided because WholeRange does not accept one.
     return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """A system prompt. None is the default of the chat template, an empty text an empty system prompt."""
+    """A system prompt. None is the default of the chat template; an empty text is an empty system prompt."""
 
     usage: str = "TEXT"
     words: tuple[str, ...] = ("none", "default")
@@ -210,7 +210,7 @@ class StorageKind(StorageType):
 
 @dataclass(frozen=True, slots=True)
 class DrafterKinds:
-    """One or more kinds of drafters. Repeated ones count once."""
+    """One or more drafter kinds. Repeated ones count once."""
 
     usage: str = "KIND ..."
     words: tuple[str, ...] = DRAFTERS
@@ -268,7 +268,9 @@ COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The costs of verifying and drafting on one line. `measure` is None: they are measured before the next run."""
+    """The costs of verifying and drafting on one line. With the word `measure` it is None: they are measured before a
+    run.
+    """
 
     usage: str = "measure|TABLE"
     words: tuple[str, ...] = ("measure",)
@@ -286,7 +288,7 @@ class CostTable:
 
 
 def _table(text: str) -> Costs:
-    """A table that `_parts` writes. Raises ValueError for anything else."""
+    """A table in the form of `_parts`. Raises ValueError for anything else."""
     parts = [part.split() for part in text.split(";")]
     starts = [index for index, part in enumerate(parts) if part[:1] == ["at"]]
     # A table for one context length need not name it.
@@ -303,7 +305,7 @@ def _table(text: str) -> Costs:
 
 
 def _one_table(parts: Sequence[list[str]]) -> Costs:
-    """The table of one context length. Unpacking raises ValueError as well where a word is missing."""
+    """The table of one context length. A missing word also raises ValueError, by unpacking."""
     if parts[0][:1] != ["at"]:
         parts = [["at", "0"], *parts]
     (_, length, *step), (name, *verify), *others = parts
@@ -317,7 +319,7 @@ def _one_table(parts: Sequence[list[str]]) -> Costs:
 
 
 def _parts(costs: Costs) -> list[str]:
-    """The parts of a table as they are typed."""
+    """The parts of a table in typed form."""
     step = [] if costs.step == 1 else [f"{costs.step:g}"]
     parts = [" ".join(["at", str(costs.length), *step])] if costs.length else []
     parts.append(" ".join(["verify", *(f"{cost:g}" for cost in costs.verify)]))

@@ -23,8 +23,8 @@ from utils.logits_processor import GreedyProcessor, InvalidLogits, LogitsProcess
 class Decoding:
     """What to draw from, with which noise, and when to stop.
 
-    processor: logits (..., V) to probabilities (..., V). max_new: maximum number of new tokens. end_ids: ids that end
-    the text.
+    `processor` maps logits (..., V) to probabilities (..., V). `max_new` is the maximum number of new tokens. `end_ids`
+    end the text.
     """
 
     processor: LogitsProcessor

@@ -15,9 +15,9 @@ from torch import Tensor
 class DraftEvidence:
     """Why these k tokens were drafted. Collected only while something observes the run.
 
-    logits: the drafter's raw logits (1, V') that each draft was drawn from. match_lengths: how many context tokens
-    each draft was matched by, 0 for none. runners_up: for every new position, the tokens entered into the n-gram
-    storage besides the text.
+    `logits` are the drafter's raw logits (1, V') that each draft was drawn from. `match_lengths` are the numbers of
+    context tokens that matched, 0 for none. `runners_up` are, for every new position, the tokens entered into the
+    n-gram storage besides the text.
     """
 
     logits: Sequence[Tensor] = ()
@@ -29,9 +29,9 @@ class DraftEvidence:
 class Draft:
     """The drafts of one round.
 
-    tokens: k proposed ids. probs: the distribution q (k, V) each was drawn from; None if q is one-hot, or if the
-    drafts share the target's noise. withheld: how many more drafts were computed but not proposed. kind: which
-    drafter kind made them, if several take turns. evidence: for observers only.
+    `tokens` are k proposed ids. `probs` is the distribution q (k, V) each was drawn from; None if q is one-hot, or if
+    the drafts share the target's noise. `withheld` counts drafts that were computed but not proposed. `kind` is the
+    drafter kind, if several take turns. `evidence` is for observers only.
     """
 
     tokens: list[int]
@@ -48,8 +48,9 @@ NO_DRAFT = Draft([])
 class Verified:
     """The target's output for a round that began at context length `start`.
 
-    logits: raw logits (k+1, V). probs: the processed distribution p (k+1, V). features: the hidden states (T, F) of
-    the rows fed since the last round, ending with the last draft's row; None if the target's session keeps none.
+    `logits` are raw (k+1, V), and `probs` is the processed distribution p (k+1, V). `features` are the hidden states
+    (T, F) of the rows fed since the last round, ending with the last draft's row; None if the target's session keeps
+    none.
     """
 
     start: int

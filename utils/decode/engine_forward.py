@@ -57,13 +57,13 @@ def in_prefill() -> bool:
     return _prefill.get()
 
 
-ReadingReport = Callable[[int, int], None]  # receives how many tokens of a prompt were read, and their number
+ReadingReport = Callable[[int, int], None]  # receives the number of read tokens of a prompt, and the number of all
 _reading: ContextVar[ReadingReport | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
 def reported_reading(report: ReadingReport) -> Iterator[None]:
-    """Report how far long prompts have been read in this block, by whatever model."""
+    """Report the progress of reading long prompts in this block, for any model."""
     token = _reading.set(report)
     try:
         yield
@@ -72,6 +72,6 @@ def reported_reading(report: ReadingReport) -> Iterator[None]:
 
 
 def report_reading(done: int, total: int) -> None:
-    """Tell the report of `reported_reading`, if there is one."""
+    """Call the report of `reported_reading`, if there is one."""
     if (report := _reading.get()) is not None:
         report(done, total)

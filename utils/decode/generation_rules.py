@@ -38,7 +38,8 @@ IGNORED: dict[str, Any] = {
 class GenerationRules:
     """Rules about single tokens.
 
-    never: ids with probability 0. at_first: further ids that the first free token may not be. forced: the first token.
+    `never` are ids with probability 0. `at_first` are further ids that the first free token cannot be. `forced` is the
+    first token.
     """
 
     never: tuple[int, ...] = ()

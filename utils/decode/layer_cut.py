@@ -79,7 +79,7 @@ def shell(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def layer_kinds(model: PreTrainedModel) -> list[object]:
-    """What tells the blocks of a model apart: their type in the config, and the shapes of their weights.
+    """The kinds of blocks of a model, by their type in the config and the shapes of their weights.
 
     Raises UserError as `first_layers` does.
     """

@@ -18,7 +18,7 @@ MAX_ULPS, MAX_RELATIVE = 4096, 0.05  # of the highest logit: units in the last p
 def logits_by_width(base: ForkableSession, context: list[int], count: int, width: int) -> Tensor:
     """Logits (count, V) after the last `count` tokens of the context, fed `width` at a time to a copy of `base`.
 
-    base: a session that was fed the context's tokens before those, or nothing.
+    `base` is a session that was fed the tokens before those, or nothing.
     """
     session, begin = base.fork(), len(context) - count
     ends = range(begin + width, len(context) + width, width)
@@ -42,7 +42,7 @@ class LogitDrift:
 
     @classmethod
     def of(cls, versions: list[Tensor]) -> Self:
-        """versions: tensors (k, V), one for each way of computing the same positions."""
+        """Compare tensors (k, V), one for each way of computing the same positions."""
         stacked = torch.stack([version.float() for version in versions])  # (ways, k, V)
         spread = stacked.amax(dim=0) - stacked.amin(dim=0)
         difference = float(spread.nan_to_num().max())  # NaN is -inf minus -inf: a masked token

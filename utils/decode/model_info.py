@@ -1,4 +1,4 @@
-"""Facts that a model's config states (its name, vocabulary, context length, where its layers are), and whether a prompt
+"""Facts from a model's config (its name, vocabulary, context length, the place of its layers), and whether a prompt
 fits.
 """
 
@@ -9,7 +9,7 @@ from utils.errors import ContextOverflow, UserError
 from utils.freed_memory import available_memory
 from utils.text import byte_size, count_of
 
-GROWTH = 1.5  # a KV cache has room for so many times its tokens
+GROWTH = 1.5  # room of a KV cache relative to its tokens
 NEGLIGIBLE = 1 << 26  # bytes of keys and values for which nothing is checked
 
 
@@ -37,8 +37,9 @@ def context_length(model: Any) -> int | None:
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
-    """The bytes of the keys and values of so many tokens in float32, or of as many as the model can read. An estimate:
-    0 for a model without attention.
+    """The bytes of the keys and values of this many tokens in float32, but at most of the model's context.
+
+    An estimate: 0 for a model without attention.
     """
     config = model.config.get_text_config(decoder=True)
     layers = [config] * getattr(config, "num_hidden_layers", 0)
@@ -82,7 +83,7 @@ def check_prompt(prompt: list[int], model: Any) -> None:
 
 
 def check_memory(models: Sequence[Any], tokens: int, *, remedy: str) -> None:
-    """Raise UserError if the KV caches of a run of so many tokens do not fit into memory.
+    """Raise UserError if the KV caches of a run of this many tokens do not fit into memory.
 
     Only for models on the CPU: other devices report a lack of memory themselves, but there the system would kill the
     program.

@@ -29,10 +29,10 @@ from utils.errors import UserError
 class ModelSession:
     """One run's use of a model.
 
-    model: a transformers causal or encoder-decoder model. use_cache: keep keys and values between feeds. Without it
-    every feed recomputes the whole context. rewinds: whether `rewind` will be called. A cache that cannot be rewound
-    is refused with a UserError before the first token. start_token: the decoder's first id if an encoder-decoder
-    config names none. features: the hidden states to keep of every row fed, see utils.decode.features.
+    `model` is a transformers causal or encoder-decoder model. `use_cache` keeps keys and values between feeds. Without
+    it every feed recomputes the whole context. `rewinds` announces calls of `rewind`. A cache that cannot be rewound is
+    refused with a UserError before the first token. `start_token` is the decoder's first id if an encoder-decoder
+    config has none. `features` are the hidden states to keep of every row fed, see utils.decode.features.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ModelSession:
     def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
         """Start a run and return the decoder's first context.
 
-        others: encoder inputs of further rows, each as long as the prompt. Raises UserError for an empty prompt, ids
-        outside the vocabulary, or a prompt that leaves no room for a token or does not fit into memory.
+        `others` are encoder inputs of further rows, each as long as the prompt. Raises UserError for an empty prompt,
+        ids outside the vocabulary, or a prompt that leaves no room for a token or does not fit into memory.
         """
         check_prompt(prompt, self.model)
         check_memory([self.model], len(prompt), remedy="use a shorter prompt")

@@ -24,7 +24,7 @@ WIDTHS = (2, 3)  # verify widths that are tried
 
 
 class CacheSupport(Enum):
-    """What a model's cache can be used for. The value is the message if that is not enough."""
+    """What a model's cache supports. The value is the message if that is not enough."""
 
     VERIFY = ""
     STEPS = (
@@ -105,9 +105,9 @@ class StateCheckpoint:
         self._kept = twin, length
 
     def rewound(self, cache: Any, held: int, length: int) -> tuple[Any, int]:
-        """A cache of at most `length` positions, and its length, given the live one that holds `held`.
+        """A cache of at most `length` positions and its length, from the live one with `held` positions.
 
-        Returns (None, 0), which recomputes everything, if no suitable copy was taken.
+        Returns (None, 0), which recomputes everything, if there is no suitable copy.
         """
         kept, known = self._kept or (None, 0)
         self._kept, self._fed = None, False

@@ -63,7 +63,7 @@ def check_sliding_window(model: Any, new_session: Callable[[bool], Session]) -> 
     try:
         with _narrowed(model):
             expected = _logits(new_session(False), (LENGTH,))
-            # Set before the sessions are used: they ask for the kind of cache, and must not begin another check.
+            # Set before the sessions are used: they read the kind of cache, and must not begin another check.
             _keeps_all[model] = False
             dropping = _difference(new_session(True), expected)
             _keeps_all[model] = True

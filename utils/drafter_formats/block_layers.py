@@ -1,7 +1,7 @@
 """Layers whose queries are the slots of a block, and whose keys are those of the context and of the block.
 
-The context is given as states that enter every layer as they are. Its keys and values are kept, and those of the block
-are dropped. No row of the context has a query, so a prompt of T tokens needs no mask of T x T.
+The states of the context enter every layer as they are. Its keys and values are kept, and those of the block are
+dropped. No row of the context has a query, so a prompt of T tokens needs no mask of T x T.
 
 Also the heads that DSpark adds: a bias for the token before a draft, and a confidence. Both depend on nothing but the
 block's states and the tokens before the draft, so drafts drawn from left to right have the distribution that they are
@@ -31,9 +31,9 @@ MARKOV_KINDS = (VANILLA, GATED, RECURRENT)
 class Window:
     """Sliding attention of a block.
 
-    size: how many positions of the context a slot attends to. moves: whether these end at the slot, and include it and
-    the earlier ones of the block (SpecForge), or end before the block for all slots (speculators). causal: whether a
-    slot attends to no later slot.
+    A slot attends to `size` positions of the context. If the window `moves`, these end at the slot, and include it and
+    the earlier ones of the block (SpecForge); otherwise they end before the block for all slots (speculators). With
+    `causal`, a slot attends to no later slot.
     """
 
     size: int
@@ -70,8 +70,8 @@ def layer_pass(
 ) -> Tensor:
     """Return states (B, H) of the slots after a layer with Qwen3's modules.
 
-    context: states (T, H) of new positions before the block, whose keys and values are added to `kept`. tables: of
-    these positions and of the block.
+    `context` has states (T, H) of new positions before the block, whose keys and values are added to `kept`. `tables`
+    are those of these positions and of the block.
     """
     attention, new = layer.self_attn, len(context)
     normed = layer.input_layernorm(states)
@@ -113,7 +113,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: Window | None
 
 @dataclass(frozen=True, slots=True)
 class MarkovShape:
-    """tokens: that may come before. drafted: draft tokens. rank: of the bias. state: size of a draft's state."""
+    """The numbers of previous tokens and of draft tokens, the rank of the bias, and the size of a draft's state."""
 
     kind: str
     tokens: int
@@ -123,8 +123,8 @@ class MarkovShape:
 
 
 class MarkovHead(nn.Module):
-    """A bias of draft logits of low rank. vanilla: w2 . w1[token before]. gated: with a gate that reads the draft's
-    state. rnn: with a memory of the drafts before it.
+    """A low-rank bias of draft logits: vanilla, w2 . w1[token before]; gated, with a gate that reads the draft's state;
+    or rnn, with a memory of the drafts before it.
     """
 
     def __init__(self, shape: MarkovShape) -> None:
@@ -145,7 +145,7 @@ class MarkovHead(nn.Module):
     def bias(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the bias (1, V') of a draft after a token, and the memory (1, R) for the next draft.
 
-        state: of the draft (1, H). memory: after the draft before it; None for the first one.
+        `state` (1, H) is the draft's. `memory` follows the draft before it; None for the first one.
         """
         known = self.before(token)
         if self.kind == GATED:

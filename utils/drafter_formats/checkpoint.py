@@ -33,8 +33,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class DrafterCheckpoint:
-    """name: for messages. config: config.json. shapes: of the tensors, by name. files: where each tensor is, and its
-    name there.
+    """A drafter's files.
+
+    `name` is for messages, `config` is config.json, and `shapes` are those of the tensors by name. `files` has the file
+    of each tensor, and its name there.
     """
 
     name: str
@@ -98,7 +100,7 @@ class DrafterCheckpoint:
         return self.files[name][1] if name in self.files else name
 
     def unusable(self, key: str, value: Any, wanted: str) -> UserError:
-        """An error for a value in config.json. wanted: what it should be."""
+        """An error for a value in config.json. `wanted` describes a valid value."""
         return UserError(f"'{self.name}' has {repr(value)[:60]} as {key} in its config.json, not {wanted}.")
 
     def flag(self, key: str) -> bool | None:

@@ -74,8 +74,10 @@ class BlockCache:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that a drafter's config does not state. target_layers: of the target. feature: of a position. markov,
-    confidence: of the heads; None where there is no such head.
+    """Sizes that a drafter's config does not state.
+
+    `target_layers` is the number of the target's layers, and `feature` the size of a position. `markov` and
+    `confidence` are sizes of heads; None without such a head.
     """
 
     target_layers: int
@@ -85,8 +87,9 @@ class Sizes:
 
 
 class DFlash(BlockDrafter):
-    """A DFlash drafter, or with a Markov head or a confidence head a DSpark drafter. config: of its layers, with the
-    target's vocabulary size.
+    """A DFlash drafter, or with a Markov head or a confidence head a DSpark drafter.
+
+    `config` is that of its layers, with the target's vocabulary size.
     """
 
     embed_tokens: nn.Module
@@ -189,8 +192,9 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """slots: tokens of a block, of which the first is the last known one and the others are mask tokens. windows: of
-    the layers with sliding attention; None for the others.
+    """A block of `slots` tokens: the last known one and mask tokens.
+
+    `windows` has one entry per layer: its sliding attention, or None.
     """
 
     slots: int

@@ -28,8 +28,10 @@ FIRST_NORM, EMBEDDING_NORM, OUTPUT_NORM = "layers.0.input_layernorm", "embedding
 
 
 class Eagle1(StepwiseDrafter):
-    """An EAGLE drafter. config: of its layers, with the target's vocabulary size. norms: which optional ones it has.
-    target_layers: of the target, whose last hidden state after the final norm it reads. windows: see sliding_sizes.
+    """An EAGLE drafter, which reads the target's last hidden state after the final norm.
+
+    `config` is that of its layers, with the target's vocabulary size. `norms` are the optional ones that it has.
+    `target_layers` is the number of the target's layers. `windows` are described in sliding_sizes.
     """
 
     embed_tokens: nn.Module

@@ -38,7 +38,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3(StepwiseDrafter):
-    """An EAGLE-3 drafter. config: of its layers, with the target's vocabulary size."""
+    """An EAGLE-3 drafter. `config` is that of its layers, with the target's vocabulary size."""
 
     embed_tokens: nn.Module
     lm_head: nn.Module
@@ -84,8 +84,9 @@ class Eagle3(StepwiseDrafter):
     ) -> Tensor:
         """Return the next states (B, T, H) at `positions` (1, T).
 
-        states: those before (B, T, H). embedded: the embeddings of the tokens that follow them (B, T, H). mask: which
-        entries of the cache they may attend to, for training (1, 1, T, K); None for all up to their own.
+        `states` (B, T, H) are those before, and `embedded` (B, T, H) the embeddings of the tokens that follow them.
+        `mask` has the entries of the cache that they may attend to, for training (1, 1, T, K); None for all up to their
+        own.
         """
         tables = self.rotary(states, positions)
         arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
@@ -111,10 +112,12 @@ class Eagle3(StepwiseDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which optional tensors a checkpoint has. target_layers: of the target. feature_size: of its hidden states.
-    windows: how many positions each layer attends to, None for all. Empty: all of them to all. joining: how many
-    layers, from the first on, read the embedding beside the state. head_norm_doubtful: whether the output head may have
-    been trained without the final norm.
+    """Which optional tensors a checkpoint has.
+
+    `target_layers` is the number of the target's layers, and `feature_size` the size of its hidden states. `windows`
+    are the numbers of positions that each layer attends to, None for all; empty if all layers attend to all. `joining`
+    is the number of layers, from the first on, that read the embedding beside the state. `doubtful` names conventions
+    in which programs differ.
     """
 
     target_layers: int

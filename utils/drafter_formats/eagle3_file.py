@@ -36,10 +36,10 @@ FEWEST_LAYERS = 7  # below them the usual hidden states coincide or do not exist
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a drafter has besides its layers.
+    """The parts of a drafter besides its layers.
 
-    embedding: its input embedding (V, H). rows: its output head (V', H). ids: the token ids of these rows, ascending
-    (V',). counts: how often each token occurs in the text that it was trained on (V,).
+    `embedding` (V, H) is its input embedding, `rows` (V', H) its output head, and `ids` (V',) the ascending token ids
+    of these rows. `counts` (V,) are the frequencies of tokens in its training text.
     """
 
     embedding: Tensor
@@ -76,7 +76,7 @@ def chosen_layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
 def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
     """A drafter in float32, without embedding and output head, that at first repeats the target's last prediction.
 
-    layers: the hidden states that it reads. Each has a norm of its own (`fc_norm`), because they differ in scale.
+    It reads the hidden states `layers`. Each has a norm of its own (`fc_norm`), because they differ in scale.
     """
     shape = shape_for(target, layers)
     config = LlamaConfig(

@@ -27,8 +27,10 @@ LATENT = ".kv_a_proj_with_mqa.weight"  # multi-head latent attention
 
 @dataclass(frozen=True, slots=True)
 class DrafterFormat:
-    """A row of the table. recognises: whether a checkpoint has this format. load: build the drafter of a target.
-    is_ambiguous: whether programs disagree about how to read this checkpoint.
+    """A row of the table.
+
+    `recognises` returns whether a checkpoint has this format, and `load` builds the drafter of a target. `is_ambiguous`
+    returns whether programs disagree about how to read this checkpoint.
     """
 
     name: str
@@ -59,7 +61,7 @@ def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
 
 
 def refuse_relatives(checkpoint: DrafterCheckpoint, supported: Sequence[str]) -> None:
-    """Raise UserError if a checkpoint that no row of the table recognises is a drafter. supported: the rows' names."""
+    """Raise UserError if a checkpoint without a row in the table is a drafter. `supported` has the rows' names."""
     if name := _name(checkpoint):
         formats = ", ".join(supported)
         raise UserError(

@@ -74,7 +74,7 @@ class TargetKeys(nn.Module):
         self.key_norm, self.value_norm = copy.deepcopy(attends.k_norm), copy.deepcopy(attends.v_norm)
 
     def forward(self, states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, G, T, D) of the layer's inputs (B, T, H). tables: cosines and sines."""
+        """Return keys and values (B, G, T, D) of the layer's inputs (B, T, H). `tables` are cosines and sines."""
         states, shape = self.norm(states), (*states.shape[:-1], -1, self.size)
         keys = self.keys(states).view(shape)
         values = keys if self.values is None else self.values(states).view(shape)
@@ -83,7 +83,7 @@ class TargetKeys(nn.Module):
 
 
 class Gemma4Assistant(StepwiseDrafter):
-    """An assistant. config: of its layers. own: of the whole. target_size: the hidden size of the target."""
+    """An assistant. `config` is that of its layers, `own` the whole one. `target_size` is the target's hidden size."""
 
     embed_tokens: nn.Module
     shared: nn.ModuleDict
@@ -141,9 +141,11 @@ class Gemma4Assistant(StepwiseDrafter):
         return self._attended(torch.cat([embedded, hidden[:, -1:]], dim=-1), cache)
 
     def _attended(self, joined: Tensor, cache: SharedKeys) -> Tensor:
-        """The state (1, 1, H) of a token and the state before it (1, 1, 2 H'), asked from behind the known keys."""
+        """The state (1, 1, H) of a token and the state before it (1, 1, 2 H'), with a query one position after the
+        known keys.
+        """
         x, position = self.pre_projection(joined), torch.tensor([[cache.known]], device=joined.device)
-        # The window ends at the last key, and not at the position after it, from which the query is asked.
+        # The window ends at the last key, and not at the query's position after it.
         lengths = {FULL: cache.known, SLIDING: self.config.sliding_window + 1}
         shared = {
             kind: (layer.keys[:, :, -lengths[kind] :], layer.values[:, :, -lengths[kind] :])

@@ -42,7 +42,7 @@ class LlamaLayers(LlamaConfig):
 
 
 def layer_config(given: dict[str, Any], checkpoint: DrafterCheckpoint, *, head_norms: bool) -> Any:
-    """The config of the drafter's layers, with row-invariant attention. given: the keys of config.json about them.
+    """The config of the drafter's layers, with row-invariant attention. `given` has the keys of config.json about them.
 
     Raises UserError for a value that cannot be used.
     """
@@ -73,7 +73,7 @@ def _unmet(name: str, value: Any) -> str:
         return "" if type(value) is int and value >= 1 else "a whole number from 1"
     if name in POSITIVE:
         return "" if type(value) in (int, float) and 0 < value < float("inf") else "a number above 0"
-    # ACT2FN has a value for each name, which it makes when it is asked for.
+    # ACT2FN creates the value of a name on access.
     return "" if isinstance(value, str) and value in ACT2FN else "the name of an activation function of transformers"
 
 

@@ -40,9 +40,9 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(BlockDrafter):
-    """One block and one output head for each draft. scale: a factor of the logits.
+    """One block and one output head for each draft. `scale` is a factor of the logits.
 
-    config: with the target's vocabulary size. target_layers: of the target.
+    `config` has the target's vocabulary size. `target_layers` is the number of the target's layers.
     """
 
     lm_heads: nn.ModuleList  # one for each block, or one for all

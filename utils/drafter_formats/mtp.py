@@ -41,8 +41,9 @@ JOINED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class Mtp(StepwiseDrafter):
-    """An MTP layer of a target. config: of that layer, with the target's vocabulary size. target: only its classes are
-    used here.
+    """An MTP layer of a target.
+
+    `config` is that of the layer, with the target's vocabulary size. Only the classes of `target` are used here.
     """
 
     embed_tokens: nn.Module
@@ -148,10 +149,10 @@ def _layer_config(target: PreTrainedModel) -> Any:
 class Layout:
     """How checkpoints of a family name their first MTP layer.
 
-    prefix: a pattern of what its names begin with. join: the projection of token and state, without the prefix. names:
-    beginnings of names, and what this module calls them; other names belong to the decoder layer. model_types: of the
-    targets with which the layout was checked. alone: the layer has files of its own, so the embedding and the output
-    head in them belong to it too.
+    `prefix` is a pattern for the beginning of its names. `join` is the projection of token and state, without the
+    prefix. `names` map beginnings of names to those of this module; other names belong to the decoder layer.
+    `model_types` are those of checked targets. With `alone`, the layer has files of its own, so the embedding and the
+    output head in them also belong to it.
     """
 
     prefix: str
@@ -229,7 +230,7 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
 
 
 def no_layers(name: str, config: Mapping[str, Any], tensors: Collection[str] = ()) -> UserError:
-    """An error for a target without MTP layers that can be read. config: its config.json. tensors: names of tensors."""
+    """An error for a target without readable MTP layers. `config` is its config.json, and `tensors` are names."""
     text = config.get("text_config") or config
     remedy = "use a different --drafter"
     if odd := _odd_name(tensors):
@@ -284,8 +285,8 @@ def _in_order(prefix: str) -> tuple[int, str]:
 class JoinedExperts(DrafterCheckpoint):
     """A checkpoint whose experts are joined when they are read.
 
-    separate: the checkpoint as it is stored. joined: by the name of a tensor (experts, rows, columns), the names of the
-    parts of each expert.
+    `separate` is the checkpoint as stored. `joined` has, by the name of a tensor (experts, rows, columns), the names of
+    the parts of each expert.
     """
 
     separate: DrafterCheckpoint

@@ -21,10 +21,10 @@ DEFAULT_BLOCK = 8  # para_num in the published training configurations of PARD
 
 @dataclass(frozen=True, slots=True)
 class MaskedBlock:
-    """What a PARD model's config says of its blocks.
+    """The blocks of a PARD model, by its config.
 
-    token: the mask token. size: the number K of drafts that a pass gives. declared: the key of the config that says so;
-    empty for the default. version: 1 or 2.
+    `token` is the mask token, and `size` the number K of drafts per pass. `declared` is the config key with that
+    number; empty for the default. `version` is 1 or 2.
     """
 
     token: int

@@ -27,8 +27,10 @@ USUAL_BLOCK = 8  # of speculators' training; exports for vLLM name no number
 
 
 class PEagle(BlockDrafter):
-    """A P-EAGLE drafter. network: an EAGLE-3 drafter with its embedding and head. mask: features (1, F) and token id
-    of the places of unknown tokens.
+    """A P-EAGLE drafter.
+
+    `network` is an EAGLE-3 drafter with its embedding and head. `mask` has the features (1, F) and the token id in the
+    places of unknown tokens.
     """
 
     mask_hidden: Tensor

@@ -30,7 +30,8 @@ REMEDY = "name a drafter of this target, or train one with `python -m sampling.d
 class DraftHead(nn.Module):
     """An output head over a draft vocabulary of target ids.
 
-    rows: the head, (V', H). vocabulary: the target id of each row (V',); None if they are all of the V ids in order.
+    `rows` (V', H) are the head. `vocabulary` (V',) has the target id of each row; None if they are all of the V ids in
+    order.
     """
 
     def __init__(self, rows: nn.Linear, vocabulary: Tensor | None, size: int) -> None:
@@ -55,10 +56,9 @@ class DraftHead(nn.Module):
 
 
 def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: int) -> DraftHead:
-    """Return the drafter's output head, or the target's, which also takes the place of an equal copy. hidden: its input
-    size.
+    """Return the drafter's output head, or the target's, which also takes the place of an equal copy.
 
-    Raises UserError if sizes or ids do not fit the target.
+    Its input has size `hidden`. Raises UserError if sizes or ids do not fit the target.
     """
     size, shared = vocabulary_size(target), target.get_output_embeddings().weight.detach()
     if checkpoint.has("lm_head.weight"):
@@ -90,8 +90,8 @@ def load_embedding(
 ) -> nn.Embedding:
     """Return the drafter's input embedding, or one with the target's weights, which also replace an equal copy.
 
-    scaled: whether a borrowed embedding is multiplied by the target's factor, which Gemma has. Raises UserError if
-    sizes do not fit.
+    With `scaled`, a borrowed embedding is multiplied by the target's factor, which Gemma has. Raises UserError if sizes
+    do not fit.
     """
     shared = cast(nn.Embedding, target.get_input_embeddings())
     if not checkpoint.has("embed_tokens.weight"):
@@ -142,7 +142,7 @@ def _same(weight: Tensor, own: Tensor) -> bool:
 
 
 def _names_part(checkpoint: DrafterCheckpoint, rows: int) -> bool:
-    """Whether a head of so many rows has chosen ids, rather than all ids without the padding of the target's."""
+    """Whether a head with this many rows has chosen ids, rather than all ids without the padding of the target's."""
     whole, part = checkpoint.layer_keys.get("vocab_size"), checkpoint.config.get("draft_vocab_size")
     declared = isinstance(whole, int) and isinstance(part, int) and rows == part < whole
     return declared or checkpoint.has("t2d") or checkpoint.shapes.get(DRAFT_TO_TARGET, (rows,))[0] != rows

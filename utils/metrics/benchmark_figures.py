@@ -1,4 +1,4 @@
-"""The figures of published benchmarks, by their own definitions, so that they can be compared with published ones.
+"""The figures of published benchmarks, by their own definitions, so that results can be compared.
 
 Spec-Bench: evaluation/speed.py of hemingkx/Spec-Bench. SPEED-Bench: acceptance_rate.py and specbench.py of
 specdec_bench in NVIDIA/Model-Optimizer. Both count the tokens that a round adds: accepted drafts and the target's own.
@@ -17,11 +17,11 @@ Repeat = Sequence[tuple[Generation, Generation | None]]
 
 
 def benchmark_figures(repeats: Sequence[Repeat]) -> dict[str, Any]:
-    """The figures of a group of prompts, all turns of them, as the JSON records have them.
+    """The figures of a group of prompts with all their turns, as in the JSON records.
 
-    speedup: Spec-Bench's. mean_accepted_tokens: Spec-Bench's "#Mean accepted tokens", new tokens per round over all
-    rounds of all prompts. acceptance_length: SPEED-Bench's, the mean over prompts of their new tokens per round.
-    conditional_acceptance: SPEED-Bench's, by position.
+    `speedup` and `mean_accepted_tokens` are Spec-Bench's; the latter is the number of new tokens per round over all
+    rounds of all prompts. `acceptance_length` is SPEED-Bench's: the mean over prompts of new tokens per round.
+    `conditional_acceptance` is SPEED-Bench's acceptance by position.
     """
     runs = [run for repeat in repeats for run, _ in repeat]
     lengths = [run.tokens_per_target_forward for run in runs]

@@ -1,6 +1,4 @@
-"""Goodness of fit: do counted draws follow a distribution? Pearson's chi-square test, with cells that are too small
-merged.
-"""
+"""Goodness of fit: Pearson's chi-square test of counted draws against a distribution. Small cells are merged."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +11,12 @@ MIN_EXPECTED = 5.0  # with smaller expected counts the chi-square distribution i
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of the test.
+    """The result of the test.
 
-    draws: their number. matches: how many of them have a probability above 0. support: how many tokens have one.
-    cells: after merging. statistic, freedom, p_value: None if fewer than two cells are left. p_value: the probability
-    that draws from the distribution itself deviate at least this much.
+    `draws` is their number, and `matches` counts those with a probability above 0. `support` is the number of tokens
+    with such a probability. `cells` counts the cells after merging. `statistic`, `freedom` and `p_value` are None with
+    fewer than two cells. `p_value` is the probability that draws from the distribution itself deviate at least this
+    much.
     """
 
     draws: int
@@ -54,8 +53,8 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 
 def _merged(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Cells (observed, expected), those expected below 5 merged into one, which takes in the smallest other one if
-    needed.
+    """The cells (observed, expected), with those expected below 5 merged into one. If that is still too small, it also
+    takes the smallest other cell.
     """
     large = sorted((cell for cell in cells if cell[1] >= MIN_EXPECTED), key=lambda cell: cell[1], reverse=True)
     small = [cell for cell in cells if cell[1] < MIN_EXPECTED]

@@ -1,8 +1,8 @@
-"""Costs: what drafting and verifying take on this machine, in units of one decode step of the target.
+"""Costs of drafting and verifying on this machine, in decode steps of the target.
 
 They are measured once and then frozen as a setting, so that adaptive gamma makes the same choices on another day or
 machine: no decoder ever reads a clock. They are measured after a short and after a longer text, because attention takes
-longer in a longer context, and most of all in verify passes.
+longer in a longer context, most of all in verify passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,17 @@ from typing import Self
 DIGITS = 3
 MAX_COST = 1000.0
 SHOWN_DRAFTS = (1, 2, 3, 4, 8, 16)
-MAX_SHARE = 4.0  # of the distance between the two context lengths, beyond which costs are taken to stay the same
-READ_TOKENS = 1000  # that the costs of reading are given for
+MAX_SHARE = 4.0  # limit of extrapolation, in multiples of the distance between the two context lengths
+READ_TOKENS = 1000  # unit of the reading costs
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A table of costs, in decode steps at the context length at which it was measured.
+    """A table of costs, in decode steps at the context length `length`, which is 0 if it is unknown.
 
-    verify: extra time of a verify pass with 1, 2, ... drafts over a decode step. draft: (drafter kind, time of one
-    draft). read: (drafter kind, time in which it reads 1,000 tokens of a prompt). length: that context length, or 0 if
-    it is not known. longer: the table of a longer context. step: there, a decode step in decode steps of the shorter
-    one.
+    `verify` has the extra time of a verify pass with 1, 2, ... drafts over a decode step. `draft` has pairs of a
+    drafter kind and the time of one draft, `read` of a kind and the time to read 1,000 tokens of a prompt. `longer` is
+    the table of a longer context, and `step` its decode step relative to the shorter context.
     """
 
     verify: tuple[float, ...] = ()
@@ -45,20 +44,20 @@ class Costs:
         longer: "Costs | None" = None,
         step: float = 1.0,
     ) -> Self:
-        """From measured values, rounded to the digits that are shown."""
+        """Costs from measured values, rounded to the shown digits."""
         drafting, reading = (tuple((kind, _rounded(cost)) for kind, cost in costs.items()) for costs in (draft, read))
-        # A decode step in a longer context is not faster: what looks like it is noise.
+        # A decode step in a longer context is never faster, so a lower value is noise.
         return cls(tuple(map(_rounded, verify)), drafting, reading, length, longer, max(1.0, _rounded(step)))
 
     def at(self, length: int) -> "Costs":
-        """The costs at a context length, in decode steps at that length, by times that grow linearly with it."""
+        """The costs in decode steps at a context length, where times grow linearly with the length."""
         longer = self.longer
         if longer is None:
             return self
         # Not much beyond the longer length: errors of the measurements would grow as well.
         share = min(MAX_SHARE, max(0.0, (length - self.length) / (longer.length - self.length)))
         step = 1 + share * (longer.step - 1)
-        weight = share * longer.step / step  # times are linear in the length, and so the costs are not
+        weight = share * longer.step / step  # times are linear in the length, but costs are not
 
         def between(short: float, long: float) -> float:
             return max(0.0, short + weight * (long - short))
@@ -73,7 +72,7 @@ class Costs:
 
     @property
     def text(self) -> str:
-        """The costs in words, with a few verify costs: a table of all of them would fill several lines."""
+        """The costs in words, with a few verify costs, because all of them would fill several lines."""
         shown = [k for k in SHOWN_DRAFTS if k <= len(self.verify)]
         verify = ", ".join(f"{k}: {self.verify[k - 1]:.2f}" for k in shown)
         parts = [f"verifying k drafts costs 1 + (k={verify}) target forwards"] if shown else []
@@ -86,8 +85,8 @@ class Costs:
         return "; ".join(parts) or "nothing was measured"
 
     def verify_cost(self, drafts: int) -> float:
-        """The extra time of a verify pass with this many drafts, extrapolated by the last difference. 0 if nothing
-        was measured.
+        """The extra time of a verify pass with this many drafts, extrapolated by the last difference. 0 if not
+        measured.
         """
         costs = self.verify or (0.0,)
         if drafts <= len(costs):
@@ -101,11 +100,11 @@ class Costs:
         return dict(self.draft).get(kind or "", 0.0)
 
     def reading_cost(self, kind: str | None, tokens: int) -> float:
-        """The time in which this drafter kind reads so many tokens of a prompt. 0 if it was not measured."""
+        """The time in which this drafter kind reads this many tokens of a prompt. 0 if it was not measured."""
         return dict(self.read).get(kind or "", 0.0) * tokens / READ_TOKENS
 
     def prefill_cost(self, tokens: int) -> float:
-        """A cautious estimate of the time in which the target reads so many tokens of a prompt."""
+        """A cautious estimate of the time in which the target reads this many tokens of a prompt."""
         # Half of what one more row adds to the widest verify pass: a prefill computes many rows at once. On a GPU a row
         # adds next to nothing, and so does a prompt.
         return tokens * max(0.0, self.verify_cost(len(self.verify) + 1) - self.verify_cost(len(self.verify))) / 2

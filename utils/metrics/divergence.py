@@ -1,10 +1,9 @@
-"""Why a text differs from the target's own: where, by which tokens, and whether the cause is sampling, a rounding
-tie, the quantization, or a bug.
+"""Why a text differs from the target's own: sampling, a rounding tie, the quantization, or a bug.
 
-Under greedy decoding, and with noise shared with the target, both must be the same text up to rounding: a verify pass
-of a different width may round differently and flip a choice between two nearly tied tokens. First that tie is looked
-for: do the logits, moved by no more than widths move them on this machine, yield either token? If not, the forward
-passes of both runs are repeated exactly.
+Under greedy decoding, and with noise shared with the target, both texts must be equal up to rounding: a verify pass of
+a different width may round differently and flip a choice between two nearly tied tokens. The first test is whether
+logits that move as much as verify widths move them here yield either token. If not, the forward passes of both runs are
+repeated exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token, its probability under the processor (under greedy: of the raw logits), and its raw logit."""
+    """A token, its probability under the processor (of the raw logits if greedy), and its raw logit."""
 
     token: int
     probability: float
@@ -47,9 +46,9 @@ class Candidate:
 class Divergence:
     """The first difference between a run and the target's.
 
-    position: 0-based among the new tokens. ours, theirs: the run's token there and the target's, None if a text had
-    ended. highest: the target's two highest candidates there. rounding: how far the verify width moves the logits
-    here, None if that was not needed.
+    `position` is the 0-based index among the new tokens. `ours` and `theirs` are the two tokens, or None if a text
+    ended before. `highest` has the target's two highest candidates. `rounding` is the change of the logits by verify
+    width at this position, or None if it was not needed.
     """
 
     position: int
@@ -69,10 +68,10 @@ class Divergence:
 class DivergenceCase:
     """A run and the target's own run of one prompt, and how to run the target again.
 
-    rounds: the run's. theirs: the target's tokens. new_session: opens a session of the target, `rewinds` or not.
-    width: the run's maximum verify width. own_noise: whether its drafts were verified by p/q, with noise that the
-    target does not use. coarse: whether the target's quantization lets its logits depend on the verify width by more
-    than rounding.
+    `rounds` are the run's, `theirs` the target's tokens, and `width` is the run's maximum verify width. `new_session`
+    opens a session of the target, with or without `rewinds`. `own_noise` is True if drafts were verified by p/q, with
+    noise that the target does not use. `coarse` is True if the target's quantization moves its logits by verify width
+    more than rounding does.
     """
 
     prompt: list[int]
@@ -93,9 +92,7 @@ class DivergenceCase:
 
     @property
     def may_sample(self) -> bool:
-        """Whether the run may draw a different token there. Bonus tokens, and tokens after no draft, use the target's
-        noise.
-        """
+        """Whether the run may draw a different token. Bonus tokens and tokens after no draft use the target's noise."""
         end = 0
         for step in self.rounds:
             end += len(step.tokens)
@@ -105,21 +102,21 @@ class DivergenceCase:
 
     @property
     def tokens(self) -> tuple[int | None, int | None]:
-        """The run's token there and the target's, None if a text had ended."""
+        """The tokens of the run and of the target at the difference, or None if a text ended before."""
         position = self.position
         texts = (tokens_of(self.rounds), self.theirs)
         ours, theirs = (text[position] if position < len(text) else None for text in texts)
         return ours, theirs
 
     def yields(self, logits: Tensor, token: int) -> bool:
-        """Whether the target's logits (V,) yield the token there, or may yield it by the run's own noise."""
+        """Whether the target's logits (V,) yield the token, or may yield it by the run's own noise."""
         probs = self.decoding.probs(logits, "The target")
         may = self.may_sample and token == self.tokens[0] and float(probs[token]) > 0
         return may or self.decoding.noise.sample(probs, self.position) == token
 
 
 def explain(case: DivergenceCase, rounding: float = 0.0) -> Divergence:
-    """The cause of the first difference. rounding: a known bound on how far the verify width moves the logits."""
+    """The cause of the first difference. `rounding` is a known bound on the change of the logits by verify width."""
     position, (ours, theirs) = case.position, case.tokens
     session = case.new_session(rewinds=False)
     context = [*session.begin(case.prompt), *case.theirs[:position]]
@@ -136,7 +133,7 @@ def explain(case: DivergenceCase, rounding: float = 0.0) -> Divergence:
         return Candidate(token, float(shown[token]), float(at_once[-1, token]))
 
     moved, cause = None, Cause.UNEXPLAINED
-    # A text that merely ends earlier stays unexplained: both runs obey the same end tokens and length.
+    # A text that ends earlier stays unexplained: both runs obey the same end tokens and length.
     if ours is not None and theirs is not None:
         if case.may_sample and float(probs.max()) < 1 and float(probs[ours]) > 0:
             cause = Cause.SAMPLING
@@ -156,9 +153,9 @@ def explain(case: DivergenceCase, rounding: float = 0.0) -> Divergence:
 def _rounding_or_bug(
     case: DivergenceCase, versions: list[Tensor], ours: int, theirs: int, *, known: float
 ) -> tuple[float, Cause]:
-    """How far these versions of the logits (k, V) differ, and whether that explains the two tokens."""
+    """The difference between these versions of the logits (k, V), and whether it explains the two tokens."""
     slack = max(known, LogitDrift.of(versions).difference)
-    # The effect of a quantization has no bound that is known beforehand; whether the passes repeat it is tested below.
+    # The effect of a quantization has no known bound; the repeated passes below test for it.
     limit, cause = (inf, Cause.QUANTIZATION) if case.coarse else (max_rounding(versions[0]), Cause.ROUNDING)
     if slack <= limit and _is_tie(case, versions[0][-1].cpu().double(), ours, theirs, slack=slack):
         return slack, cause
@@ -169,7 +166,7 @@ def _rounding_or_bug(
 
 
 def _is_tie(case: DivergenceCase, logits: Tensor, ours: int, theirs: int, *, slack: float) -> bool:
-    """Whether logits (V,) that are moved by at most `slack` yield either token."""
+    """Whether logits (V,), moved by at most `slack`, can yield either token."""
     return all(
         any(case.yields(moved, token) for moved in _moved(logits, token, rival, slack))
         for token, rival in ((ours, theirs), (theirs, ours))
@@ -177,9 +174,11 @@ def _is_tie(case: DivergenceCase, logits: Tensor, ours: int, theirs: int, *, sla
 
 
 def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]:
-    """The two moves that favour a token over its rival most: into a top-k set or nucleus, and the rival out of it."""
+    """The two moves that favour a token over its rival most: adding it to a top-k set or nucleus, or removing the
+    rival.
+    """
     moves = []
-    # First move: all above the token lose. Second: all above the rival gain, and it drops out of the set.
+    # First move: all tokens above lose. Second: all tokens above the rival gain, and it drops out of the set.
     for pivot, up in ((token, -slack), (rival, slack)):
         moved = logits + torch.where(logits > logits[pivot], up, -up)
         moved[token], moved[rival] = logits[token] + slack, logits[rival] - slack
@@ -188,9 +187,9 @@ def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]
 
 
 def _replayed_difference(case: DivergenceCase, ours: int, theirs: int) -> float | None:
-    """The largest difference between the logits of both runs, computed by the same forward passes again.
+    """The largest difference between the logits of both runs when their forward passes are repeated exactly.
 
-    None if they do not yield the two tokens again.
+    None if these do not yield the two tokens again.
     """
     verified, stepped = _verify_logits(case), _step_logits(case)
     if case.yields(verified, ours) and case.yields(stepped, theirs):
@@ -219,6 +218,6 @@ def _verify_logits(case: DivergenceCase) -> Tensor:
             return logits[left]
         left -= len(step.tokens)
         context.extend(step.tokens)
-        # As in the draft-verify loop, so that every pass has the rows that the run's pass had.
+        # As in the draft-verify loop, so that every pass has the same rows as the run's.
         session.rewind(len(context) - 1)
     raise AssertionError("the difference lies after the last round")

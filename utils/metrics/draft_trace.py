@@ -1,8 +1,8 @@
-"""Why drafts were accepted or rejected: what the target thought of each, and where it came from.
+"""Why drafts were accepted or rejected: their probabilities under the target, and their origin.
 
-The tracer is outside, around the drafter, as the stopwatch is: the loop does not know of it. It stores references
-during a round, and computes when it is read, outside every clock. Probabilities are those of the raw logits: under
-greedy decoding the processed ones are 0 or 1 and explain nothing.
+The tracer wraps the drafter, as the stopwatch does, so the loop does not know of it. It stores references during a
+round and computes when it is read, outside every clock. Probabilities are those of the raw logits: under greedy
+decoding the processed ones are 0 or 1 and explain nothing.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ NEAR_MISS = 0.1  # a rejected draft with at least this share of the target token
 class DraftTrace:
     """One verified draft.
 
-    p, rank: its probability under the target, and its rank there from 1. q: its probability under the drafter.
-    acceptance: the probability min(1, p/q) of the processed distributions with which the rule accepts it; None if
-    drafts have no distribution or are verified together. target_token: the token in the text at its position, with
-    target_p. match_length: how many context tokens an n-gram or a match was found by. origin: where that match was.
+    `p` and `rank` (from 1) are its probability and rank under the target, `q` is its probability under the drafter.
+    `acceptance` is min(1, p/q) of the processed distributions, or None if drafts have no distribution or are verified
+    together. `target_token` is the token in the text at its position, with probability `target_p`. `match_length` is
+    the number of context tokens that found an n-gram or a match, and `origin` the position of the match.
     """
 
     token: int
@@ -52,7 +52,7 @@ class DraftTrace:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What passed between the loop and the drafter in one round."""
+    """The exchange between the loop and the drafter in one round."""
 
     draft: Draft
     context: list[int]
@@ -64,14 +64,12 @@ class Round:
 
 
 class DraftTracer:
-    """Traces the drafts of a run. accepts_by_ratio: whether drafts with a distribution are accepted one by one by
-    p/q.
-    """
+    """Traces the drafts of a run. `accepts_by_ratio` is True if drafts are accepted one by one by p/q."""
 
     def __init__(self, *, accepts_by_ratio: bool = True) -> None:
         self._accepts_by_ratio = accepts_by_ratio
         self._prompt: list[int] = []
-        self._origin = 0  # context length at which the new tokens begin
+        self._origin = 0  # context length before the first new token
         self._draft: Draft | None = None
         self._round: Round | None = None
 
@@ -83,7 +81,7 @@ class DraftTracer:
 
     def committed(self, context: list[int], verified: Verified) -> None:
         draft, self._draft = self._draft, None
-        # With first_target, the first round requests no proposal.
+        # With first_target, the first round has no draft.
         self._round = None if draft is None else Round(draft, context, verified)
 
     def read(self, step: Step) -> tuple[DraftTrace, ...]:
@@ -150,13 +148,13 @@ def rank(logits: Tensor, token: int) -> int:
 
 
 def contains(text: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether these tokens occur in a text one after the other."""
+    """Whether these tokens occur consecutively in a text."""
     size = len(part)
     return any(text[index] == part[0] and text[index : index + size] == part for index in range(len(text) - size + 1))
 
 
 class TracedDrafter:
-    """A drafter that a tracer observes."""
+    """A drafter observed by a tracer."""
 
     def __init__(self, drafter: Drafter, tracer: DraftTracer) -> None:
         self._drafter, self._tracer = drafter, tracer

@@ -31,7 +31,7 @@ FASTER, SLOWER, UNCLEAR = "faster", "slower", "not distinguishable from no diffe
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A geometric mean of speed-ups and its 95 % confidence interval: 0 to infinity where one value tells nothing."""
+    """A geometric mean of speed-ups and its 95 % confidence interval, which is 0 to infinity for a single value."""
 
     estimate: float
     low: float = 0.0
@@ -51,16 +51,16 @@ class Interval:
 
 
 def speedup_interval(groups: Sequence[Sequence[float]], *, these_prompts: bool = False) -> Interval:
-    """The interval of the geometric mean of speed-ups. groups[i]: the speed-ups of the repeats of prompt i, above 0.
+    """The interval of the geometric mean of speed-ups. `groups[i]` has those of the repeats of prompt i, above 0.
 
-    Every prompt has the same weight. The interval is for other prompts of the same kind; with these_prompts, or with
-    one prompt, it is for other repeats of these prompts, and prompts with one repeat are taken as exact.
+    Every prompt has the same weight. The interval covers other prompts of the same kind. With `these_prompts`, or with
+    one prompt, it covers other repeats of these prompts, and prompts with one repeat are treated as exact.
 
     A plain percentile interval of few values is too narrow, so it is widened around the estimate as Student's t
     requires. Measured coverage of the true mean, 1500 simulations each of 2 to 12 prompts with 1 to 5 repeats, and of
-    one prompt with 3 to 10 repeats: with normal log ratios 92 % to 96 % (without widening 50 % to 92 %), and up to
-    100 % where prompts differ less than repeats do; with strongly skewed (exponential) log ratios 87 % to 92 %. Over
-    the repeats of 1 to 5 prompts 93 % to 96 %, and 92 % to 94 % if repeats are added until the interval is narrow.
+    one prompt with 3 to 10 repeats: with normal log ratios 92 % to 96 % (without widening 50 % to 92 %), and up to 100
+    % where prompts differ less than repeats do; with strongly skewed (exponential) log ratios 87 % to 92 %. Over the
+    repeats of 1 to 5 prompts 93 % to 96 %, and 92 % to 94 % if repeats are added until the interval is narrow.
 
     Raises ValueError if there are no values or if one is not positive.
     """
@@ -69,7 +69,7 @@ def speedup_interval(groups: Sequence[Sequence[float]], *, these_prompts: bool =
         raise ValueError("An interval needs speed-ups above 0.")
     estimate = float(np.mean([group.mean() for group in logs]))
     these_prompts = these_prompts or len(logs) == 1
-    # Degrees of freedom: what is free to vary among the prompts, or among the repeats within them.
+    # Degrees of freedom: the number of prompts, or of repeats within them, that vary freely.
     freedom = sum(len(group) - 1 for group in logs) if these_prompts else len(logs) - 1
     if not freedom:
         return Interval(exp(estimate))
@@ -80,7 +80,7 @@ def speedup_interval(groups: Sequence[Sequence[float]], *, these_prompts: bool =
 
 
 def _means_of_prompts(logs: Sequence[Floats]) -> Floats:
-    """The mean of each resample of the prompts, and of the repeats of each drawn prompt, less the mean of all.
+    """The mean of each resample of the prompts, and of the repeats of each drawn prompt, minus the overall mean.
 
     The result has RESAMPLES values.
     """
@@ -88,7 +88,7 @@ def _means_of_prompts(logs: Sequence[Floats]) -> Floats:
     counts = np.array([len(group) for group in logs])
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
     prompts = random.integers(len(logs), size=(RESAMPLES, len(logs)))
-    # Of each drawn prompt as many repeats as it has, each of them drawn on its own.
+    # Each drawn prompt draws as many repeats as it has, with replacement.
     repeats = (random.random((RESAMPLES, len(logs), counts.max())) * counts[prompts][..., None]).astype(int)
     values = np.fromiter(chain.from_iterable(logs), float)[starts[prompts][..., None] + repeats]
     drawn = np.arange(counts.max()) < counts[prompts][..., None]
@@ -98,7 +98,7 @@ def _means_of_prompts(logs: Sequence[Floats]) -> Floats:
 
 
 def _means_of_repeats(logs: Sequence[Floats]) -> Floats:
-    """The mean over the prompts of each resample of the repeats within every prompt, less the mean of all."""
+    """The mean over the prompts of each resample of the repeats within every prompt, minus the overall mean."""
     random = np.random.default_rng(SEED)
     total = np.zeros(RESAMPLES)
     for group in logs:

@@ -1,7 +1,7 @@
-"""Results of a run: its steps, its clock, every rate, and the comparison with the target's own run.
+"""Results of a run: its steps, its time, all rates, and the comparison with the target's own run.
 
-`collect` drains any decoder. Its clock runs only inside `next()`, so nothing that a watcher does (printing, decoding
-text) is billed to a strategy. A rate without a denominator is None.
+`collect` drains any decoder. Its clock runs only inside `next()`, so the time of observers (printing, decoding text) is
+not counted. A rate without a denominator is None.
 """
 
 import time
@@ -32,8 +32,8 @@ def _ratio(part: float, whole: float) -> float | None:
 class Generation:
     """One finished or interrupted run.
 
-    seconds: spent inside the decoder, prefill and storage fill included. first_seconds: until the first step.
-    timings: of each step, if a stopwatch was used. traces: of each step's drafts, if a tracer was used.
+    `seconds` is the time inside the decoder, with prefill and storage fill; `first_seconds` is the time until the first
+    step. `timings` and `traces` have one entry per step if a stopwatch or a tracer was used.
     """
 
     steps: tuple[Step, ...]
@@ -89,9 +89,7 @@ class Generation:
 
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
-        """(accepted, verified) for each draft position of a round; a draft is verified if all drafts before it were
-        accepted.
-        """
+        """(accepted, verified) for each draft position. A draft is verified if all drafts before it were accepted."""
         longest = max((len(step.drafted) for step in self.steps), default=0)
         return [
             (
@@ -104,7 +102,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run compared with the target's. speedup: ratio of tokens per second. first_difference: 0-based token index."""
+    """A run compared with the target's. `speedup` is a ratio of tokens per second, `first_difference` a 0-based token
+    index.
+    """
 
     speedup: float | None = None
     same: bool | None = None
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """Whether the text is the target's own, as every table shows it."""
+        """Whether the text equals the target's, in the words of every table."""
         return "-" if self.same is None else difference_text(self.first_difference)
 
 
@@ -132,9 +132,9 @@ def collect(
     stopwatch: Stopwatch | None = None,
     tracer: DraftTracer | None = None,
 ) -> Generation:
-    """Drain a decoder. Ctrl-C ends the run: the steps made until then are returned with FinishReason.INTERRUPTED.
+    """Drain a decoder. Ctrl-C ends the run: earlier steps are returned with FinishReason.INTERRUPTED.
 
-    stopwatch, tracer: those that wrap the decoder's drafter and target.
+    `watch` receives each step. `stopwatch` and `tracer` are those that wrap the decoder's drafter and target.
     """
     made: list[Step] = []
     timings: list[RoundTiming] = []
@@ -142,7 +142,7 @@ def collect(
     stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
-    began: float | None = None  # None outside `next()`, where no time is billed
+    began: float | None = None  # None outside `next()`, where no time is counted
     finish = FinishReason.LENGTH
     try:
         while True:
@@ -172,9 +172,9 @@ def pooled(runs: Iterable[Generation]) -> Generation:
 
 
 def compare(run: Generation, target: Generation | None, *, same_request: bool = True) -> Comparison:
-    """Compare a run with the target's. The result is empty if that is missing or if either was interrupted.
+    """Compare a run with the target's. The result is empty if either is missing or was interrupted.
 
-    same_request: whether both had the same prompt and noise. If not, only their speeds are compared.
+    `same_request` is True if both had the same prompt and noise. If not, only their speeds are compared.
     """
     if target is None:
         return Comparison()
@@ -192,9 +192,7 @@ def compare(run: Generation, target: Generation | None, *, same_request: bool = 
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """The index of the first difference, the shorter length if one is a prefix of the other, or None if they are
-    equal.
-    """
+    """The index of the first difference, or None if both are equal. If one is a prefix of the other, its length."""
     for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):
         if left != right:
             return index

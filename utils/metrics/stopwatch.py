@@ -1,6 +1,6 @@
-"""Where the time of a run goes: drafting, verifying, and everything else.
+"""Splits the time of a run into drafting, verifying and everything else.
 
-The clock is outside: it wraps the drafter and the target's session, and neither they nor the loop know of it.
+The stopwatch wraps the drafter and the target's session. Neither they nor the loop know of it.
 """
 
 import time
@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 class RoundTiming:
     """Seconds of one round.
 
-    drafting: in the drafter, its work after the verify pass included. verifying: in the target's forward pass. total:
-    all of it. drafts: how many were computed, proposed or not. kind: which drafter kind made them, if several take
-    turns.
+    `drafting` is the time in the drafter, including its work after the verify pass, `verifying` the target's forward
+    pass, and `total` the whole round. `drafts` counts all computed drafts, proposed or not. `kind` is the drafter kind,
+    if several take turns.
     """
 
     drafting: float
@@ -35,12 +35,12 @@ class RoundTiming:
 
     @property
     def other(self) -> float:
-        """Processors, noise, verification rules: the rest."""
+        """The rest: processors, noise, verification rules."""
         return max(0.0, self.total - self.drafting - self.verifying)
 
 
 class Stopwatch:
-    """Accumulates what was spent since it was last read."""
+    """Accumulates the time since it was last read."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock

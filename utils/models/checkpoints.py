@@ -45,7 +45,7 @@ DRAFTS = 2  # in the verify pass of `check_runs`
 def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str = "") -> PreTrainedModel:
     """Load a model in a kind of quantization, one of QUANTIZATIONS. Raises UserError for anything that goes wrong.
 
-    drafts_with: what the names of tensors in its files begin with that its drafter reads; empty for none.
+    `drafts_with` is the prefix of tensors in its files that its drafter reads, or empty.
     """
     plan_memory(source, kind, where, in_files=True)  # before anything is downloaded: the least that it can need
     with _loading(source):
@@ -110,7 +110,7 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
 
 
 def device_map(where: Placement, plan: MemoryPlan) -> str | dict[str, str]:
-    """Return the argument that tells `from_pretrained` where to load."""
+    """Return the `device_map` argument of `from_pretrained`."""
     # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly to the
     # device, without a second copy in main memory.
     return "auto" if plan.spread else {"": where.device}

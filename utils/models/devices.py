@@ -15,8 +15,8 @@ from utils.models import Reporter
 class Placement:
     """Where models are loaded, in which number format, and who receives progress lines.
 
-    may_spread: layers may be spread over all GPUs and the CPU if one GPU has not enough memory. engine_weights: the
-    format in which engines will compute the weights.
+    With `may_spread`, layers may be spread over all GPUs and the CPU if one GPU has not enough memory. `engine_weights`
+    is the format in which engines will compute the weights.
     """
 
     device: str

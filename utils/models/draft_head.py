@@ -32,8 +32,9 @@ def feature_layers(count: int) -> tuple[int, ...]:
 class HeadShape:
     """Sizes of a head, stored in its head.json.
 
-    hidden: the hidden size of the target. layers: the hidden states that it reads, see feature_layers. heads, groups:
-    its attention and key-value heads. width: the size of its MLP. theta: its rotary base. positions: its context.
+    `hidden` is the target's hidden size. `layers` are the hidden states that it reads, see feature_layers. `heads` and
+    `groups` are its attention and key-value heads, `width` is the size of its MLP, `theta` its rotary base, and
+    `positions` its context length.
     """
 
     hidden: int
@@ -92,7 +93,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the next states (B, T, H) at `positions` (1, T).
 
-        states: those before (B, T, H). embedded: the embeddings of the tokens that follow them (B, T, H).
+        `states` (B, T, H) are those before, and `embedded` (B, T, H) the embeddings of the tokens that follow them.
         """
         mixed = self.mix(torch.cat([self.norm_token(embedded), self.norm_feature(states)], dim=-1))
         next_states: Tensor = self.layer(
@@ -127,8 +128,8 @@ def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
 class TargetHead(StepwiseDrafter):
     """A head together with its target's embedding and the rows of the target's output head (V', H) that it drafts from.
 
-    vocabulary: the token ids (V',) of these rows, ascending; other tokens are never drafted. Like a drafter model it
-    has a config, a name and a device.
+    `vocabulary` (V',) has the ascending token ids of these rows; other tokens are never drafted. Like a drafter model
+    it has a config, a name and a device.
     """
 
     def __init__(self, head: Head, target: PreTrainedModel, vocabulary: Tensor) -> None:

@@ -16,10 +16,10 @@ from utils.decode.kv_cache import new_cache
 class Conventions:
     """What a checkpoint leaves to convention, or states in ways that differ between programs.
 
-    feature_layers: the hidden states that are read, numbered as in `utils.decode.features`. norm_before_residual: the
-    first residual is the normalised state. norm_output: the state that is fed back is the one after the final norm.
-    norm_before_head: the output head reads the state after the final norm. from_anchor: the first slot of a block,
-    which holds the last known token, predicts too.
+    `feature_layers` are the hidden states that are read, numbered as in `utils.decode.features`. With
+    `norm_before_residual`, the first residual is the normalised state. With `norm_output`, the state after the final
+    norm is fed back. With `norm_before_head`, the output head reads the state after the final norm. With `from_anchor`,
+    the first slot of a block, which holds the last known token, predicts too.
     """
 
     feature_layers: tuple[int, ...]
@@ -31,8 +31,10 @@ class Conventions:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a published drafter comes from. files: that hold its config and weights. declared: the conventions that
-    they state, or the usual ones. is_ambiguous: whether programs disagree about how to read such files.
+    """Where a published drafter comes from.
+
+    `files` have its config and weights. `declared` are the conventions that they state, or the usual ones.
+    `is_ambiguous` is True if programs disagree about how to read such files.
     """
 
     files: tuple[Path, ...]
@@ -43,10 +45,11 @@ class Origin:
 class FeatureDrafter(nn.Module, ABC):
     """A drafter that continues from hidden states (features) of its target, concatenated to size F.
 
-    conventions: how its checkpoint is read; another value takes effect at once. config: with the target's vocabulary
-    size, and of the layers that have a cache. Like a model it has a device, a dtype and a name_or_path. origin: None if
-    its files leave nothing to convention. target_layers: the number of the target's layers, or 0 if programs agree on
-    which of them it reads. doubtful: the other conventions in which programs differ.
+    `conventions` are how its checkpoint is read; another value takes effect at once. `config` has the target's
+    vocabulary size, and describes the layers that have a cache. Like a model it has a device, a dtype and a
+    name_or_path. `origin` is None if its files leave nothing to convention. `target_layers` is the number of the
+    target's layers, or 0 if programs agree on which of them it reads. `doubtful` are the other conventions in which
+    programs differ.
     """
 
     conventions: Conventions
@@ -100,10 +103,7 @@ class StepwiseDrafter(FeatureDrafter):
 
 
 class BlockDrafter(FeatureDrafter):
-    """One pass for all drafts of a round, as in DFlash (arXiv 2602.06036).
-
-    block_size: the number K of drafts that a pass gives.
-    """
+    """One pass for all K = `block_size` drafts of a round, as in DFlash (arXiv 2602.06036)."""
 
     block_size: int
 
@@ -115,14 +115,16 @@ class BlockDrafter(FeatureDrafter):
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
         """Return logits (K, V) of the next K tokens over the target's vocabulary.
 
-        features: (T, F), those of the positions from `first` that are new since the last pass. tokens: (T,), the ones
-        that follow these positions; the last one ends the context. The cache gets what is known of these T positions.
-        Nothing of the block may enter a later pass.
+        `features` (T, F) are those of the positions from `first` that are new since the last pass. `tokens` (T,) follow
+        these positions; the last one ends the context. The cache gets what is known of these T positions. Nothing of
+        the block may enter a later pass.
         """
 
     def conditioned(self, logits: Tensor, index: int, previous: int, cache: Any) -> Tensor:
-        """Return the logits (1, V) of draft `index` of the last block given the token before it, for drafters that draw
-        from left to right. logits: its row of the block. Drafts are asked for in order, each after the ones before it.
+        """Return the logits (1, V) of draft `index` of the last block after the token before it.
+
+        For drafters that draw from left to right. `logits` is the draft's row of the block. Drafts are requested in
+        order, each after the ones before it.
         """
         return logits
 

@@ -37,7 +37,7 @@ DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a safetensors file. name: of its layer. key: in the file. dtype: the model's number format."""
+    """A tensor of a safetensors file: the name of its layer, its key in the file, and the model's number format."""
 
     path: Path
     state: str
@@ -92,7 +92,7 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with weights that were not initialized. Memory that was never written takes none of the machine's."""
+    """A model with weights that were not initialized. Memory that was never written uses none of the machine's."""
     with no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -50,7 +50,7 @@ class _Blocks(NamedTuple):
 
 
 class BlockIndex(NamedTuple):
-    """The matrices of a file in the types of UNPACKERS, by the names of layers. architecture: as the file names it."""
+    """The matrices of a file in the types of UNPACKERS, by the names of layers. `architecture` is as in the file."""
 
     architecture: str
     tensors: dict[str, Stored]
@@ -60,11 +60,11 @@ class GgufBlocks(Mapping[str, BlockWeight]):
     """The weights of a GGUF file, by the names of the layers of the model that transformers loads from it.
 
     Only matrices of the types in UNPACKERS are here. They are read from the file at each access, so that nothing is
-    kept in memory. The layers of the model must not have been replaced yet. origin: the file and its state.
+    kept in memory. The layers of the model must not have been replaced yet. `origin` is the file and its state.
     """
 
     def __init__(self, path: Path, model: PreTrainedModel, index: BlockIndex | None = None) -> None:
-        """index: what the file holds, if it is known. Reading it takes seconds for a large vocabulary."""
+        """Without a known `index` the file is read, which takes seconds for a large vocabulary."""
         self.index = index or block_index(GGUFReader(path), model)
         self.origin = file_state(path)
         self._path, self._processor = path, tensor_processor(self.index.architecture, model)
@@ -120,7 +120,7 @@ def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcess
 
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
-    """Return the weight of a tensor. kind: a name in UNPACKERS. data: (N, bytes of a row), uint8."""
+    """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
     rows, (unpack, size) = data.shape[0], UNPACKERS[kind]
     blocks = unpack(torch.from_numpy(data).view(-1, size))
     values = blocks.values.view(rows, -1)

@@ -72,10 +72,10 @@ class InBlocks(NamedTuple):
 
 
 def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda tokenizer: None) -> InBlocks | str:
-    """Load a GGUF file for engines that compute its blocks. adapt: what its tokenizer needs.
+    """Load a GGUF file for engines that compute its blocks. `adapt` corrects its tokenizer.
 
-    Returns a clause that says why the model must be unpacked instead, if no engine has a forward pass of its own for
-    it. Raises UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
+    If no engine has a forward pass of its own for the model, returns a clause that says why it must be unpacked. Raises
+    UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
     """
     path = Path(source.location, str(source.gguf))
     with explained_errors(source.name), quiet():
@@ -235,9 +235,10 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
 
 
 def cache_entry(path: Path, form: str) -> tuple[Path, str]:
-    """Return the folder of a file's cache entry and the origin that it must have. form: a number format, or "blocks".
+    """Return the folder of a file's cache entry and the origin that it must have. `form` is a number format or
+    "blocks".
 
-    Removes entries of older contents, and what killed runs have left.
+    Removes entries of older contents, and the remains of killed runs.
     """
     state = file_state(path)
     file_key, state_key = (

@@ -42,7 +42,7 @@ class HeadFile:
 
     @classmethod
     def of(cls, head: Head, vocabulary: Tensor, target: PreTrainedModel) -> HeadFile:
-        """Describe a head of this target. vocabulary: ascending ids (V',)."""
+        """Describe a head of this target. `vocabulary` (V',) has ascending ids."""
         return cls(head, vocabulary, target.name_or_path, target_sizes(target), fingerprint(target))
 
 

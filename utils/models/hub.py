@@ -1,6 +1,6 @@
 """Before and after a download from the model hub: does the model exist, does it fit on the disk, did it arrive intact?
 
-The hub is asked once with a short timeout, because its own client would retry for half a minute.
+One request with a short timeout is sent to the hub, because its own client would retry for half a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """arguments: keywords for `from_pretrained`. weight_counts: number of weights by format, if the hub knows it."""
+    """The keywords for `from_pretrained`, and the number of weights by format, if the hub knows it."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     weight_counts: dict[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def verified_download(name: str) -> Iterator[None]:
 
 
 def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None:
-    """Report what will be downloaded. Raises UserError if there is no room for it."""
+    """Report the size of the download. Raises UserError if the disk has no room for it."""
     files = [file for file in info.siblings or () if DOWNLOADED.fullmatch(file.rfilename)]
     missing = [
         file for file in files if not isinstance(try_to_load_from_cache(name, file.rfilename, revision=info.sha), str)

@@ -78,7 +78,9 @@ def free_bytes(device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """needed: minimum bytes for the weights, 0 if unknown. spread: over several devices, because one is too small."""
+    """The minimum bytes for the weights, 0 if unknown. With `spread` they need several devices, because one is too
+    small.
+    """
 
     needed: int
     spread: bool = False
@@ -87,7 +89,7 @@ class MemoryPlan:
 def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> MemoryPlan:
     """Decide where the weights fit. Raises UserError if they do not fit anywhere.
 
-    in_files: they may stay in their files until an engine reads them, in its own format.
+    With `in_files`, they may stay in their files until an engine reads them, in its own format.
     """
     counts = weight_counts(source)
     needed = needed_bytes(counts, where.dtype, kind)

@@ -32,8 +32,9 @@ CONVERSION = "safetensors.torch.save_file(torch.load('{}', weights_only=True), '
 class Source:
     """A checkpoint as `from_pretrained` takes it.
 
-    location: a folder or a hub id. name: what messages call it. gguf: the name of a GGUF file in the folder.
-    hub_arguments: keywords for a hub id, None for a folder. weight_counts: weights by format, if the hub knows them.
+    `location` is a folder or a hub id, `name` is for messages, and `gguf` is the name of a GGUF file in the folder.
+    `hub_arguments` are keywords for a hub id, None for a folder. `weight_counts` are weights by format, if the hub
+    knows them.
     """
 
     location: str

@@ -1,4 +1,4 @@
-"""What tells one target from another: its sizes, and a sample of its weights."""
+"""Identifies a target by its sizes and a sample of its weights."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WRONG = "wrong"
 
 @dataclass(frozen=True, slots=True)
 class PairFinding:
-    """One compared property, its value for both models, and a remark. warns: whether loading reports it."""
+    """One compared property, its value for both models, and a remark. With `warns`, loading reports it."""
 
     what: str
     value: str
@@ -37,8 +37,10 @@ class PairFinding:
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """verdict: "fine", "fine with N padding rows", "no drafter", NEEDS_CACHE_OFF, DIFFERENT_TOKENIZERS or WRONG, with a
-    reason.
+    """The result of a comparison.
+
+    `verdict` is "fine", "fine with N padding rows", "no drafter", NEEDS_CACHE_OFF, DIFFERENT_TOKENIZERS or WRONG, with
+    a reason.
     """
 
     verdict: str
@@ -51,12 +53,12 @@ class Compatibility:
         return self.verdict == DIFFERENT_TOKENIZERS
 
     def notes(self) -> tuple[str, ...]:
-        """Messages for the user when the pair is loaded."""
+        """Messages for the user after loading the pair."""
         warnings = (f"pair: {found.what}: {found.value} ({found.remark})" for found in self.findings if found.warns)
         return (f"pair: {self.verdict}", *warnings)
 
     def check(self, name: str, *, can_cut: bool) -> None:
-        """Raise UserError if the drafter cannot draft for its target. can_cut: whether layers:K is an alternative."""
+        """Raise UserError if the drafter cannot draft for its target. With `can_cut`, layers:K is an alternative."""
         if self.verdict == WRONG:
             remedy = "use a drafter of the same model family" + (", or layers:K" if can_cut else "")
             raise UserError(f"'{name}' cannot draft for this target: {self.reason}; {remedy}.")
@@ -80,7 +82,7 @@ class _Side:
 
     @property
     def padding(self) -> int:
-        """Rows of the embedding behind the last token."""
+        """Rows of the embedding after the last token."""
         # Ids need not be contiguous, so the highest id counts, not the number of tokens.
         return max(0, self.rows - 1 - max(self.vocabulary.values(), default=self.rows - 1))
 
@@ -139,7 +141,9 @@ def compare_models(
 def describe_without_model(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: str | None, *, reads_states: bool
 ) -> Compatibility:
-    """The findings for layers of the target itself, for drafters that read its hidden states, and for no drafter."""
+    """The findings without a drafter model: for layers of the target, for drafters that read its hidden states, or for
+    no drafter.
+    """
     relation = "reads hidden states of the target" if reads_states else "part of the target"
     own = PairFinding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
     caches = _caches(_rewind_method(target))
@@ -148,7 +152,7 @@ def describe_without_model(
 
 
 def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
-    """Why the drafter cannot be used, or nothing."""
+    """Why the drafter cannot be used. It is empty if it can."""
     encodes = ours.model.config.is_encoder_decoder
     if encodes != theirs.model.config.is_encoder_decoder:
         return "one of them is an encoder-decoder model and the other is not"
@@ -156,7 +160,7 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
     if same < MIN_SHARED * tokens:
         # Drafts can be translated, but the encoder's input cannot.
         return f"its tokenizer differs ({same:,} of {tokens:,} ids agree)" if encodes else ""
-    # The drafter could not embed the target's last tokens. Missing padding rows do no harm, because none is ever fed.
+    # The drafter could not embed the target's last tokens. Missing padding rows do no harm, because they are never fed.
     if theirs.rows < min(tokens, ours.rows):
         return "its vocabulary is smaller"
     return ""
@@ -197,7 +201,7 @@ def _end_tokens(side: _Side) -> list[str]:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase) -> PairFinding:
-    """How often a prompt starts with the tokenizer's first token. A doubled one degrades the text without any error."""
+    """How often a prompt starts with the tokenizer's first token. A doubled one silently degrades the text."""
     first = tokenizer.bos_token_id
     if first is None:
         return PairFinding("first token", "none")

@@ -1,7 +1,7 @@
 """The doctor of drafters: does a drafter that reads hidden states read those that it was trained on?
 
-The commonest mistake with published drafters is silent: layer ids off by one or the wrong side of a norm. The text
-stays right, and hardly any draft is accepted. So the plausible readings of a checkpoint are compared by how often they
+The most common mistake with published drafters is silent: layer ids off by one or the wrong side of a norm. The text
+stays right, but hardly any draft is accepted. So the plausible readings of a checkpoint are compared by how often they
 predict the target's own text.
 """
 
@@ -32,24 +32,24 @@ from utils.models.target_identity import fingerprint
 from utils.pairs.pair import Pair
 
 OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
-TEXT_TOKENS, LOAD_TOKENS = 256, 128  # of the target's own text: for /pair doctor, and when a pair is loaded
+TEXT_TOKENS, LOAD_TOKENS = 256, 128  # tokens of the target's own text: for /pair doctor, and when a pair is loaded
 DEPTH = 3  # drafts in a row: the first one depends on the features, further ones on what is fed back
-MOVED = 17  # positions by which features are displaced to see whether the drafter uses them
-PASSAGE = 4  # tokens; a passage of so many that the text has had before is not counted again
-GROUP = 4  # neighbouring rounds judge the same tokens, so they count together
-LEAST_GROUPS = 11  # with fewer, none of ten readings could be significantly better
-# The largest probability that a reading is replaced although no other one is better. One half is divided by the number
-# of readings that differ in one convention, the other by the number of those that differ in two.
+MOVED = 17  # the displacement of features, in positions, that tests whether the drafter uses them
+PASSAGE = 4  # repeated passages of this many tokens count once
+GROUP = 4  # neighbouring rounds predict the same tokens, so they count together
+LEAST_GROUPS = 11  # fewer groups cannot show that one of ten readings is significantly better
+# The maximum probability of replacing a reading although no other one is better. One half is divided by the number of
+# readings that differ in one convention, the other by the number of those that differ in two.
 SIGNIFICANCE = 0.01
 SHIFTS = {1: "outputs of layers, one later", -1: "inputs of layers, one earlier", 0: ""}
-# What a reading is called whose convention is changed to False or to True.
+# The name of a reading whose convention is changed to False or to True.
 CHANGED = {
     "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
     "norm_before_residual": ("the other residual in the first layer", "the other residual in the first layer"),
     "norm_before_head": ("no final norm before the output head", "the final norm before the output head"),
     "from_anchor": ("no drafts from the first slot of a block", "drafts from the first slot of a block"),
 }
-READINGS = "readings"  # in the cache folder: how drafters were found to be read, a file for each drafter and target
+READINGS = "readings"  # in the cache folder: the readings found, one file for each drafter and target
 COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
@@ -61,8 +61,8 @@ Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a 
 class Reading:
     """How often one reading of a checkpoint predicted the target's text.
 
-    name: empty for the present one. hits: (positions, drafts) of 0 or 1; a place counts whether or not those before it
-    were right, because the text itself is fed.
+    `name` is empty for the present reading. `hits` (positions, drafts) are 0 or 1. A draft counts whether or not those
+    before it were right, because the text itself is fed.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Reading:
 
     @property
     def agreement(self) -> tuple[float, ...]:
-        """The share of positions at which each draft in a row was right."""
+        """For each draft in a row, the share of positions at which it was right."""
         return tuple(self.hits.float().mean(0).tolist())
 
 
 def own_text(target: object, prompt: list[int], count: int, report: Reporter = print) -> list[int]:
-    """The prompt and the target's greedy answer, which does not end at end tokens, as far as the context reaches."""
+    """The prompt and the target's greedy answer, up to the context length. It does not end at end tokens."""
     if (bound := context_length(target)) is not None:
         count = max(0, min(count, bound - 1 - len(prompt)))
     decoding, text = Decoding.of(None, count, end_ids=None, seed=0), list(prompt)
@@ -91,9 +91,9 @@ def examine(
 ) -> Examination:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
-    If one is significantly better, those that differ from it in one more convention are compared with it, and so on.
-    The drafter's conventions are as before afterwards. Raises UserError for a text that is too short, or repeats itself
-    too much, to tell readings apart.
+    If one is significantly better, it is compared with those that differ from it in one more convention, and so on.
+    Afterwards the drafter's conventions are as before. Raises UserError if the text is too short or too repetitive to
+    distinguish readings.
     """
     rounds = _new_passages(text, start)
     if len(rounds) < GROUP * LEAST_GROUPS:
@@ -114,7 +114,7 @@ def examine(
 def _new_passages(text: list[int], start: int) -> list[int]:
     """The last positions with known features of the rounds to compare.
 
-    A text that goes round in circles would otherwise repeat a single lucky draft until it looked significant.
+    Otherwise a text that repeats itself would repeat a single lucky draft until it looked significant.
     """
     seen: set[tuple[int, ...]] = set()
     found = []
@@ -127,7 +127,7 @@ def _new_passages(text: list[int], start: int) -> list[int]:
 
 
 def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
-    """The changes, of one convention each, by which programs may read this checkpoint differently."""
+    """The changes of one convention by which programs may read this checkpoint differently."""
     found: Changes = {
         name: {"feature_layers": layers}
         for name, layers in shifted_layers(own.feature_layers, drafter.target_layers).items()
@@ -141,8 +141,8 @@ def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
 def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
     """The hidden states one layer earlier or later, and the last one before or after the final norm.
 
-    count: the number of the target's layers n, or 0 for a drafter whose layers are certain. Number n is after the final
-    norm, as -1 is, and n + 1 before it.
+    `count` is the number n of the target's layers, or 0 for a drafter whose layers are certain. Number n is after the
+    final norm, as -1 is, and n + 1 before it.
     """
     own = tuple(count if layer == -1 else layer for layer in own)
     found = {}
@@ -159,11 +159,12 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
 
 @dataclass(slots=True)
 class Examination:
-    """An examination, and what it found.
+    """The results of an examination.
 
-    rounds: see _new_passages. states: hidden states (T, H) of the text by number. readings: what was compared, the
-    present one first. used: the reading to use from now on. displaced: the agreement of first drafts with features of
-    other positions. reads_target: whether it is significantly lower than with the right ones.
+    `rounds` are described in _new_passages. `states` are hidden states (T, H) of the text by number. `readings` are
+    those compared, the present one first. `used` is the reading to use from now on. `displaced` is the agreement of
+    first drafts with features of other positions. `reads_target` is True if that is significantly lower than with the
+    right ones.
     """
 
     drafter: FeatureDrafter
@@ -189,7 +190,7 @@ class Examination:
         return place, *pairs[place]
 
     def reading(self, name: str, conventions: Conventions) -> Reading:
-        """Compare a reading with the text, unless it has been compared before."""
+        """Compare a reading with the text, unless this was already done."""
         known = next((each for each in self.readings if each.conventions == conventions), None)
         if known is None:
             self.report(f"comparing readings of the drafter: number {len(self.readings) + 1}")
@@ -198,8 +199,9 @@ class Examination:
         return known
 
     def better_than(self, best: Reading) -> Reading | None:
-        """The best of the readings that differ from this one in one convention, if it is significantly better, or else
-        of those that differ in two: one mistake can hide another.
+        """The best of the readings that differ from this one in one convention, if it is significantly better.
+
+        Otherwise that of the readings that differ in two, because one mistake can hide another.
         """
         changes = other_readings(self.drafter, best.conventions)
         found = self._compared(best, changes)
@@ -217,15 +219,16 @@ class Examination:
 
     def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
         """The best of these readings, if it is significantly better."""
-        # By what is significant, not by the sum of hits: readings may draft blocks of different lengths.
+        # By significance, not by the sum of hits: readings may draft blocks of different lengths.
         level = {each.name: _significance(each.hits, best.hits) for each in found}
         first = min(found, key=lambda each: level[each.name], default=None)
         return first if first is not None and level[first.name] <= SIGNIFICANCE / 2 / len(found) else None
 
     @torch.no_grad()
     def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
-        """Which of up to DEPTH drafts in a row are the text's tokens (rounds, drafts). Round i knows the features up to
-        i. moved: by how many positions they are displaced.
+        """Whether each of up to DEPTH drafts in a row is the text's token (rounds, drafts).
+
+        Round i knows the features up to i. `moved` displaces the features by this many positions.
         """
         features, before = self._features(conventions.feature_layers).roll(moved, 0), self.drafter.conventions
         self.drafter.conventions = conventions
@@ -261,14 +264,14 @@ class Examination:
 
 
 def _significance(one: Tensor, other: Tensor) -> float:
-    """The probability of so many more hits of one reading if both were equally good. Both have the same positions."""
+    """The probability of such a lead in hits if both readings were equally good. Both have the same positions."""
     depth = min(one.shape[1], other.shape[1])
     differences = (one[:, :depth] - other[:, :depth]).sum(1)
     return sign_flip_test([int(group.sum()) for group in differences.split(GROUP)])
 
 
 def sign_flip_test(differences: Sequence[int]) -> float:
-    """The probability of so large a sum, or a larger one, if the sign of each difference were a fair coin: the exact
+    """The probability that the sum is at least this large if the sign of each difference were a fair coin: the exact
     paired permutation test.
     """
     sums = Counter({0: 1})
@@ -282,10 +285,10 @@ def sign_flip_test(differences: Sequence[int]) -> float:
 
 
 def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
-    """Read an ambiguous drafter in the way that predicts the target's text best. Returns what to say about it.
+    """Read an ambiguous drafter in the way that predicts the target's text best. Returns a message about it.
 
-    It runs after the engine has started and before anything is measured. A reading that an earlier examination found is
-    used again. prompt: gives the ids of OWN_PROMPT. Ctrl-C ends the examination alone.
+    It runs after the engine has started and before any measurement. A stored result of an earlier examination is used
+    again. `prompt` returns the ids of OWN_PROMPT. Ctrl-C ends only the examination.
     """
     drafter = pair.drafter
     if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
@@ -308,7 +311,7 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
 
 
 def use(pair: Pair, conventions: Conventions) -> None:
-    """Read the drafter in this way, now and at later starts."""
+    """Read the drafter in this way, now and in later starts."""
     drafter = pair.drafter
     assert isinstance(drafter, FeatureDrafter)
     drafter.conventions = conventions
@@ -319,7 +322,7 @@ def use(pair: Pair, conventions: Conventions) -> None:
 
 
 def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
-    """The file for this drafter, what its files declare, and this target. None if nothing is kept."""
+    """The file for this drafter, its declarations and this target. None if nothing is stored."""
     origin, results = drafter.origin, pair.engine.results
     if origin is None or results is None:
         return None
@@ -331,16 +334,16 @@ def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
 
 
 def _stored(file: Path | None) -> Conventions | None:
-    """How an earlier examination found that the drafter must be read."""
+    """The reading from an earlier examination."""
     try:
         entry: dict[str, Any] = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
-    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined anew
+    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined again
         return None
 
 
 def _sentence(found: Examination) -> str:
-    """What was found, for the messages of loading."""
+    """The result of an examination, for the messages of loading."""
     agreement = found.used.agreement[0]
     if not found.reads_target:
         return (

@@ -1,4 +1,4 @@
-"""What a drafter is built from for one run, and what building it returns."""
+"""The inputs from which a drafter is built for one run, and the result."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,9 +22,7 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterCaches:
-    """What drafters keep between prompts, by drafter kind. cut_models: layer cuts of the target. texts: earlier
-    texts.
-    """
+    """What drafters keep between prompts, by drafter kind: layer cuts of the target and earlier texts."""
 
     cut_models: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, SuffixAutomaton] = field(default_factory=dict)
@@ -32,11 +30,11 @@ class DrafterCaches:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """Everything a drafter is built from, for one run.
+    """Everything that a drafter is built from, for one run.
 
-    kind: a name of the table, with its number. costs: for adaptive gamma; None if gamma is fixed. shares_noise: whether
-    drafts are drawn with the target's noise. filler_top_k: see NGramDrafter. max_text: maximum number of tokens of
-    earlier texts. observed: whether drafts carry evidence.
+    `kind` is a name of the table with its number. `costs` are for adaptive gamma, or None if gamma is fixed. With
+    `shares_noise`, drafts are drawn with the target's noise. `filler_top_k` is described in NGramDrafter. `max_text` is
+    the maximum number of tokens of earlier texts. With `observed`, drafts carry evidence.
     """
 
     kind: str
@@ -55,7 +53,9 @@ class DrafterInputs:
     def adaptive(
         self, kind: str | None, throughput: ThroughputEstimate | None = None, *, block: int = 1
     ) -> AdaptiveGamma | None:
-        """Chooses the number of drafts of this kind of drafter, or None if gamma is fixed. block: see AdaptiveGamma."""
+        """Chooses the number of drafts for this drafter kind, or None if gamma is fixed. `block` is as in
+        AdaptiveGamma.
+        """
         if self.costs is None:
             return None
         max_new = self.decoding.max_new
@@ -65,8 +65,8 @@ class DrafterInputs:
 class Replay(Enum):
     """How the drafts along a finished text can be obtained for every gamma at once."""
 
-    BY_TOKEN = auto()  # a draft depends on the context alone: ask for one at each position, and chain them
-    BY_ROUND = auto()  # ask for a full round at each position
+    BY_TOKEN = auto()  # a draft depends on the context alone: request one at each position, and chain them
+    BY_ROUND = auto()  # request a full round at each position
     NEVER = auto()  # the number requested changes the drafts: run each gamma separately
 
 

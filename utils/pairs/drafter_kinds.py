@@ -29,10 +29,10 @@ from utils.pairs.request import HEAD, LOADED, MODEL, check_drafter
 class DrafterKind:
     """A row of the table.
 
-    name: as in `utils.pairs.request.DRAFTERS`. build: makes the drafter. has_probs: whether its drafts
-    have a distribution q. uses_loaded: whether it needs the pair's drafter. loaded_as: what that must be, if anything.
-    cuts_target: whether it is made from the target's weights. keeps_texts: whether it drafts from earlier prompts.
-    parts: the kinds whose costs it consists of, if several.
+    `name` is as in `utils.pairs.request.DRAFTERS`. `build` makes the drafter. `has_probs` is True if its drafts have a
+    distribution q. `uses_loaded` is True if it needs the pair's drafter, which must be `loaded_as` if that is set.
+    `cuts_target` is True if it is made from the target's weights. `keeps_texts` is True if it drafts from earlier
+    prompts. `parts` are the kinds that it combines, whose costs add up.
     """
 
     name: str
@@ -52,14 +52,14 @@ class DrafterKind:
             )
 
     def survives_load(self, pair: Pair) -> bool:
-        """Whether the setting still makes sense after this pair was loaded."""
+        """Whether the setting still makes sense after loading this pair."""
         return self.loaded_as == _kind_word(pair) if self.loaded_as else not self.cuts_target
 
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
-    """The pair's drafter, whatever it is."""
+    """The pair's drafter of any kind."""
     pair = inputs.pair
-    # A head is no session of its own: it reads hidden states that the target's session must keep.
+    # A head has no session: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
         return _head(inputs, pair.drafter, throughput)
     if (block := parallel_block(pair)) is not None:
@@ -70,7 +70,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
         new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
-        # Text is tokenized again with every draft, so drafts depend on how many were requested.
+        # Text is tokenized again for every draft, so drafts depend on the requested number.
         return BuiltDrafter(drafter, target, Replay.NEVER)
     return _model(inputs, inputs.open_session("drafter"), target, adaptive)
 
@@ -102,7 +102,7 @@ def _masked(inputs: DrafterInputs, block: MaskedBlock, throughput: ThroughputEst
     adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=block.size)
     target = inputs.open_session("target")
     session = MaskedSession(inputs.open_session("drafter"), block.token, block.size)
-    # A draft depends on its place in the round, so drafts cannot be chained token by token.
+    # A draft depends on its position in the round, so drafts cannot be chained token by token.
     return replace(_model(inputs, session, target, adaptive), replay=Replay.BY_ROUND)
 
 
@@ -144,7 +144,7 @@ def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
 
 def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> MatchDrafter:
     texts = inputs.caches.texts
-    # An automaton cannot forget its oldest text, so one that is too large is replaced by an empty one.
+    # An automaton cannot forget its oldest text, so a too large one is replaced by an empty one.
     if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
         texts[inputs.kind] = SuffixAutomaton()
     adaptive = inputs.adaptive("suffix", throughput)
@@ -152,12 +152,12 @@ def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None
 
 
 def _chain(inputs: DrafterInputs) -> BuiltDrafter:
-    # One estimate for both drafters: each round of the run belongs to one of them.
+    # One estimate for both drafters, because each round belongs to one of them.
     throughput = ThroughputEstimate()
     second = _loaded(inputs, throughput)
     kinds = ("suffix", inputs.pair.drafter_kind or "")
     drafter = ChainDrafter(_suffix_drafter(inputs, throughput), second.drafter, kinds=kinds)
-    # Which of the two drafts is decided once per round, so drafts cannot be chained token by token.
+    # One of them is chosen once per round, so drafts cannot be chained token by token.
     replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND
     return BuiltDrafter(drafter, second.target, replay)
 
@@ -175,7 +175,7 @@ def _storage(inputs: DrafterInputs) -> BuiltDrafter:
     return BuiltDrafter(drafter, target)
 
 
-NGRAM = DrafterKind("ngram", _storage, keeps_texts=True)  # of n-gram assisted decoding, a strategy of its own
+NGRAM = DrafterKind("ngram", _storage, keeps_texts=True)  # for n-gram assisted decoding, a separate strategy
 DRAFTER_KINDS = (
     DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
     DrafterKind(MODEL, _loaded, has_probs=True, uses_loaded=True, loaded_as=MODEL),
@@ -188,23 +188,23 @@ DRAFTER_KINDS = (
 
 
 def drafter_kind(word: str) -> DrafterKind:
-    """The kind that a word of /drafter_kind names. Raises UserError for an unknown one."""
+    """The kind with this word of /drafter_kind. Raises UserError for an unknown word."""
     name = check_drafter(word)
     return next(kind for kind in DRAFTER_KINDS if kind.name == name)
 
 
 def drafter_label(word: str, pair: Pair) -> str | None:
-    """The drafter kind that a word of /drafter_kind means for this pair, as tables, records and costs name it."""
+    """The drafter kind of a word of /drafter_kind for this pair, as in tables, records and costs."""
     return pair.drafter_kind if word in (LOADED, _kind_word(pair)) else word
 
 
 def _kind_word(pair: Pair) -> str | None:
-    """The word of /drafter_kind that names what was loaded: one word for all drafters that read hidden states."""
+    """The word of /drafter_kind for the loaded drafter: one word for all drafters that read hidden states."""
     return HEAD if isinstance(pair.drafter, FeatureDrafter) else pair.drafter_kind
 
 
 def surviving_kinds(words: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
-    """Those words of /drafter_kind that still make sense after this pair was loaded, or the default."""
+    """The words of /drafter_kind that still make sense after loading this pair, or the default."""
     return tuple(word for word in words if drafter_kind(word).survives_load(pair)) or (LOADED,)
 
 

@@ -1,6 +1,6 @@
 """From a request to a target, its drafter and their tokenizer, ready to decode.
 
-The drafter is a head, a model of its own, the first layers of the target, or none.
+The drafter is a head, a separate model, the first layers of the target, or none.
 
 Options are checked before anything slow happens, and every failure is a UserError of one sentence. Decoding and warming
 up are left to the caller.
@@ -59,7 +59,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     device = choose_device(request.device)
     resolved = with_defaults(request, device, choose_device(request.drafter_device or device))
     placement = _placement(request.device, device, resolved, report)
-    # As requested, not as resolved: only `auto` may spread a model, and it has been resolved to a device by now.
+    # As requested, not as resolved: only `auto` may spread a model, but here it is already a device.
     drafter_name = request.drafter_device or request.device
     drafter_placement = _placement(drafter_name, str(resolved.drafter_device), resolved, report)
     check_request(resolved)
@@ -70,19 +70,19 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     target = _load_target(source, resolved, placement, plan)
     drafter = load_drafter(plan, target)
     with explained_errors(target.name), quiet():
-        # The request without its defaults is stored, so that /load can change a part of it and resolve the rest anew.
+        # The request without its defaults is stored, so that /load can change a part of it and resolve the rest again.
         pair = _pair(request, resolved, target, drafter, identity=_identity(resolved, source, plan))
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
 def _placement(name: str, device: str, resolved: PairRequest, report: Reporter) -> Placement:
-    """name: the device as requested. Only `auto` may spread a model over several devices."""
+    """The placement of models. `name` is the requested device: only `auto` may spread a model over several devices."""
     dtype, weights = choose_dtype(resolved.dtype, device), resolved.engine_weights
     return Placement(device, dtype, report, may_spread=name == "auto", engine_weights=weights)
 
 
 def _located(request: PairRequest, report: Reporter) -> Source:
-    """Where the target comes from: for engines that compute its blocks, the GGUF file of the embedded target."""
+    """The source of the target. For engines that compute in blocks, that is the GGUF file of the embedded target."""
     if request.engine_weights == "gguf" and request.target == EMBEDDED:
         path = embedded_gguf(report)
         return Source(str(path.parent), MODEL_NAME, path.name)
@@ -113,7 +113,9 @@ def _load_target(located: Source, request: PairRequest, placement: Placement, pl
 
 
 def _engine_weights(kind: str, source: Source, model: PreTrainedModel) -> EngineWeights:
-    """kind: one of ENGINE_WEIGHTS. source: as it was named, before the conversion of a GGUF file."""
+    """The weights for engines. `kind` is one of ENGINE_WEIGHTS. `source` is the original one, before a GGUF file is
+    converted.
+    """
     if kind != "gguf":
         return EngineWeights(kind)
     return _shipped(GgufBlocks(Path(source.location, str(source.gguf)), model), source)
@@ -180,7 +182,7 @@ def _engine(
 
 
 def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:
-    """What stored results of an engine belong to: the files of the models, and how they are loaded."""
+    """The key of stored engine results: the files of the models, and how they are loaded."""
     files = [*model_files(source), *([] if plan.source is None else model_files(plan.source))]
     files += sorted(filter(Path.is_file, plan.head.iterdir())) if plan.head else []
     options = (request.drafter, request.dtype, request.quantize, request.drafter_quantize, request.device)
@@ -189,7 +191,7 @@ def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTarget:
-    """A target, its tokenizer, its name and quantization as they are shown, and how engines compute its weights."""
+    """A target, its tokenizer, its name and quantization for messages, and how engines compute its weights."""
 
     name: str
     model: PreTrainedModel
@@ -200,8 +202,10 @@ class LoadedTarget:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, or none, and messages for the user. tokenizer: its own if drafts must be translated. blocks: of its
-    GGUF file, if engines multiply with them.
+    """A drafter, or None, and messages for the user.
+
+    `tokenizer` is its own if drafts must be translated. `blocks` are those of its GGUF file, if engines multiply with
+    them.
     """
 
     model: PreTrainedModel | FeatureDrafter | None = None
@@ -216,10 +220,10 @@ class LoadedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Where a drafter comes from: a head's folder, a source or, without both, layers of the target.
+    """The source of a drafter: a head's folder, a source or, without both, layers of the target.
 
-    published: the checkpoint of a drafter in the source that reads the target's hidden states, and its format. None if
-    the source is a model.
+    `published` is the checkpoint of a drafter that reads the target's hidden states, and its format. It is None if the
+    source is a model.
     """
 
     placement: Placement
@@ -231,9 +235,7 @@ class DrafterPlan:
 
     @property
     def target_prefix(self) -> str:
-        """What the names of tensors begin with that the drafter reads from the target's own files. Empty if it reads
-        none.
-        """
+        """The prefix of tensors that the drafter reads from the target's own files. Empty without such tensors."""
         if self.published is None or self.source is not None:
             return ""
         names = [stored.split(".") for _, stored in self.published[0].files.values()]
@@ -242,7 +244,7 @@ class DrafterPlan:
 
 
 def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> DrafterPlan:
-    """Find the drafter before the target is loaded. target: where the target comes from.
+    """Find the drafter before the target is loaded. `target` is the target's source.
 
     Raises UserError if it does not exist or does not suit the request.
     """
@@ -272,7 +274,7 @@ def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
 
 
 def _head_folder(drafter: str, request: PairRequest) -> Path | None:
-    """The folder of a head, None if the drafter is not a head."""
+    """The folder of a head, or None if the drafter is not a head."""
     folder = EMBEDDED_HEAD if drafter == HEAD else parse_path(drafter)
     if drafter == HEAD and request.target != "embedded":
         raise UserError(
@@ -297,12 +299,12 @@ def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None
         if not any(part.get(QUANTIZED) for part in (checkpoint.config, checkpoint.part("text_config"))):
             checkpoint.check_types()
         return None
-    checkpoint.check_values()  # this takes less time than to load a target for nothing
+    checkpoint.check_values()  # earlier than loading a target for nothing
     return checkpoint, known
 
 
 def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
-    """The MTP layers in the files of the target. Raises UserError if there are none, or none that can be read."""
+    """The MTP layers in the files of the target. Raises UserError if they are missing or not readable."""
     if target.gguf:
         raise UserError(
             f"MTP layers are not read from GGUF files such as '{target.name}': name the original checkpoint as "
@@ -315,7 +317,7 @@ def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
 
 
 def _check_shared_options(request: PairRequest, kind: str) -> None:
-    """Raise UserError for options of a drafter of its own. kind: of a drafter that reads hidden states."""
+    """Raise UserError for options that need a separate drafter model. `kind` reads hidden states."""
     if request.drafter_quantize != "none":
         raise UserError(
             f"A drafter of the kind {kind} is computed in the number format of the target: leave --drafter-quantize "
@@ -346,7 +348,7 @@ def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target:
 
 
 def _check_one_device(target: LoadedTarget, kind: str) -> None:
-    # Features of several depths would lie on different devices.
+    # Features of several depths would be on different devices.
     if is_spread(target.model):
         raise UserError(
             f"A drafter of the kind {kind} needs {target.name} on one device, and it is on several: use a different "
@@ -375,7 +377,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         notes,
         stored_quantization(model.config) or plan.quantize,
         compatibility,
-        # An equal tokenizer is dropped: None is how the pair says that drafts need no translation.
+        # An equal tokenizer is dropped: None means that drafts need no translation.
         tokenizer if compatibility.needs_translation else None,
         in_blocks.blocks if isinstance(in_blocks, InBlocks) else None,
     )
@@ -384,7 +386,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
 def _cut_layers(target: LoadedTarget, layers: int | None) -> LoadedDrafter:
     """The first layers of the target with shared weights.
 
-    Without a number a third of them, or none if it cannot be cut.
+    Without a number a third of them, or None if the target cannot be cut.
     """
     depth = default_depth(target.model) if layers is None else layers
     if depth is None:

@@ -23,9 +23,9 @@ ROUNDED = ("bfloat16", "int8", "int4")  # engine weights that differ from those 
 class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
-    drafter_kind: "model", "layers:K", "head", or the name of a published drafter's format, such as "EAGLE-3". device,
-    drafter_device: where the weights are. quantize, drafter_quantize: see utils.bounds.QUANTIZATIONS. notes: messages
-    for the user. request: what was requested, defaults not filled in. drafter_tokenizer: the drafter's if it differs
+    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `device` and
+    `drafter_device` are where the weights are. `quantize` and `drafter_quantize` are one of utils.bounds.QUANTIZATIONS.
+    `notes` are messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs
     from the target's, so that drafts must be translated.
     """
 
@@ -48,7 +48,7 @@ class Pair:
     compatibility: Compatibility
     drafter_tokenizer: PreTrainedTokenizerBase | None
 
-    # Counted when asked, because the engine replaces weights after loading.
+    # Counted at each access, because the engine replaces weights after loading.
     @property
     def memory(self) -> int:
         """Bytes of the target's weights as they are now."""
@@ -64,7 +64,7 @@ class Pair:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads. Empty unless it reads some."""
+        """The target's hidden states that the drafter reads, if any."""
         return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
 
 
@@ -81,7 +81,7 @@ def describe_drafter(pair: Pair) -> str:
 
 
 def loaded_message(pair: Pair) -> str:
-    """The message after a pair was loaded."""
+    """The message after loading a pair."""
     drafter = "" if pair.drafter is None else f"; {pair.drafter_name} ({describe_drafter(pair)})"
     return f"loaded {pair.target_name} ({describe_target(pair)}){drafter}"
 
@@ -120,7 +120,7 @@ def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> s
 
 
 def _width_dependence(quantize: str, dtype: str, name: str) -> str:
-    """Why logits depend on the verify width by more than the rounding of float32, or nothing."""
+    """Why logits depend on the verify width by more than the rounding of float32. It is empty if they do not."""
     if quantize == BNB_INT8:
         return f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
     if dtype != "float32":

@@ -1,4 +1,4 @@
-"""Which pair to load, in the words of the command line or of /load, and the pairs that both know by name.
+"""Which pair to load, in the words of the command line or of /load, and the pairs with names.
 
 Nothing is loaded and torch is not imported here.
 """
@@ -15,11 +15,11 @@ from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, check_device
 from utils.errors import UserError, check_choice
 
 # Names of drafter kinds, see drafter_kinds.
-LOADED = "loaded"  # whatever drafter the pair was loaded with
+LOADED = "loaded"  # the drafter that the pair was loaded with
 MODEL = "model"
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
-HEAD = "head"  # the drafter head of the embedded target
+HEAD = "head"  # the draft head of the embedded target
 DRAFTERS = (LOADED, MODEL, HEAD, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
@@ -34,8 +34,8 @@ CHOICES = {
 class PairRequest:
     """A target and a drafter by name. Without a drafter the first layers of the target draft, if it can be cut.
 
-    quantize, drafter_quantize: None means `cuda_quantize` on a CUDA device and "none" elsewhere. drafter_device: None
-    means the target's device.
+    A `quantize` or `drafter_quantize` of None means `cuda_quantize` on a CUDA device and "none" elsewhere. A
+    `drafter_device` of None means the target's device.
     """
 
     target: str
@@ -53,7 +53,7 @@ REQUEST_FIELDS = tuple(field.name for field in fields(PairRequest) if field.name
 
 
 def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
-    """The pair that --target and --drafter name, or else a known pair."""
+    """The pair of --target and --drafter, or else a known pair."""
     config = arguments.config
     pair: PairSpec = config.pairs[arguments.pair or config.pair or "embedded"]
     # --target alone must not get the drafter of the default pair; --drafter alone drafts for that pair's target.
@@ -72,9 +72,9 @@ def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
 
 
 def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
-    """The current request, changed by `NAME=VALUE ...`, or a known pair by its name with such changes.
+    """The current request, changed by `NAME=VALUE ...`, or a known pair with such changes.
 
-    A new target drops the old drafter, and the other options stay. A pair by name has its own options. Raises UserError
+    A new target drops the old drafter, and the other options stay. A known pair has its own options. Raises UserError
     for unknown names and invalid values.
     """
     try:
@@ -90,14 +90,14 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             changes[name] = check_field(name, value)
         else:
             pair = pairs[check_choice(word, tuple(pairs), "pair")]
-            # Every option, so that a pair by name is the same pair whatever was loaded before.
+            # Every option, so that a known pair is the same pair whatever was loaded before.
             known = asdict(PairRequest(pair.target, pair.drafter, cuda_quantize=pair.cuda_quantize))
     if not words:
         raise UserError(
             "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pair list names."
         )
     if "target" in changes:
-        # The defaults come first, so that what the user wrote overrides them.
+        # The defaults come first, so that the user's values override them.
         changes = {"drafter": None, "cuda_quantize": "none"} | changes
     changes = known | changes
     if changes.get("drafter", current.drafter) is None:  # options of the old drafter are dropped with it
@@ -106,7 +106,7 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
 
 
 def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
-    """Messages for the user: which options a request has from the one before it, and which it dropped."""
+    """Messages for the user: which options a request has from the one before, and which it dropped."""
     default = PairRequest(request.target, request.drafter)
     options = [
         (name.replace("_", "-"), getattr(request, name), getattr(before, name), getattr(default, name))
@@ -122,7 +122,7 @@ def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
 
 
 def check_drafter(word: str) -> str:
-    """The name of the drafter kind that a word of /drafter_kind means. Raises UserError for an unknown one."""
+    """The name of the drafter kind for a word of /drafter_kind. Raises UserError for an unknown word."""
     for prefix in (name.removesuffix("K") for name in DRAFTERS if name.endswith(":K")):
         if re.fullmatch(re.escape(prefix) + r"[1-9]\d{0,3}", word, re.ASCII):
             return f"{prefix}K"
@@ -132,7 +132,7 @@ def check_drafter(word: str) -> str:
 
 
 def check_field(name: str, value: str) -> str:
-    """The value itself if that field of a request can have it. Raises UserError otherwise."""
+    """The value itself if the field of a request allows it. Raises UserError otherwise."""
     if name in CHOICES:
         return check_choice(value, CHOICES[name], name)
     if name in ("device", "drafter_device"):
@@ -144,10 +144,10 @@ def check_field(name: str, value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PairSpec:
-    """A target and a drafter as they are written on the command line.
+    """A target and a drafter as written on the command line.
 
-    cuda_quantize: quantization of both on a CUDA device, unless a flag sets it. is_tried: whether it was ever loaded
-    with this program.
+    `cuda_quantize` is the quantization of both on a CUDA device, unless a flag sets it. `is_tried` is True if this
+    program has loaded the pair before.
     """
 
     target: str
@@ -158,7 +158,7 @@ class PairSpec:
 
 
 def _published(target: str, drafter: str, summary: str) -> PairSpec:
-    """A drafter that was published for a target. There was no hub connection where this was built."""
+    """A drafter that was published for a target. These were added without a connection to the hub."""
     return PairSpec(target, drafter, summary, is_tried=False)
 
 

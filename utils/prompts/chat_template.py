@@ -1,6 +1,6 @@
-"""From a typed text to prompt ids, and the ids that end an answer, as a tokenizer and its chat template define them.
+"""From a typed text to prompt ids, and the ids that end an answer, by a tokenizer and its chat template.
 
-Both are read from the model and the template, never from a list of known models. The template gives ids directly:
+Both are read from the model and the template, never from a list of known models. The template yields ids directly:
 rendering text and tokenizing it again would double the first token of many models.
 """
 
@@ -19,7 +19,7 @@ from utils.models.load_errors import first_line
 from utils.prompts.conversation import Message, Turn, to_messages
 from utils.text import encodable
 
-# Templates are sandboxed code. Whatever error one raises, the pair can still be used with plain text.
+# Templates are sandboxed code. After any error in one, the pair can still be used with plain text.
 FAILURES = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
@@ -67,13 +67,13 @@ def prompt_ids(
 ) -> list[int]:
     """The token ids of a prompt.
 
-    With `chat`, `system` is the system prompt (None: the template's default, "": an empty one) and `history` the
-    conversation before. Unless `special`, names of special tokens are ordinary text, so that nobody, and no model, can
-    end a turn by writing about end tokens.
+    With `chat`, `system` is the system prompt and `history` the earlier conversation. A `system` of None is the
+    template's default, and an empty text an empty one. Unless `special`, names of special tokens are ordinary text, so
+    that neither a user nor a model can end a turn by writing about end tokens.
 
     Raises UserError if there are no ids, no chat template, or the template does not support a system prompt.
     """
-    # Plain text also gets the tokens that the tokenizer itself adds, such as a first token.
+    # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
     names = () if special else _names_in(tokenizer, messages)
     if not chat:
@@ -139,7 +139,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **opt
 
 
 def _refusal(messages: list[Message]) -> str:
-    """The probable reason why a template fails on these messages, and the remedy."""
+    """The likely reason why a template fails on these messages, and the remedy."""
     roles = [message["role"] for message in messages]
     if "assistant" in roles:
         return "cannot render the conversation ({}): start a new one with /turns new, or use /turns off."

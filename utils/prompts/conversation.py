@@ -1,7 +1,7 @@
 """Conversations: the prompts and answers of every strategy so far.
 
-Each strategy continues with its own answers, so that its third answer is the one that it would give alone. Rendering a
-conversation is left to utils.prompts.chat_template, and keeping a turn to the session.
+Each strategy continues its own answers, so that its third answer is the same as if it ran alone. Rendering is left to
+utils.prompts.chat_template, and the session decides when to keep a turn.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Turns = tuple[Turn, ...]
 
 @dataclass(slots=True)
 class Conversations:
-    """A conversation for each strategy that has finished a turn, by its name."""
+    """The conversations of strategies with a finished turn, by strategy name."""
 
     by_name: dict[str, Turns] = field(default_factory=dict)
 
@@ -60,12 +60,12 @@ def turns_from_messages(messages: Sequence[Message]) -> Turns:
 
 
 def diverging_turn(ours: Turns, theirs: Turns) -> int:
-    """Number, from 1, of the first turn for which two different conversations differ before it."""
+    """The number, from 1, of the first turn before which two different conversations differ."""
     shared = next(
         (index for index, (own, other) in enumerate(zip(ours, theirs, strict=False)) if own != other),
         min(len(ours), len(theirs)),
     )
-    # Turn shared + 1 differs itself, after an equal history. The next one is the first with a different history.
+    # Turn shared + 1 itself differs, after an equal history. The next one is the first with a different history.
     return shared + 2
 
 

@@ -1,7 +1,6 @@
 """Files of prompts: one prompt per line, or JSON lines with a `prompt` or `turns` and optionally a `task`.
 
-Also which prompts are used if there are more than there is time for, and the formats of published benchmarks.
-Nothing heavy is imported.
+Also the selection from too many prompts, and the formats of published benchmarks. Nothing heavy is imported.
 """
 
 import json
@@ -16,7 +15,7 @@ from utils.errors import UserError
 from utils.files import read_text
 from utils.text import unescape
 
-ALL_TASKS = "all"  # the task of a prompt that names none
+ALL_TASKS = "all"  # the task of a prompt without one
 NO_PROMPT = '{}: a JSON line needs a "prompt" or "turns", for example {{"prompt": "Hello"}}.'
 BAD_PROMPT = '{}: "prompt" must be a text that is not blank.'
 BAD_TURNS = '{}: "turns" must be a list of texts that are not blank, for example {{"turns": ["Hello", "And then?"]}}.'
@@ -46,10 +45,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the task that it is an example of.
+    """A prompt and its task.
 
-    later: the user's further messages, each of which follows the answer to the one before. benchmark: the published
-    benchmark in whose format it was, or "".
+    `later` are the user's further messages, each of which follows the answer to the one before. `benchmark` is the
+    published benchmark whose format it has, or empty.
     """
 
     text: str
@@ -73,7 +72,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """By name, numbers by their value: throughput_2k before throughput_16k. Raises UserError if there are none."""
+    """Sorted by name, with numbers by value: throughput_2k before throughput_16k. Raises UserError without files."""
     found = [file for pattern in ("*.jsonl", "*/*.jsonl") for file in folder.glob(pattern)]
     if not found:
         raise UserError(f"The folder {folder} and its folders have no .jsonl file: name a file of prompts.")
@@ -134,10 +133,10 @@ def benchmark_of(entry: Mapping[str, object]) -> str:
 
 
 def task_of(category: str, benchmark: str, path: Path) -> str:
-    """The row of the benchmark's tables that a category belongs to.
+    """The row of the benchmark's tables for a category.
 
-    path: of the file. The Throughput split has one file for each input length, and only its name or that of its folder
-    (throughput_8k) says which.
+    `path` is the file. The Throughput split has one file for each input length, which only its name or that of its
+    folder (throughput_8k) contains.
     """
     if benchmark == SPEC_BENCH and category in MT_BENCH_CATEGORIES:
         return MT_BENCH
@@ -148,14 +147,14 @@ def task_of(category: str, benchmark: str, path: Path) -> str:
 
 
 def spaced(items: Sequence[Item], count: int) -> tuple[Item, ...]:
-    """So many of the items, evenly spaced, or all."""
+    """`count` of the items, evenly spaced, or all of them."""
     if len(items) <= count:
         return tuple(items)
     return tuple(items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count))
 
 
 def limited(prompts: Sequence[Prompt], count: int) -> list[int]:
-    """The places of at most so many prompts of each task, evenly spaced within the task, in the order of the file."""
+    """The indices of at most `count` prompts of each task, evenly spaced within the task, in the order of the file."""
     by_task: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_task.setdefault(prompt.task, []).append(index)

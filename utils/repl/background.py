@@ -1,6 +1,6 @@
-"""The warm-up of a loaded pair, behind the prompt or before the first run, but never within a measured run.
+"""The warm-up of a loaded pair. It runs behind the prompt or before the first run, but never within a measured run.
 
-While it goes on behind the prompt, nothing else may touch the models: every line waits for it first.
+While it runs behind the prompt, nothing else may use the models: every line waits for it first.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
 class BackgroundTask:
-    """Work that is done once: in a thread after `start`, otherwise in the first call of `finish` after `plan`.
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` after `plan`.
 
-    work: receives a function that returns whether it should end early.
+    `work` receives a function that returns True if it should end early.
     """
 
     def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
@@ -31,21 +31,21 @@ class BackgroundTask:
 
     @property
     def is_planned(self) -> bool:
-        """Whether `finish` will do the work."""
+        """Whether `finish` has work to do."""
         return self._is_planned
 
     def plan(self) -> None:
-        """Leave the work to the next call of `finish`."""
+        """Postpone the work to the next call of `finish`."""
         self._is_planned = True
 
     def start(self) -> None:
-        """Begin in a thread."""
-        # A daemon, so that a thread that hangs cannot keep the program from ending.
+        """Start the thread."""
+        # A daemon, so that a thread that hangs does not keep the program alive.
         self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the thread, if there is one. Raises its error, once."""
+        """Wait for the thread, if there is one. Raises the thread's error once."""
         thread, error = self._thread, None
         while thread is not None and thread.is_alive():
             thread.join(POLL)
@@ -55,11 +55,11 @@ class BackgroundTask:
             raise error
 
     def finish(self) -> None:
-        """Wait for the thread, or do the work that was planned."""
+        """Wait for the thread, or do the planned work."""
         self.wait()
         if self._is_planned:
             self._work(lambda: False)
-            self._is_planned = False  # after the work: an interrupted one is begun again
+            self._is_planned = False  # after the work, so that interrupted work starts again
 
     def stop(self) -> None:
         """End the thread as soon as possible."""
@@ -69,7 +69,7 @@ class BackgroundTask:
             thread.join(POLL)
 
     def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread may begin with another number
+        torch.set_num_threads(threads)  # a new thread may start with another number
         try:
             self._work(self._stopped.is_set)
         except BaseException as error:

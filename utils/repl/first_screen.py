@@ -1,4 +1,4 @@
-"""The first screen of an interactive session: what is loaded, what is guaranteed, one example and what to type next."""
+"""The first screen of an interactive session: what is loaded, what is guaranteed, an example and the next command."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ COMMANDS = (
 
 
 def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: int) -> list[str]:
-    """The lines of a session that only talks to servers. They are not contacted yet."""
+    """The lines of a session without local models. Its servers have not been contacted."""
     names = ", ".join(server.name for server in servers)
     loaded = f"{names} · no model · {setting_fields()['processor'].show(settings)} · seed {settings.seed}"
     commands = (
@@ -38,7 +38,7 @@ def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: i
 
 
 def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:
-    """Its lines, before those that only some pairs need."""
+    """The lines of the first screen, without those that only some pairs need."""
     return [
         *_heading(_loaded(pair, settings), width),
         f"Ready in {seconds:.0f} s. {guarantee(pair.engine.state)}",
@@ -50,7 +50,7 @@ def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> 
 
 
 def guarantee(state: EngineState) -> str:
-    """What is guaranteed about texts of different strategies, and on which evidence."""
+    """What is guaranteed about the texts of different strategies, and by which evidence."""
     threads = f"{state.weights}, {state.threads} thread{'s' if state.threads > 1 else ''}"
     if not state.verified:
         return f"Texts can differ where two tokens are almost equally likely: {state.reason}."
@@ -59,7 +59,7 @@ def guarantee(state: EngineState) -> str:
 
 
 def _heading(loaded: str, width: int) -> list[str]:
-    """The title and what is loaded, in one line if it has room for both."""
+    """The title and what is loaded, on one line if both fit."""
     gap = width - len(TITLE) - len(loaded) - 1
     return [TITLE + " " * gap + loaded] if gap > 1 else [TITLE, loaded]
 

@@ -28,7 +28,7 @@ EXPLAIN = "/explain"  # what F1 types
 
 
 class SlashCompleter(Completer):
-    """Completes the name of a command after the slash, then the words of its argument or the name of a file."""
+    """Completes the name of a command after the slash, then the words of its argument or a file name."""
 
     def __init__(self, commands: Registry) -> None:
         self._visible = commands.visible()
@@ -53,7 +53,7 @@ class SlashCompleter(Completer):
 
 
 def _words(command: Command, argument: str) -> Iterator[Completion]:
-    """The words that complete an argument. Those with several words follow their first one, as in "kind basic"."""
+    """The words that complete an argument. A second word follows only its first one, as in "kind basic"."""
     for word in command.words:
         first, _, last = word.rpartition(" ")
         is_second = first in command.words
@@ -77,7 +77,7 @@ def split_lines(typed: str) -> list[str]:
 
 
 def is_open_block(typed: str) -> bool:
-    """Whether a quoted block was opened and not closed."""
+    """Whether a quoted block is not closed."""
     return typed.lstrip().startswith(QUOTES) and quoted_text(typed) is None
 
 
@@ -102,7 +102,7 @@ def key_bindings() -> KeyBindings:
     def complete(event: KeyPressEvent) -> None:
         buffer, state = event.current_buffer, event.current_buffer.complete_state
         if state and len(state.completions) == 1:
-            # prompt_toolkit's own binding would go back to what was typed at the next Tab.
+            # prompt_toolkit's own binding would restore the typed text at the next Tab.
             buffer.apply_completion(state.completions[0])
         else:
             generate_completions(event)
@@ -118,7 +118,7 @@ def key_bindings() -> KeyBindings:
 
 
 def wrap_status(status: str, width: int) -> str:
-    """The parts of a status line in as many lines as they need at this width. Parts are not broken."""
+    """The parts of a status line on as many lines as this width needs. Parts are not broken."""
     lines: list[str] = []
     for part in status.split(SEPARATOR):
         if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
@@ -136,7 +136,7 @@ def typed_lines(
     status: Callable[[], str] = lambda: "",
     prompt: str = "> ",
 ) -> Iterator[str]:
-    """Lines as they are typed, until Ctrl-D. Ctrl-C drops the current line. status: text of the toolbar."""
+    """Typed lines, until Ctrl-D. Ctrl-C drops the current line. `status` returns the text of the toolbar."""
     session: PromptSession[str] = PromptSession(
         completer=SlashCompleter(commands),
         history=history,
@@ -148,7 +148,7 @@ def typed_lines(
         key_bindings=key_bindings(),
         prompt_continuation=lambda width, number, wrapped: " " * width if wrapped else "." * (width - 1) + " ",
         bottom_toolbar=lambda: wrap_status(status(), get_app().output.get_size().columns) or None,
-        # Without it prompt_toolkit would decide on colours by itself.
+        # Otherwise prompt_toolkit would decide on colours by itself.
         color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
     )
     while True:
@@ -172,7 +172,7 @@ def piped_lines() -> Iterator[str]:
 
 
 def input_waits() -> bool:
-    """Whether standard input is a file or a pipe with something to read. Nothing is read."""
+    """Whether standard input is a file or pipe with unread input. Nothing is read."""
     # Not select, which also reports the end of the input.
     try:
         import fcntl

@@ -1,4 +1,4 @@
-"""A loaded pair and all that belongs to it: its limits, the harness that runs strategies on it, and its settings.
+"""A loaded pair with its limits, its settings, and the harness that runs strategies on it.
 
 /load builds a new LoadedPair beside the current one, so that the session is unchanged if anything fails.
 """
@@ -32,7 +32,7 @@ CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
 def announcer(renderer: Renderer) -> Callable[[str], None]:
-    """A function that shows messages of loading. One that ends with "..." begins a step, and the next replaces it."""
+    """A function that shows messages of loading. A message that ends with "..." is replaced by the next one."""
 
     def announce(text: str) -> None:
         if isinstance(text, Count):
@@ -49,7 +49,7 @@ def announcer(renderer: Renderer) -> Callable[[str], None]:
 class LoadedPair:
     """Everything that lives as long as the pair. Only `settings` changes.
 
-    pair: None in a session that only talks to servers.
+    `pair` is None in a session without local models.
     """
 
     pair: Pair | None
@@ -92,13 +92,13 @@ class LoadedPair:
             note(line)
 
     def warm_up(self) -> None:
-        """Run every strategy once, so that no measured run pays for a first use."""
+        """Run every strategy once, so that no measured run includes a first use."""
         assert self.pair is not None
         warm_up(self.harness, self.settings.current)
 
 
 def _workload(harness: Harness, settings: Settings) -> Workload:
-    """What the target's engine will do: the enabled strategies, without those that leave the target out."""
+    """The workload of the target's engine: the enabled strategies that use the target."""
     enabled = [strategy for strategy in harness.runnable(settings) if strategy.is_on(settings)]
     alone = sum(strategy.is_baseline for strategy in enabled)
     drafted = sum(strategy.drafts for strategy in enabled)
@@ -106,7 +106,7 @@ def _workload(harness: Harness, settings: Settings) -> Workload:
 
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
-    """Load other models, prepare them and warm them up. The current pair is as it was if anything fails.
+    """Load other models, prepare them and warm them up. If anything fails, the current pair stays unchanged.
 
     Raises UserError if they cannot be loaded or prepared.
     """
@@ -118,12 +118,12 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         for message in option_changes(request, current.pair.request):
             note(message)
     try:
-        # The old pair stays loaded until the new one is ready, so both must fit into memory for a moment.
+        # The old pair stays loaded until the new one is ready, so both must fit into memory at once.
         pair = tools.load(request, announce)
         note(loaded_message(pair))
         announce(STARTING_ENGINE.format(before.engine))
         kinds = surviving_kinds(before.drafter_kind, pair)
-        # costs=None, because the present costs were measured with the old pair.
+        # costs=None, because the old costs belong to the old pair.
         loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
         loaded.introduce(note)
         renderer.progress(WARMING_UP)
@@ -132,7 +132,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         torch.set_num_threads(threads)  # the current engine was tested with this number of threads
         note(f"Still loaded: {'no model' if current.pair is None else pair_names(current.pair)}.")
         raise
-    # After everything has succeeded, because it describes the state of the old pair.
+    # Last, because it describes the state of the old pair.
     _note_losses(current, note)
     loaded.harness.state.results = current.harness.state.results  # a report covers all models of the session
     loaded.harness.state.prompts.extend(current.harness.state.prompts)
@@ -141,7 +141,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
 
 
 def _note_losses(current: LoadedPair, note: Callable[[str], None]) -> None:
-    """Report what the session loses with its current pair."""
+    """Report what is lost with the current pair."""
     state = current.harness.state
     if state.storage and not current.settings.current.reset_in_between:
         note(STORAGE_LOST)

@@ -1,7 +1,7 @@
 """Turns off the terminal's echo while a line is processed, so that typed keys do not mix with the answers.
 
-What is typed meanwhile stays in the terminal's input and is read by the next prompt. The echo comes back when the line
-is done, when the program is ended by a signal, and when it crashes. While it is suspended, that is left to the shell.
+Keys typed meanwhile stay in the terminal's input for the next prompt. The echo comes back when the line is done, when a
+signal ends the program, and when it crashes. While it is suspended, the shell is responsible.
 """
 
 import atexit
@@ -24,7 +24,7 @@ ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if 
 
 @contextmanager
 def quiet_keyboard() -> Iterator[None]:
-    """No echo while the block runs, if standard input is a terminal that echoes."""
+    """Turn off the echo while the block runs, if standard input is a terminal that echoes."""
     try:
         keyboard = sys.stdin.fileno()
         echoes = termios.tcgetattr(keyboard)[3] & termios.ECHO
@@ -53,9 +53,9 @@ def quiet_keyboard() -> Iterator[None]:
 
 
 def _set_echo(keyboard: int, *, on: bool) -> None:
-    # A process in the background would be stopped by changing the terminal.
+    # Changing the terminal would stop a process in the background.
     if os.tcgetpgrp(keyboard) == os.getpgrp():
         state = termios.tcgetattr(keyboard)
         state[3] = state[3] | termios.ECHO if on else state[3] & ~termios.ECHO
-        # Not TCSAFLUSH, which would discard what was typed.
+        # Not TCSAFLUSH, which would discard typed keys.
         termios.tcsetattr(keyboard, termios.TCSANOW, state)

@@ -1,7 +1,7 @@
-"""One session: it processes lines, which are commands or prompts, and applies what a command asks for.
+"""One session: it processes lines, which are commands or prompts, and applies the effects of commands.
 
-Settings, storage and models survive any line that fails. Where lines come from is left to the caller. The other modules
-of this package load pairs, change settings, and run prompts and reports.
+Settings, storage and models survive any line that fails. The caller decides where lines come from. The other modules of
+this package load pairs, change settings, and run prompts and reports.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,27 +38,29 @@ from utils.servers.address import ServerAddress
 from utils.text import quoted_text, unescape
 
 MAX_NESTED_FILES = 8
-# Typed without a slash they are commands as well; hardly anybody wants a model to answer them.
+# Typed without a slash they are also commands; hardly anyone wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
 LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 
 
 class ReplSession:
-    """Processes lines on the pair that is loaded."""
+    """Processes lines with the loaded pair."""
 
     def __init__(
         self, pair: Pair | None, tools: SessionTools, settings: Settings, servers: Sequence[ServerAddress] = ()
     ) -> None:
-        """pair: None for a session that only talks to servers. Raises UserError if the engine cannot be used."""
+        """Without models `pair` is None, and the session only talks to servers. Raises UserError if the engine cannot
+        be used.
+        """
         self._tools, self._renderer = tools, tools.renderer
         self._lone_word_noted = False
-        self._nested_files = 0  # files of /run that are being processed
+        self._nested_files = 0  # /run files that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings)
         self.harness.state.servers.use(servers)
 
     @property
     def pair(self) -> Pair:
-        """The loaded models. Raises UserError if there are none."""
+        """The loaded models. Raises UserError if no models are loaded."""
         return self.harness.pair
 
     @property
@@ -78,9 +80,9 @@ class ReplSession:
         return self._tools.registry
 
     def introduce(self, seconds: float = 0.0) -> None:
-        """Say what is loaded. The warm-up runs behind the prompt, or else before the first run.
+        """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
 
-        seconds: how long the start took, for the first screen of an interactive session.
+        `seconds` is the duration of the start, for the first screen of an interactive session.
         """
         renderer, loaded = self._renderer, self._loaded
         if not self._tools.interactive:
@@ -100,16 +102,16 @@ class ReplSession:
         loaded.warming.start()
 
     def warm_up(self) -> None:
-        """Run every strategy once, so that no measured run pays for a first use."""
+        """Run every strategy once, so that no measured run includes a first use."""
         self._loaded.warm_up()
 
     def close(self) -> None:
-        """End what runs behind the prompt, and the connections to servers."""
+        """End the work behind the prompt, and close the connections to servers."""
         self._loaded.warming.stop()
         self.harness.state.servers.close()
 
     def status(self) -> str:
-        """The line of the toolbar."""
+        """The text of the toolbar."""
         return status_line(self._loaded.pair, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
@@ -127,21 +129,21 @@ class ReplSession:
         if word in LONE_WORDS and not line[0].isspace():
             self._note_lone_word(line.strip())
             return self._guarded(self._run_command, LONE_WORDS[word], at_once=True)
-        # A lone word after a blank is sent, without the blank.
+        # A lone word after a blank is sent without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
 
     def _note_lone_word(self, word: str) -> None:
-        """Say once how such a word is sent to the models."""
+        """Show once how to send such a word to the models."""
         if not self._lone_word_noted:
             self._renderer.note(LONE_WORD.format(word))
         self._lone_word_noted = True
 
     def send(self, text: str) -> Verdict:
-        """Run a prompt exactly as given, even if it looks like a command."""
+        """Run a prompt without changes, even if it looks like a command."""
         return self._guarded(self._run_prompt, text)
 
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
-        """Whatever happens in a line, the session goes on. at_once: whether it uses no model."""
+        """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
         try:
             if not at_once:
                 self._wait_for_warm_up()
@@ -149,7 +151,7 @@ class ReplSession:
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
-        # Nobody reads the output any more, so an error could not be shown either. The entry point ends the program.
+        # Nobody reads the output any more, so no error can be shown. The entry point ends the program.
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -159,7 +161,7 @@ class ReplSession:
         return Verdict.FAILED
 
     def _wait_for_warm_up(self) -> None:
-        """While models are warmed up behind the prompt, nothing else may touch them."""
+        """Wait for a warm-up behind the prompt, because nothing else may use the models meanwhile."""
         if self._loaded.warming.is_running:
             self._renderer.progress(WARMING_UP)
         self._loaded.warming.wait()
@@ -178,7 +180,7 @@ class ReplSession:
         return self._apply(registry.run(line, context))
 
     def _apply(self, outcome: Outcome) -> Verdict:
-        """Apply the effects in order. The verdict is that of the last one."""
+        """Apply the effects in order. The verdict is that of the last effect."""
         verdict = Verdict.DONE
         for effect in outcome:
             verdict = self._apply_effect(effect)
@@ -212,7 +214,7 @@ class ReplSession:
                 try:
                     return ReportRunner(self._loaded.pair, renderer, self._log()).run(report)
                 finally:
-                    settings.follow_drafter()  # which /pair doctor may have corrected
+                    settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
             case Quit():
                 return Verdict.QUIT
         return Verdict.DONE
@@ -221,7 +223,7 @@ class ReplSession:
         return ResultLog(self.harness.state, self._tools.records)
 
     def _finish_warm_up(self) -> None:
-        """Before anything is measured."""
+        """Finish the warm-up before a measurement."""
         self._renderer.progress(WARMING_UP) if self._loaded.warming.is_planned else None
         self._loaded.warming.finish()
 
@@ -248,6 +250,6 @@ class ReplSession:
         return Verdict.FAILED if failed else Verdict.DONE
 
     def _load(self, request: PairRequest) -> None:
-        """Use other models from now on. If loading or preparing them fails, the session stays as it is."""
+        """Use other models from now on. If they cannot be loaded or prepared, the session stays as it is."""
         self._loaded = load_beside(request, self._loaded, self._tools)
         release_memory()

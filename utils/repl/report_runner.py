@@ -1,6 +1,6 @@
-"""Runs a report to its end or to Ctrl-C, shows its findings and keeps its record.
+"""Runs a report to its end or to Ctrl-C, shows its findings and stores its record.
 
-What a report measures is decided by the command that made it (`utils.commands.experiments`).
+The command that made a report decides what it measures (`utils.commands.experiments`).
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ FINISHED = "Stopped. Finished so far:"
 
 @dataclass(frozen=True, slots=True)
 class ReportRunner:
-    """Runs reports. pair: the loaded models, which the record names, or None."""
+    """Runs reports. `pair` has the loaded models for the record, or is None."""
 
     pair: Pair | None
     renderer: Renderer
@@ -66,10 +66,10 @@ class ReportRunner:
 
 
 def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
-    """The findings that a report still yields after Ctrl-C, which came within or between its events."""
+    """The remaining findings of a report after Ctrl-C, which came within or between its events."""
     try:
-        # The generator yields its last findings in finally blocks. If Ctrl-C has come from inside it, it has ended
-        # already, and `throw` raises at once.
+        # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended,
+        # and `throw` raises at once.
         event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         while True:
             if isinstance(event, Finding):

@@ -1,4 +1,4 @@
-"""Runs the enabled strategies on one prompt, shows the runs as they progress, compares them and keeps their records.
+"""Runs the enabled strategies on one prompt, shows and compares the runs, and stores their records.
 
 Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
@@ -68,11 +68,11 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 
 class Refusals:
-    """Explains why strategies of one prompt did not run. A reason that several have in common is given once."""
+    """Explains why strategies did not run for a prompt. A shared reason is shown once."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._given: dict[str, str] = {}  # the strategy that was refused first, by reason
+        self._given: dict[str, str] = {}  # the first strategy that was refused for each reason
 
     def explain(self, name: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, UserError) else ""
@@ -86,7 +86,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class ResultLog:
-    """Where results go: `state` keeps them for /export, `file` appends their records (--json)."""
+    """Stores results: `state` keeps them for /export, and `file` appends their records (--json)."""
 
     state: SessionState
     file: RecordFile | None
@@ -101,7 +101,7 @@ class ResultLog:
 class PromptRunner:
     """Runs prompts with the enabled strategies.
 
-    echo: whether to show the prompt, because it was not typed on this screen.
+    `echo` is True if the prompt must be shown, because it was not typed on this screen.
     """
 
     harness: Harness
@@ -110,13 +110,13 @@ class PromptRunner:
     echo: bool
 
     def run(self, text: str, settings: Settings) -> Verdict:
-        """Run a prompt; with /turns on, add it to the conversations if every strategy finishes it.
+        """Run a prompt. With /turns on, add it to the conversations if every strategy finishes it.
 
         Raises UserError for a prompt that the target cannot take.
         """
         # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
         text = encodable(text)
-        # Before the storage is emptied, so that a prompt that is refused changes nothing.
+        # Before the storage is emptied, so that a refused prompt changes nothing.
         planned = self.harness.plan(text, settings, self.renderer.note)
         self.harness.state.prompts.append(text)
         if settings.reset_in_between:
@@ -128,7 +128,7 @@ class PromptRunner:
         return run(text, planned, settings)
 
     def _run_turn(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
-        verdict = Verdict.FAILED  # unless the runs return another one, so an exception counts as failed
+        verdict = Verdict.FAILED  # unless the runs return a verdict, so an exception counts as failed
         try:
             verdict = self._run_and_compare(text, planned, settings)
         finally:
@@ -155,14 +155,14 @@ class PromptRunner:
     def _run_all(
         self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]], refusals: Refusals
     ) -> bool:
-        """Run the strategies one after the other, and add each run to `results`. Returns whether Ctrl-C ended them."""
+        """Run the strategies in order, and add each run to `results`. Returns whether Ctrl-C ended them."""
         if not planned:
             return False
         job = planned[0].job
         view = PromptView(self.renderer, job.pair.tokenizer, job.settings)
         try:
             for strategy, job in planned:
-                # For each strategy, so that its result does not depend on which others are enabled.
+                # For each strategy, so that results do not depend on other enabled strategies.
                 fix_seeds(job.settings.seed)
                 try:
                     run = self._run_strategy(job, view.begin(strategy), results)
@@ -177,9 +177,9 @@ class PromptRunner:
         return False
 
     def _run_strategy(self, job: Job, view: RunView, results: list[tuple[Strategy, Generation]]) -> Generation:
-        """Run one strategy and show it. The run is in `results` before its last lines are shown, which may fail."""
+        """Run one strategy and show it. Its last lines may fail, so `results` gets the run before."""
         settings = job.settings
-        # Only this rule accepts a draft by its own p/q; the others have no such probability to show.
+        # Only this rule accepts a draft by its own p/q.
         accepts_by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
         watch = Stopwatch()
@@ -191,7 +191,7 @@ class PromptRunner:
         return run
 
     def _compare(self, last: LastPrompt | None, servers: ServerPrompt | None, *, explain: bool) -> None:
-        """Show the table, and a line for each text that differs from the target's. The records are kept in any case."""
+        """Show the table, and a line for each text that differs from the target's. The records are always stored."""
         causes: dict[str, Divergence] = {}
         try:
             reasons = self._explain(last, causes) if explain and last is not None else ()
@@ -208,7 +208,7 @@ class PromptRunner:
             self.log.add(_shown(last, servers, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
-        """Add the cause of each difference to `causes` as soon as it is computed."""
+        """Compute the cause of each difference, and add it to `causes` at once."""
         for strategy, run in unlike_target(last):
             self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)

@@ -1,6 +1,6 @@
 """Runs a prompt on the servers of the session, one after the other, and shows the answers.
 
-A server that fails has one sentence on the screen and no run; the others are still asked.
+A server that fails shows one sentence and has no run. The other servers still run.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Refusals(Protocol):
 
 @dataclass(slots=True)
 class ServerRunner:
-    """The servers on one prompt. runs: the answers so far, the last one possibly interrupted."""
+    """Runs one prompt on the servers. `runs` has the finished answers, and the last one may be interrupted."""
 
     harness: Harness
     renderer: Renderer
@@ -37,7 +37,7 @@ class ServerRunner:
     runs: list[ServerRun] = field(default_factory=list)
 
     def run(self, text: str) -> bool:
-        """Ask all servers. Returns whether Ctrl-C ended the series."""
+        """Send the prompt to all servers. Returns whether Ctrl-C ended the series."""
         try:
             for index, connection in enumerate(self.harness.state.servers):
                 view = ServerView(
@@ -53,7 +53,7 @@ class ServerRunner:
         return False
 
     def _ask(self, text: str, connection: Connection, view: ServerView) -> FinishReason | None:
-        """Ask one server. Returns how its answer ended, None if it failed."""
+        """Send the prompt to one server. Returns how its answer ended, or None if it failed."""
         name = row_name(connection.address.name)
         view.begin()
         try:
@@ -68,14 +68,14 @@ class ServerRunner:
         return run.finish
 
     def _history(self, name: str) -> Turns:
-        """The conversation that a server continues: its own, as it is once a turn was kept."""
+        """The conversation that a server continues, which is its own after the first turn."""
         if not self.settings.keeps_conversation:
             return ()
         baseline = self.harness.baseline.name
         return self.harness.state.conversations.history(name, baseline)
 
     def prompt(self, text: str, last: LastPrompt | None) -> ServerPrompt | None:
-        """The runs, compared with their baselines; None if there is no server. last: the local runs of the prompt."""
+        """The runs, compared with their baselines, or None without servers. `last` has the local runs of the prompt."""
         names = [row_name(connection.address.name) for connection in self.harness.state.servers]
         if not names:
             return None
@@ -88,7 +88,7 @@ class ServerRunner:
 
 
 def _local(last: LastPrompt | None) -> LocalRun | None:
-    """The target's own run, as the baseline that servers call "target"."""
+    """The target's own run as the baseline "target" of servers."""
     if last is None or last.target is None or not any(entry.strategy.name == TARGET for entry in last.compared):
         return None
     return LocalRun(last.target, decode(last.job.pair.tokenizer, last.target.tokens))

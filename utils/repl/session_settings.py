@@ -1,6 +1,6 @@
-"""The settings of a session: they fit the loaded pair, take effect when they change, and can be reverted.
+"""The settings of a session: they are adapted to the loaded pair, take effect when they change, and can be reverted.
 
-How a value is parsed and bounded is left to `utils.config`.
+Parsing and bounds of values are left to `utils.config`.
 """
 
 from collections.abc import Callable
@@ -35,24 +35,24 @@ def _raise_if_stopped(stopped: Callable[[], bool], text: str) -> None:
 
 
 class SessionSettings:
-    """The settings in use with one loaded pair, and their earlier values for /undo."""
+    """The settings in use for one loaded pair, and their earlier values for /undo."""
 
     def __init__(self, harness: Harness, limits: Limits, requested: Settings, note: Callable[[str], None]) -> None:
-        """Reset what this pair does not allow, and start the engine. Raises UserError if the engine cannot be used."""
+        """Reset what this pair does not support, and start the engine. Raises UserError if the engine is not usable."""
         self._harness, self._note = harness, note
         self._earlier: list[Settings] = []
         shortened = replace(requested, length=min(requested.length, limits.context))
         if not harness.has_pair:
-            # Servers have chat templates of their own, and the engine is theirs.
+            # Servers have chat templates and engines of their own.
             self._conventions = self._first_costs = None
             self.current = replace(shortened, chat_template=True)
             return
-        # Decided anew for each tokenizer: a target without a template must not turn it off for the next one.
+        # Decided for each tokenizer: a target without a template must not turn it off for the next one.
         template = has_chat_template(harness.pair.tokenizer)
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
         harness.start_engine(settings)
         if found := settle_reading(harness.pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
-            note(found)  # before anything is measured with it
+            note(found)  # before any measurement with it
         self._conventions = self._read_now()
         self.current = self._with_costs(settings)
         self._first_costs = None if requested.costs else self.current.costs
@@ -69,11 +69,11 @@ class SessionSettings:
         return reply
 
     def undo(self) -> str:
-        """Revert the last change. Returns the values that this changes. Raises UserError if there was no change."""
+        """Revert the last change. Returns the changed values. Raises UserError if there was no change."""
         if not self._earlier:
             raise UserError(NOTHING_TO_UNDO)
         before = self.current
-        # Not through `change`, which would store the reverted values as a change of its own.
+        # Not through `change`, which would store the reverted values as a new change.
         self._apply(self._earlier.pop())
         values = [(name, entry.show(before), entry.show(self.current)) for name, entry in listed_settings().items()]
         changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
@@ -86,7 +86,7 @@ class SessionSettings:
         return f"engine: {self._harness.pair.engine.state.sentence()}"
 
     def follow_drafter(self) -> None:
-        """Measure what a draft costs if the drafter is read in another way by now."""
+        """Measure the draft cost again if the drafter is now read in another way."""
         before, self._conventions = self._conventions, self._read_now()
         costs = self.current.costs
         if before == self._conventions or costs is None:
@@ -104,9 +104,9 @@ class SessionSettings:
         return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
 
     def refresh_costs(self, stopped: Callable[[], bool]) -> None:
-        """Measure the costs again if those of an earlier start do not fit: the machine may have been busy then.
+        """Measure stale costs of an earlier start again, because the machine may have been busy.
 
-        Typed costs are left alone. stopped: whether to end early.
+        Typed costs stay. `stopped` returns True to end early.
         """
         engine = self._harness.pair.engine
         if not engine.has_stored_costs or self._first_costs is None or self.current.costs != self._first_costs:
@@ -116,7 +116,7 @@ class SessionSettings:
         report = engine.report
         try:
             with suppress(_Stopped):
-                engine.report = partial(_raise_if_stopped, stopped)  # nothing is shown while somebody types
+                engine.report = partial(_raise_if_stopped, stopped)  # show nothing while a user types
                 engine.measure()
                 self.current = self._with_costs(replace(self.current, costs=None))
                 engine.store()
@@ -126,7 +126,7 @@ class SessionSettings:
     def _apply(self, settings: Settings) -> None:
         harness, before = self._harness, self.current
         if settings.drafter_kind != before.drafter_kind:
-            settings = with_costs(harness, settings)  # raises for an unusable kind, so it comes before any change
+            settings = with_costs(harness, settings)  # may raise for an unusable kind, so it comes before any change
         if settings.ngram_storage != before.ngram_storage:
             harness.state.storage = harness.new_storage(settings)
         elif settings.ngram_limit != before.ngram_limit:
@@ -146,7 +146,7 @@ class SessionSettings:
             conversations.forget()
 
     def _with_costs(self, settings: Settings) -> Settings:
-        """Measure the missing costs of drafting. They stay unknown for a drafter that cannot be used."""
+        """Measure missing draft costs. They stay unknown for a drafter that cannot be used."""
         with suppress(UserError):  # raised again when the drafter is run
             return with_costs(self._harness, settings)
         return settings

@@ -5,7 +5,7 @@ from utils.screen.renderer import Renderer
 
 
 def show_effect(effect: Effect, renderer: Renderer) -> bool:
-    """Show the effect if it is of this kind. Returns whether it is."""
+    """Show the effect if it is of this kind. Returns whether it was shown."""
     match effect:
         case Reply(text):
             renderer.reply(text)

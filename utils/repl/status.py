@@ -18,7 +18,7 @@ SEPARATOR = " | "  # between the parts of the toolbar
 def model_facts(
     pair: Pair | None, settings: Settings, servers: Sequence[ServerAddress] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """(name, value) pairs for /show. pair: None if no models are loaded."""
+    """(name, value) pairs for /show. `pair` is None if no models are loaded."""
     listed = tuple((row_name(server.name), server.url) for server in servers)
     if pair is None:
         return (("target model", "none"), *listed)
@@ -39,7 +39,7 @@ def model_facts(
 
 
 def _drafter(pair: Pair) -> str:
-    """The drafter by name and kind, which names of published drafters end with."""
+    """The drafter's name and kind. Names of published drafters end with the kind."""
     if pair.drafter is None:
         return "none"
     kind = f"({pair.drafter_kind})"
@@ -48,14 +48,14 @@ def _drafter(pair: Pair) -> str:
 
 
 def _chat(settings: Settings) -> str:
-    """Whether a chat template is used, and why not."""
+    """Whether a chat template is used, or why not."""
     if not settings.chat_template:
         return "off, this tokenizer has no chat template"
     return "on" if settings.uses_chat else "off"
 
 
 def pair_names(pair: Pair) -> str:
-    """Target and drafter by name."""
+    """The names of target and drafter."""
     return f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
 
 
@@ -84,7 +84,7 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
 
 
 def changed_switches(settings: Settings) -> list[str]:
-    """The switches that differ from their defaults, such as "cache off": they are easily forgotten."""
+    """The switches that differ from their defaults, such as "cache off", because users forget them."""
     default = Settings()
     return [
         f"{name} {entry.show(settings)}"
@@ -94,5 +94,5 @@ def changed_switches(settings: Settings) -> list[str]:
 
 
 def limits_of(pair: Pair) -> Limits:
-    """The limits of settings with this pair."""
+    """The limits of settings for this pair."""
     return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))

@@ -1,4 +1,4 @@
-"""What a session is built from besides its models."""
+"""The parts of a session other than its models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,9 @@ from utils.screen.renderer import Renderer
 class SessionTools:
     """The parts of a session.
 
-    records: the file of --json. interactive: whether prompts are typed on the screen that shows the answers.
-
-    load: loads other models; its second argument receives progress messages. pairs: those that can be loaded by name.
-    strategies: the table of strategies. results: where the engine keeps results from one start to the next, None:
-    nowhere.
+    `records` is the file of --json. `interactive` is True if prompts are typed on the screen of the answers. `load`
+    loads other models and reports progress to its second argument. `pairs` can be loaded by name. `strategies` is the
+    table of strategies. `results` stores the engine's results between starts, if it is not None.
     """
 
     registry: Registry

@@ -1,6 +1,6 @@
 """The debug view of one round as coloured pieces of text: its drafts, its timing and why a draft was rejected.
 
-Lines are broken and written by `utils.screen.renderer`.
+`utils.screen.renderer` breaks and writes the lines.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def round_timing(step: Step, timing: RoundTiming | None) -> str:
 
 
 def folded_rounds(timings: Sequence[RoundTiming | None]) -> list[Piece]:
-    """Several rounds without drafts, of one token each, with their total time."""
+    """Consecutive rounds of one token without drafts, with their total time."""
     known = [timing for timing in timings if timing is not None]
     pieces = [(f"{len(timings)} rounds without a draft:", "blue")]
     return [*pieces, (_times(known, len(timings)), "dark_grey")] if known else pieces
@@ -74,7 +74,7 @@ def _times(timings: Sequence[RoundTiming], tokens: int) -> str:
 
 
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
-    """Lines on the drafts of a round: why one was rejected, and where n-grams and matches were found."""
+    """Lines on the drafts of a round: why one was rejected, and the sources of n-grams and matches."""
     lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
     matches = [trace for trace in traces if trace.match_length is not None]
     hits = [f"{token_piece(tokenizer, trace.token)} from {_source(trace)}" for trace in matches]

@@ -15,21 +15,21 @@ REASONS = {
 
 
 def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
-    """A token as a readable piece with its probability; None is the end of a text."""
+    """A token as a readable piece with its probability. None is the end of a text."""
     if candidate is None:
         return "(the end)"
     return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
 
 
 def _choice(tokenizer: Any, candidate: Candidate | None) -> str:
-    """The same within a sentence."""
+    """The same, for use within a sentence."""
     if candidate is None:
         return "the end of the text"
     return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
 
 
 def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
-    """What a strategy has at the first difference, what the target preferred, and why."""
+    """A strategy's token at the first difference, the target's preference, and the cause."""
     reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
     ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
     return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."

@@ -1,4 +1,4 @@
-"""A report as one HTML page: no scripts, nothing from elsewhere, readable in light and dark and on paper.
+"""A report as one HTML page without scripts or external content, readable in light and dark and on paper.
 
 All text is escaped. The content security policy allows one style sheet, by its hash, and nothing else.
 """
@@ -61,36 +61,36 @@ base-uri 'none'; form-action 'none'">
 
 
 class Cell(NamedTuple):
-    """A cell of a table. exact: the figure with all its digits, if it was rounded."""
+    """A cell of a table. `exact` is the figure with all its digits, if it was rounded."""
 
     text: str
     exact: str = ""
 
 
 def html_page(title: str, elements: Iterable[str]) -> str:
-    """The page of these elements, with its title as the first heading."""
+    """A page of these elements, with its title as the first heading."""
     digest = b64encode(sha256(STYLE.encode()).digest()).decode()
     body = "\n".join([heading(title, 1), *elements])
     return PAGE.format(digest=digest, title=_text(title), style=STYLE, body=body)
 
 
 def _text(text: str) -> str:
-    # `visible` also removes what is not allowed in a document.
+    # `visible` also removes characters that a document must not contain.
     return escape(visible(text), quote=True)
 
 
 def heading(text: str, level: int = 2) -> str:
-    """A heading. level: 1 is the title of the page."""
+    """A heading. Level 1 is the title of the page."""
     return f"<h{level}>{_text(text)}</h{level}>"
 
 
 def paragraph(text: str, *, strong: bool = False) -> str:
-    """A sentence or more. strong: whether it is the answer of the page."""
+    """One or more sentences. `strong` marks the answer of the page."""
     return f'<p class="strong">{_text(text)}</p>' if strong else f"<p>{_text(text)}</p>"
 
 
 def table(rows: Iterable[Sequence[Cell]], headings: Sequence[str] = ()) -> str:
-    """Rows under headings. Without headings, the first column names what the others hold."""
+    """Rows under headings. Without headings, the first column has the labels of the others."""
     head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
     body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     thead = f"<thead><tr>{head}</tr></thead>\n" if head else ""

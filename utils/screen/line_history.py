@@ -1,4 +1,4 @@
-"""The history of typed lines, kept between sessions in a file that only its owner can read.
+"""The history of typed lines, stored between sessions in a file that only its owner can read.
 
 If the file cannot be used, one warning is shown and the session keeps its own lines.
 """
@@ -20,7 +20,7 @@ def history_path() -> Path:
 
 
 class LineHistory(FileHistory):
-    """The history file of prompt_toolkit. warn: receives one message if the file cannot be read or written."""
+    """The history file of prompt_toolkit. `warn` receives one message if the file cannot be read or written."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
@@ -42,7 +42,7 @@ class LineHistory(FileHistory):
             return []
 
     def store_string(self, string: str) -> None:
-        if may_hold_key(string):  # typed in place of the name of its variable
+        if may_hold_key(string):  # typed instead of the name of its variable
             return
         try:
             super().store_string(string)
@@ -50,5 +50,5 @@ class LineHistory(FileHistory):
             self._give_up("written", error)
 
     def _give_up(self, action: str, error: OSError) -> None:
-        warn, self._warn = self._warn, lambda text: None  # the first failure is shown, later ones are not
+        warn, self._warn = self._warn, lambda text: None  # only the first failure is shown
         warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")

@@ -1,7 +1,7 @@
-"""Text whose pieces have marks, such as accepted drafts: cut, and wrapped between words as it grows.
+"""Text with marked pieces, such as accepted drafts. It can be cut, and wrapped between words as it grows.
 
 A character may need several tokens, and a line several words, so tokens become text first and text is wrapped
-afterwards; each piece keeps its mark on the way.
+afterwards; each piece keeps its mark.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ from utils.text import visible
 
 
 class Mark(Enum):
-    """What a piece of text is."""
+    """The origin of a piece of text."""
 
     TEXT = auto()  # chosen by the model that writes the text
     ACCEPTED = auto()  # drafts that the target accepted
     NAME = auto()  # of a strategy
-    NOTE = auto()  # other words of the program
+    NOTE = auto()  # other text of the program
 
 
 MarkedPiece = tuple[str, Mark]
@@ -51,10 +51,10 @@ def from_character(pieces: Iterable[MarkedPiece], start: int) -> list[MarkedPiec
 
 
 class WrappedText:
-    """Growing text, wrapped at word boundaries: a word is held back until it is known whether it fits into the line.
+    """Growing text, wrapped at word boundaries: a word is held back until it is known to fit into the line.
 
-    width: columns of a line; None does not wrap. cells: the number of columns that a text takes. Wide characters are
-    usually written without spaces, so a line may end at any of them.
+    `width` is the number of columns, and None does not wrap. `cells` returns the number of columns of a text. Wide
+    characters are usually written without spaces, so a line may end at any of them.
     """
 
     def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
@@ -86,7 +86,7 @@ class WrappedText:
             wide = self._cells(character) > 1
             shown += self.end() if wide and self._word else []
             self._word.append((character, mark))
-            # A word as wide as the line is shown at once: no other line would hold it either.
+            # A word as wide as the line is shown at once, because no other line could hold it.
             shown += self.end() if wide or self._cells(plain_text(self._word)) >= self._width else []
 
     def end(self) -> list[MarkedPiece]:

@@ -1,6 +1,6 @@
 """Draws charts as plain text of at most ten lines, for a terminal.
 
-What does not fit is counted in the last line, never dropped silently. Pages are left to `utils.screen.svg_charts`.
+The last line counts what does not fit. Pages are left to `utils.screen.svg_charts`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from utils.comparison.charts import (
     shortened_text,
 )
 
-HEIGHT = 10  # lines of a plot, its title and legend included
+HEIGHT = 10  # lines of a plot, including title and legend
 MIN_WIDTH, MAX_WIDTH = 40, 100  # in characters
 MAX_LABEL = 28
 AXIS = 7  # characters for the labels of a vertical axis
@@ -147,7 +147,7 @@ def _bar_lines(chart: BarChart, width: int) -> Iterator[str]:
 
 
 def _bar(value: float | None, sign: str, height: int) -> str:
-    """The cells of a bar from below. A bar of height 0 differs from one that is missing."""
+    """The cells of a bar, from below. A bar of height 0 differs from a missing one."""
     return "" if value is None else sign * round(value * height) or "_"
 
 
@@ -161,7 +161,7 @@ def _stacked_lines(chart: StackedChart, width: int) -> Iterator[str]:
     for index, name in enumerate(shown):
         bar, end = "", 0.0
         for row, sign in zip(chart.parts.values(), PART_SIGNS, strict=False):
-            end += row[index]  # the ends are rounded, not the lengths, so that errors do not add up
+            end += row[index]  # round the ends, not the lengths, so that errors do not add up
             bar += sign * (round(end / longest * room) - len(bar))
         yield f"{shortened_text(name, label):<{label}} {bar:<{room}} {numbers[index]:>{last}}"
     signs = (f"{sign} {name}" for name, sign in zip(chart.parts, PART_SIGNS, strict=False))
@@ -176,7 +176,7 @@ class Scale:
 
     @classmethod
     def over(cls, values: Sequence[float], room: int) -> "Scale":
-        """A scale that holds all values, with a margin where they are all the same."""
+        """A scale for all values, with a margin if they are all equal."""
         low, high = min(values), max(values)
         margin = 0.0 if low < high else abs(low) * 0.1 or 1.0
         return cls(low - margin, high + margin, room)
@@ -189,7 +189,7 @@ class Scale:
         return round((value - self.low) / (self.high - self.low) * (self.room - 1))
 
     def line(self, reference: float | None) -> str:
-        """The lowest and the highest value, with the reference where there is room."""
+        """The lowest and the highest value, and the reference if there is room."""
         left, right = f"{self.low:.2f}", f"{self.high:.2f}"
         text = left + " " * (self.room - len(left) - len(right)) + right
         if reference is None:
@@ -202,14 +202,14 @@ class Scale:
 
 
 def _framed(grid: Sequence[Sequence[str]], scale: Scale) -> Iterator[str]:
-    """Rows from the top, with the highest and the lowest value at the left."""
+    """Rows from the top, with the highest and the lowest value on the left."""
     for level in reversed(range(len(grid))):
         value = {len(grid) - 1: f"{scale.high:.2f}", 0: f"{scale.low:.2f}"}.get(level, "")
         yield f"{value:>{AXIS - 1}} |{''.join(grid[level])}"
 
 
 def _ticks(ticks: Sequence[str], columns: Sequence[int], room: int) -> str:
-    """As many ticks as have room, at their columns."""
+    """As many ticks as fit, at their columns."""
     line = ""
     for tick, column in zip(ticks, columns, strict=True):
         column = min(column, room - len(tick))
@@ -223,7 +223,7 @@ def _label_width(labels: Iterable[str]) -> int:
 
 
 def _legend(parts: Sequence[str], width: int, *, left_out: int) -> Iterator[str]:
-    """What the signs mean, in at most two lines, and how much was left out."""
+    """The meaning of the signs, in at most two lines, and how much does not fit."""
     rest = f"{left_out} more in /export report.html" if left_out > 0 else ""
     lines = [""]
     for index, part in enumerate(parts):

@@ -1,7 +1,7 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
 rich lays out tables, termcolor colours streamed text; `utils.screen.writer` decides for both whether a stream has
-colours. Text of models and users is shown literally: without markup and control characters.
+colours. Text of models and users is shown literally, without markup and control characters.
 """
 
 import os
@@ -39,7 +39,7 @@ IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" 
 
 MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.TEXT: (None, []),
-    Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not tell colours apart
+    Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not distinguish colours
     Mark.NAME: (None, ["bold"]),
     Mark.NOTE: (None, ["dark"]),
 }
@@ -68,14 +68,14 @@ PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {heigh
 </g>
 </svg>
 """
-# rich gives wide characters the room of narrow ones.
+# rich counts wide characters as narrow ones.
 WIDE_TEXT = re.compile(r' textLength="[^"]*"(?=[^>]*>[^<]*[\u2e80-\U0010ffff])')
 
 
 class Renderer:
     """Writes results to `out` and messages to `messages`.
 
-    colour: whether results may contain escape sequences. wraps: whether tables must fit into the width of `out`.
+    With `colour`, results may contain escape sequences. With `wraps`, tables must fit into the width of `out`.
     """
 
     def __init__(self, out: Console, messages: Console, *, colour: bool, wraps: bool = True) -> None:
@@ -87,32 +87,32 @@ class Renderer:
 
     @property
     def width(self) -> int:
-        """Width of the results in columns."""
+        """The width of results in columns."""
         return self._out.console.width
 
     @property
     def stream_width(self) -> int | None:
-        """Width of streamed text in columns; None if its lines must not be broken."""
+        """The width of streamed text in columns, or None if its lines must not be broken."""
         return self.width if self._out.console.is_terminal else None
 
     @staticmethod
     def cells(text: str) -> int:
-        """Width of a text in columns."""
+        """The width of a text in columns."""
         return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
         self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
     def prompt(self, text: str) -> None:
-        """The prompt of the following answers, for a screen on which it was not typed."""
+        """The prompt above its answers, if it was not typed on this screen."""
         self._line(self._out, "> " + text, "bold")
 
     def stream(self, pieces: Iterable[MarkedPiece]) -> None:
-        """Pieces of growing text, written immediately. Marks are colours, and nothing where there are none."""
+        """Pieces of growing text, written immediately. Marks become colours, if there are any."""
         self._write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces))
 
     def explain_marks(self) -> None:
-        """Say once what the colours of a text mean."""
+        """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
             self._line(self._out, MARKS_EXPLAINED, "dim")
             self._has_explained = True
@@ -130,7 +130,7 @@ class Renderer:
         timing: RoundTiming | None = None,
         traces: Sequence[DraftTrace] = (),
     ) -> None:
-        """A line with drafts, the target's token and the timing; with traces, lines that explain the drafts."""
+        """A line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
         pieces = round_pieces(step, tokenizer, traces, ascii_only=self._is_ascii)
         times = round_timing(step, timing)
         self._pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
@@ -138,17 +138,16 @@ class Renderer:
             self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
     def plain_rounds(self, number: int, timings: Sequence[RoundTiming | None]) -> None:
-        """A line for consecutive rounds without drafts, the first of which has this number."""
+        """A line for consecutive rounds without drafts. `number` is the first of them."""
         self._pieces(f"{number:4d} ", folded_rounds(timings))
 
     def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
-        """Coloured pieces in as many lines as the terminal needs. Pieces are not broken."""
+        """Coloured pieces on as many lines as the terminal needs. Pieces are not broken."""
         room, used = self.stream_width, cell_len(start)
         text = start
         for piece, colour in pieces:
             size = 1 + cell_len(piece)
-            # A piece that is longer than a whole line is written all the same; hence the test that the line is not
-            # empty.
+            # An empty line is never broken: a piece longer than a line is written all the same.
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size
@@ -159,7 +158,7 @@ class Renderer:
         return self._out.console.encoding == "ascii"
 
     def figures(self, run: Generation, length: int) -> None:
-        """The line of figures below a text. length: the maximum number of new tokens."""
+        """The line of figures below a text. `length` is the maximum number of new tokens."""
         parts = [f"{count_of(len(run.tokens), 'token')} in {run.seconds:.2f} s"]
         if run.drafted:
             parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
@@ -172,12 +171,12 @@ class Renderer:
         self._line(self._out, text, "dim")
 
     def comparison(self, compared: Sequence[ComparedRun], servers: Sequence[ComparedServer] = ()) -> None:
-        """The table below all texts: one row per strategy and server."""
+        """The table below all texts: one row for each strategy and server."""
         self.newline()
         self._draw(comparison_table(compared, self._out.table_width, servers))
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
-        """Rows under headings. optional: the headings of columns that a narrow screen lacks, the first ones first."""
+        """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first."""
         self._draw(report_table(headings, list(rows), self._out.table_width, optional))
 
     def result(self, text: str) -> None:
@@ -185,23 +184,23 @@ class Renderer:
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
-        """Lines to copy, or of a plot. They are never broken."""
+        """Lines of data to copy or of a plot. They are never broken."""
         self._write(self._drawable(visible(text)) + "\n")
 
     def progress(self, text: str) -> None:
-        """What is being done now: a line of a terminal that the next output replaces, elsewhere a line that stays."""
+        """The current work. On a terminal the next output replaces this line, elsewhere it stays."""
         if self._progress.is_possible:
             self._progress.show(self._drawable(visible(text)))
         else:
             self.note(text)
 
     def count(self, text: str) -> None:
-        """How far the work has got, many times a second. It is shown on a terminal only."""
+        """The progress of work, many times a second. It is shown on a terminal only."""
         if self._progress.is_possible:
             self._progress.count(self._drawable(visible(text)))
 
     def step(self, text: str) -> None:
-        """How far a preparation has got, and the memory of this process. Where lines stay, one every STEP_SECONDS."""
+        """The progress of a preparation, and the memory of this process. Where lines stay, one every STEP_SECONDS."""
         shown = f"{text} ({byte_size(psutil.Process().memory_info().rss)} of memory)"
         if self._progress.is_possible:
             self.count(shown)
@@ -232,7 +231,7 @@ class Renderer:
 
     def columns(self, columns: Sequence[Column]) -> None:
         """Texts side by side."""
-        # A file gets them one below the other, because texts are as wide as their longest line there.
+        # A file gets them one below the other, because its lines have no limit.
         width = self.width if self._out.wraps else 0
         for table in side_by_side(columns, width, ">>" if self._is_ascii else "»"):
             self._draw(table)
@@ -250,13 +249,13 @@ class Renderer:
         self._out.draw(content, self._out.table_width)
 
     def _drawable(self, text: str) -> str:
-        """Frames and dots replaced by ASCII characters if the screen has no others."""
+        """The text, with ASCII characters for frames and dots if the screen has no others."""
         return text.translate(IN_ASCII) if self._is_ascii else text
 
     def _paint(self, text: str, colour: str | None, attributes: Sequence[str] = ()) -> str:
         if not self.colour or not (colour or attributes):
             return text
-        # A flag, because termcolor would otherwise decide by environment variables, differently from rich.
+        # A flag, because termcolor would otherwise read environment variables and differ from rich.
         return colored(text, colour, attrs=attributes, force_color=True)
 
     def _write(self, text: str) -> None:
@@ -265,7 +264,7 @@ class Renderer:
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
-    """The screen: results go to standard output; messages too if interactive, otherwise to standard error.
+    """The screen: results go to standard output, and so do messages if interactive, otherwise to standard error.
 
     A stream has colours if rich detects a terminal with colours, NO_COLOR is not set and `plain` is False.
     """
@@ -277,8 +276,8 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
 
 
 def picture(show: Callable[[Renderer], None]) -> str:
-    """What `show` draws, as a self-contained SVG file."""
-    # Streamed text is written past rich, so the escape sequences are captured and read back.
+    """The drawing of `show` as a self-contained SVG file."""
+    # Streamed text bypasses rich, so its escape sequences are captured and parsed.
     captured = StringIO()
     console = Console(file=captured, color_system="standard", **PICTURE_OPTIONS)
     show(Renderer(console, console, colour=True))

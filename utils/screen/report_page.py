@@ -1,6 +1,6 @@
-"""The report of a session: what was measured, with which models, machine and settings.
+"""The report of a session: its measurements, models, machine and settings.
 
-How an element looks is left to `html_page`. Figures come from the JSON records.
+The look of an element is left to `html_page`. Figures come from the JSON records.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from utils.screen.server_page import rounded, server_blocks
 from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
-ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the better one first
+ANSWERS = ("verdict", "race")  # reports whose sentences are the answer, the best one first
 LEGEND = "Marked text consists of accepted drafts. Everything else was computed by the target itself."
 NOTHING = "there is no result to export yet: send a prompt first."
 ONE_RUN = "One run of each strategy. /race repeats them."
@@ -29,7 +29,7 @@ NOISE = f"{{}}: {NO_GAIN_SENTENCE}, so differences in speed are noise or the cos
 
 def report_page(results: ShownResults, date: str) -> str:
     """The whole page as HTML. Raises UserError if nothing was measured."""
-    kept = [result for result in results.kept if result.records]  # without those of which nothing was finished
+    kept = [result for result in results.kept if result.records]  # without results that have no finished run
     if not kept:
         raise UserError(NOTHING)
     models = kept[-1].records[0]["models"]
@@ -38,7 +38,7 @@ def report_page(results: ShownResults, date: str) -> str:
 
 
 def _elements(kept: Sequence[ShownResult], dropped: int, date: str) -> Iterator[str]:
-    """Everything below the title. dropped: the number of earlier results that were not kept."""
+    """Everything below the title. `dropped` is the number of earlier results that were not kept."""
     setups = _setups(kept)
     program = kept[-1].records[0]["versions"]["program"]
     yield paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
@@ -63,14 +63,14 @@ def _answer(kept: Sequence[ShownResult]) -> Iterator[str]:
         (record,) = result.records
         yield heading("Answer")
         yield paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
-        # The first sentence of /verdict is the answer, the others explain it; /race has one for each strategy.
+        # The first sentence of /verdict is the answer, and the others explain it; /race has one for each strategy.
         strong = 1 if record["record"] == ANSWERS[0] else len(record["conclusion"])
         yield from (paragraph(line, strong=index < strong) for index, line in enumerate(record["conclusion"]))
 
 
 def _setup(record: Record) -> dict[str, Any]:
     setup = {part: record[part] for part in ("models", "engine", "machine", "versions")}
-    # Measuring the engines again changes their figures a little, but not the setup.
+    # New measurements of the engines change their figures a little, but not the setup.
     return setup | {"engine": {name: value for name, value in setup["engine"].items() if name != "table"}}
 
 
@@ -107,7 +107,7 @@ def _engine(engine: Record) -> list[tuple[str, str]]:
 
 
 def _faster_baseline(other: Record | None) -> list[tuple[str, str]]:
-    """The engine in which the target alone would be faster, if there is one."""
+    """The engine in which the target alone would be faster, if any."""
     return [("target-only elsewhere", f"{other['factor']:.2f}x as fast in {other['name']} (estimate)")] if other else []
 
 
@@ -169,7 +169,7 @@ def _local(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
 
 
 def _texts(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
-    """The text of each strategy. One that marks nothing and repeats an earlier text is only named."""
+    """The text of each strategy. A text without marks that repeats an earlier one is not shown again."""
     seen: dict[tuple[int, ...], str] = {}
     for row in records:
         name, tokens = row["strategy"], tuple(row["token_ids"])
@@ -221,7 +221,7 @@ def _figures(row: Record) -> list[Cell]:
 
 
 def _saves_nothing(row: Record) -> bool:
-    """Whether it drafts, but generated one token per forward pass of the target."""
+    """Whether the strategy drafts, but generated one token per forward pass of the target."""
     return row["drafted"] is not None and (row["tokens_per_target_forward"] or 0.0) < NO_GAIN
 
 
@@ -238,7 +238,7 @@ def _same(row: Record) -> str:
 
 
 def _changed(record: Record) -> str:
-    """The settings that are not the default. Costs are measured, so they always differ."""
+    """The settings that differ from their defaults. Costs are measured, so they are left out."""
     defaults = as_json(Settings())
     changed = {name: value for name, value in record["settings"].items() if value != defaults.get(name)}
     changed.pop("costs", None)

@@ -1,6 +1,6 @@
-"""Tables of reports: one line per row wherever the screen has room, with the less important columns left out first.
+"""Tables of reports: one line per row wherever the screen has room, without the less important columns if necessary.
 
-They are written by `utils.screen.renderer`.
+`utils.screen.renderer` writes them.
 """
 
 import re
@@ -14,7 +14,7 @@ from rich.text import Text
 from utils.screen.tables import list_table
 from utils.text import visible
 
-GAPS = (2, 1)  # columns between two cells: the wider one, if there is room
+GAPS = (2, 1)  # columns between two cells: wide if there is room, otherwise narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Column:
 
 
 def _in_lines(heading: str) -> str:
-    """A heading on two lines of similar width, if it has a blank, or a slash as in tokens/forward (not tokens/s)."""
+    """A heading on two lines of similar width, if it has a blank or a slash as in tokens/forward (but not tokens/s)."""
     cuts = [match.end() for match in re.finditer(r" |/(?=\w\w)", heading)]
     forms = [f"{heading[:cut].rstrip()}\n{heading[cut:]}" for cut in cuts]
     return min(forms, key=lambda form: max(map(cell_len, form.split("\n"))), default=heading)
@@ -54,8 +54,8 @@ def report_table(
 ) -> Table:
     """Rows under headings, one line each if the screen has room for that without the optional columns.
 
-    optional: the headings of columns that a narrow screen lacks, the first ones first. Where there is still no room,
-    cells are broken between words. On a very narrow screen each row becomes a list.
+    The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
+    broken between words. On a very narrow screen each row becomes a list.
     """
     shown = [tuple(visible(cell) for cell in row) for row in rows]
     columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
@@ -76,7 +76,7 @@ def _table(columns: Sequence[_Column], width: int) -> Table:
     sizes = [column.least for column in columns]
     full = [column.one_line for column in columns]
     gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
-    # The cells come first, then headings that would otherwise take two lines. The first columns come first.
+    # Cells come before headings that would otherwise take two lines, and the first columns before others.
     for wanted in (full, [max(size, cell_len(column.heading)) for size, column in zip(full, columns, strict=True)]):
         for index, want in enumerate(wanted):
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
@@ -89,7 +89,7 @@ def _table(columns: Sequence[_Column], width: int) -> Table:
 
 
 def _as_lists(columns: Sequence[_Column], width: int) -> Table:
-    """Each row as a list of its cells, with a blank line between two of them."""
+    """Each row as a list of its cells, with a blank line between rows."""
     headings = [column.heading for column in columns]
     rows = zip(*(column.cells for column in columns), strict=True)
     lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
@@ -99,7 +99,7 @@ def _as_lists(columns: Sequence[_Column], width: int) -> Table:
 def transposed_rows(
     headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[list[tuple[str, ...]]]:
-    """Lists with one line per heading and one column per row, each with as many rows as the screen has room for."""
+    """Lists with one line per heading and one column per row. Each list has as many rows as fit on the screen."""
     first = max(map(cell_len, headings)) + GAPS[0]
     lists: list[list[tuple[str, ...]]] = []
     taken: list[tuple[str, ...]] = []

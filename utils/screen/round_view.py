@@ -12,16 +12,16 @@ Round = tuple[Step, RoundTiming | None, Sequence[DraftTrace]]
 
 
 class RoundView:
-    """Shows each round with drafts at once. Rounds without drafts wait until it is known how many there are."""
+    """Shows each round with drafts at once. Rounds without drafts wait until their number is known."""
 
     def __init__(self, renderer: Renderer, tokenizer: Any) -> None:
         self._renderer, self._tokenizer = renderer, tokenizer
-        self._number = 0  # of the last round that is on the screen
+        self._number = 0  # the last round on the screen
         self._waiting: list[Round] = []
 
     @property
     def waiting(self) -> int:
-        """How many rounds are not on the screen yet."""
+        """The number of rounds that are not on the screen."""
         return len(self._waiting)
 
     def show(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
@@ -32,7 +32,7 @@ class RoundView:
             self._waiting.append((step, timing, traces))
 
     def end(self) -> None:
-        """Show the rounds that wait."""
+        """Show the waiting rounds."""
         waiting, self._waiting = self._waiting, []
         if len(waiting) > 1:
             self._renderer.plain_rounds(self._number + 1, [timing for _, timing, _ in waiting])

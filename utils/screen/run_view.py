@@ -33,9 +33,9 @@ READS_THE_SAME = ", but the text reads the same"
 
 
 class PromptView:
-    """Shows the runs of one prompt: the first text in full, and of the others what differs from it.
+    """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    live: whether the runs are going on, so that it is worth showing how far they have got.
+    `live` is True if the runs are still going on, so that progress is shown.
     """
 
     def __init__(self, renderer: Renderer, tokenizer: Any, settings: Settings, *, live: bool = True) -> None:
@@ -44,7 +44,7 @@ class PromptView:
         self.shown: list[EarlierRun] = []  # finished runs whose texts are on the screen
 
     def begin(self, strategy: Strategy) -> "RunView":
-        """The view of the next run. Its title is shown if lines of it are to follow now."""
+        """The view of the next run. Its title is shown if its lines follow now."""
         view = RunView(self, strategy)
         if view.is_long:
             self.renderer.title(strategy.title, strategy.colour)
@@ -52,20 +52,20 @@ class PromptView:
         return view
 
     def failed(self, strategy: Strategy) -> None:
-        """Show the title of a run that gave no result, above its error, unless it is on the screen."""
+        """Show the title of a run without a result above its error, unless it is on the screen."""
         self.renderer.end_progress()
         if not RunView(self, strategy).is_long:
             self.renderer.title(strategy.title, strategy.colour)
 
 
 class RunView:
-    """Shows one run: its text as it grows, or how far it has got and then its text. With /debug every round first."""
+    """Shows one run: its text as it grows, or its progress and then its text. With /debug, every round comes first."""
 
     def __init__(self, prompt: PromptView, strategy: Strategy) -> None:
         self._prompt, self.strategy, self._renderer = prompt, strategy, prompt.renderer
         level = prompt.settings.debug if strategy.drafts else "off"
         self._rounds = None if level == "off" else RoundView(prompt.renderer, prompt.tokenizer)
-        # The drafts of each strategy are worth a look under /debug full, even in the same text.
+        # With /debug full the drafts of each strategy are worth a look, even if the texts are equal.
         self._in_full = level == "full" or not prompt.shown
         self._text = MarkedStream(prompt.tokenizer)
         self._lines = WrappedText(prompt.renderer.stream_width, prompt.renderer.cells)
@@ -74,7 +74,7 @@ class RunView:
 
     @property
     def is_long(self) -> bool:
-        """Whether its text is shown in full, or its rounds."""
+        """Whether its whole text or its rounds are shown."""
         return self._in_full or self._rounds is not None
 
     def begin(self) -> None:
@@ -85,7 +85,7 @@ class RunView:
         self._count("reading the prompt ...")
 
     def reading(self, done: int, total: int) -> None:
-        """Show how far a long prompt has been read."""
+        """Show the progress of reading a long prompt."""
         if self._prompt.live:
             self._renderer.step(f"{self.strategy.name}: reading the prompt, {done:,} of {total:,} tokens")
 
@@ -107,7 +107,7 @@ class RunView:
             self._renderer.count(f"{self.strategy.name}: {progress}")
 
     def end(self, run: Generation) -> None:
-        """Show the rest of the text, or what differs, and the figures of the finished run."""
+        """Show the rest of the text, or the difference, and the figures of the finished run."""
         self._renderer.end_progress()
         rest = as_marked(self._text.end())
         self._pieces += rest
@@ -130,7 +130,7 @@ class RunView:
         self._explain_marks(self._pieces)
 
     def _show_difference(self, run: Generation) -> None:
-        """One line if the text is on the screen already, or else the text from the first difference on."""
+        """Show one line if the text is already on the screen, otherwise the text from the first difference on."""
         found = relation(run, self._prompt.shown)
         sentence, (_, other) = found.sentence(), found.other
         ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
@@ -149,7 +149,7 @@ class RunView:
             self._explain_marks(shown)
 
     def _named(self, sentence: str) -> list[MarkedPiece]:
-        """A sentence about the run, after its title if that is not on the screen yet."""
+        """Write a sentence about the run, after its title if that is not on the screen yet."""
         title = [] if self.is_long else [(f"{self.strategy.title} ", Mark.NAME)]
         return [*title, (sentence, Mark.NOTE)]
 
@@ -165,7 +165,7 @@ class RunView:
 def show_prompt_runs(
     renderer: Renderer, last: LastPrompt | None, causes: Mapping[str, Divergence], servers: ServerPrompt | None = None
 ) -> None:
-    """Show the runs of a prompt again, as they were shown. causes: why texts differ, by the name of the strategy."""
+    """Show the runs of a prompt again in the same way. `causes` explains differences between texts, by strategy."""
     renderer.prompt(last.text if last is not None else servers.text if servers is not None else "")
     if last is not None:
         _show_local_runs(renderer, last)
@@ -192,9 +192,9 @@ def show_comparison(
     causes: Iterable[tuple[Strategy, Divergence]],
     servers: ServerPrompt | None = None,
 ) -> None:
-    """Show the table of runs, a line for each text that differs or that cannot be compared, and what it all means.
+    """Show the table of runs, a line for each text that differs or cannot be compared, and an explanation.
 
-    last: the local runs, servers: those of servers; None if there are none.
+    `last` has the local runs, `servers` those of servers; None means no runs.
     """
     compared = () if last is None else last.compared
     asked = () if servers is None else servers.compared
@@ -224,11 +224,11 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding]) -> None:
-    """Show what a report is about, its findings as a table and plots, and its conclusion."""
+    """Show the subject of a report, its findings as a table and plots, and its conclusion."""
     cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
     if report.transposed:
-        # One row per heading, and one column per finding.
+        # One row for each heading, and one column for each finding.
         for rows in transposed_rows(report.headings, cells, renderer.width):
             renderer.rows(rows)
     else:

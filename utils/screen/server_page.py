@@ -1,4 +1,4 @@
-"""The part of a report page about servers: who was asked, the figures of their answers, and their texts."""
+"""The part of a report page about servers: their names, the figures of their answers, and their texts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ SETUP = ("server", "URL", "model", "kind", "prompt sent as", "tokens counted by"
 
 
 def server_blocks(records: Sequence[Record]) -> Iterator[str]:
-    """The answers to one prompt. records: those of servers."""
+    """The answers to one prompt, from the records of servers."""
     yield table([_setup(row) for row in records], SETUP)
     yield table([_figures(row) for row in records], COLUMNS)
     notes = [f"{row['strategy']}: {row['acceptance_note']}" for row in records if row["acceptance_note"]]

@@ -1,4 +1,4 @@
-"""Shows the answers of servers: the first text in full, and of the others what differs from it."""
+"""Shows the answers of servers: the first text in full, and the differences of the others."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ NONE = "(no text)"
 
 
 class ServerView:
-    """Shows one answer as it grows, or how far it has got and then how it relates to the texts above it.
+    """Shows one answer as it grows, or its progress and then its relation to the texts above it.
 
-    earlier: the finished runs whose texts are on the screen.
+    `earlier` has the finished runs whose texts are on the screen.
     """
 
     def __init__(self, renderer: Renderer, name: str, colour: str, earlier: Sequence[ServerRun]) -> None:
@@ -40,7 +40,7 @@ class ServerView:
         self._renderer.count(f"{self._name}: waiting for the first token ...")
 
     def failed(self) -> None:
-        """Show the title of a run that gave no result, above its error, unless it is on the screen."""
+        """Show the title of a run without a result above its error, unless it is on the screen."""
         self._renderer.end_progress()
         if self._characters and self._in_full:
             self._write([])
@@ -56,7 +56,7 @@ class ServerView:
             self._renderer.count(f"{self._name}: {count_of(self._characters, 'character')} ...")
 
     def end(self, run: ServerRun) -> None:
-        """Show the rest of the text, or what differs, and the figures of the finished run."""
+        """Show the rest of the text, or the difference, and the figures of the finished run."""
         self._renderer.end_progress()
         if not self._in_full:
             self._show_difference(run)
@@ -67,7 +67,7 @@ class ServerView:
         self._renderer.remark(figures(run))
 
     def _show_difference(self, run: ServerRun) -> None:
-        """One line if the text is on the screen already, or else the text from the first difference on."""
+        """Show one line if the text is already on the screen, otherwise the text from the first difference on."""
         text = visible(run.text)
         other = next((one for one in self._earlier if one.text == run.text), None)
         title = (f"{self._title} ", Mark.NAME)
@@ -85,7 +85,7 @@ class ServerView:
         self._write([title, (sentence, Mark.NOTE), (text[first:], Mark.TEXT)])
 
     def _baseline(self, run: ServerRun) -> ServerRun:
-        """The run that this one is compared with on the screen: its baseline's if that is there, or else the first."""
+        """The run on the screen to compare with: the baseline's, or else the first one."""
         name = None if run.address.baseline is None else row_name(run.address.baseline)
         return next((one for one in self._earlier if one.name == name), self._earlier[0])
 
@@ -95,7 +95,7 @@ class ServerView:
 
 
 def show_server_runs(renderer: Renderer, prompt: ServerPrompt) -> None:
-    """Show the answers to a prompt again, as they were shown."""
+    """Show the answers to a prompt again in the same way."""
     earlier: list[ServerRun] = []
     for index, (run, _) in enumerate(prompt.compared):
         view = ServerView(renderer, run.name, COLOURS[index % len(COLOURS)], list(earlier))
@@ -106,7 +106,7 @@ def show_server_runs(renderer: Renderer, prompt: ServerPrompt) -> None:
 
 
 def figures(run: ServerRun) -> str:
-    """The line below a text."""
+    """The line of figures below a text."""
     tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
     parts = [f"{tokens} in {run.seconds:.2f} s"]
     if run.first_seconds is not None:

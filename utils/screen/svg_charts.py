@@ -1,6 +1,6 @@
-"""Draws charts as SVG elements inside an HTML page: no styles, ids or links, and in the colour of the page's text.
+"""Draws charts as SVG elements inside an HTML page, without styles, ids or links, in the colour of the page's text.
 
-Charts of the terminal are left to `utils.screen.plots`.
+Charts for terminals are left to `utils.screen.plots`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ TOP, ROW, HEIGHT, BELOW, LINE = 30, 26, 200, 46, 18
 LEFT, AREA, LEGEND = 200, 450, 230  # widths: labels or a vertical axis, the area, and the legend at the right
 MAX_LABEL, MAX_TITLE = 28, 80  # characters
 COLOURS = ("#3b82c4", "#d97706", "#2a9d5c", "#a855c7", "#dc4c4c", "#0d9ba8", "#8a6d3b", "#d6488f")
-DASHES = ("none", "6 3", "2 3", "8 3 2 3")  # of curves, for more than there are colours
+DASHES = ("none", "6 3", "2 3", "8 3 2 3")  # of curves, if there are more curves than colours
 GREY = "#888888"
 
-# The elements, the lower edge of the area, and the legend: colours by name.
+# The elements, the lower edge of the area, and the legend (colours by name).
 Drawing = tuple[list[str], int, Mapping[str, str]]
 
 
@@ -44,7 +44,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", *, length: int 
 
 
 def _rect(box: tuple[float, float, float, float], colour: str, *, opacity: float = 1.0, title: str = "") -> str:
-    """A rectangle. box: x, y, width and height. title: what browsers show under the mouse pointer."""
+    """A rectangle. `box` is x, y, width and height. Browsers show `title` under the mouse pointer."""
     x, y, width, height = (f"{value:.1f}" for value in box)
     about = f'x="{x}" y="{y}" width="{width}" height="{height}" fill="{colour}" fill-opacity="{opacity}"'
     return f"<rect {about}><title>{escape(visible(title))}</title></rect>" if title else f"<rect {about}/>"
@@ -67,7 +67,7 @@ def _reference(chart: DotChart | LineChart) -> list[float]:
 
 
 def _rows(labels: Sequence[str], scale: Scale) -> tuple[list[str], int]:
-    """The labels of rows and a horizontal axis, and its height."""
+    """The labels of rows, a horizontal axis, and its height."""
     bottom = TOP + ROW * len(labels)
     elements = [_text(LEFT - 10, TOP + ROW * index + 17, label, "end") for index, label in enumerate(labels)]
     for value in (scale.low, scale.middle, scale.high):
@@ -77,7 +77,7 @@ def _rows(labels: Sequence[str], scale: Scale) -> tuple[list[str], int]:
 
 
 def _columns(ticks: Sequence[str], places: Sequence[float], scale: Scale) -> list[str]:
-    """A vertical axis, and as many ticks below the area as have room."""
+    """A vertical axis, and as many ticks below the area as fit."""
     elements: list[str] = []
     for value in (scale.low, scale.middle, scale.high):
         y = TOP + HEIGHT - scale.column(value)
@@ -159,6 +159,6 @@ def _stack(chart: StackedChart) -> Drawing:
     for name, values in chart.parts.items():
         for index, value in enumerate(values):
             start, ends[index] = scale.column(ends[index]), ends[index] + value
-            width = scale.column(ends[index]) - start  # the ends are rounded, so that errors do not add up
+            width = scale.column(ends[index]) - start  # round the ends, so that errors do not add up
             elements.append(_rect((LEFT + start, TOP + ROW * index + 5, width, ROW - 10), colours[name]))
     return elements, bottom, colours

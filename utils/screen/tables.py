@@ -1,6 +1,6 @@
 """Builds rich tables: the comparison of strategies and servers, lists, and texts side by side.
 
-All tables adapt to the width of the screen. They are written by `utils.screen.renderer`.
+All tables adapt to the width of the screen. `utils.screen.renderer` writes them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ COLUMNS = (
     "text",
 )
 OF_SERVERS = ("first\ntoken, s", "decode\ntokens/s")  # columns of tables with servers
-# Columns that a narrow screen lacks, in this order.
+# Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/\nround", "tokens", "first\ntoken, s", "acceptance", "decode\ntokens/s")
 LEFT = ("strategy", "text")  # columns of words
 MIN_TEXT_WIDTH = 36  # of a text beside others
@@ -39,14 +39,14 @@ MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 
 
 class ComparisonRow(NamedTuple):
-    """A row of the comparison. cells: one for each of COLUMNS, the name first."""
+    """A row of the comparison. `cells` has one cell for each of COLUMNS, the name first."""
 
     colour: str
     cells: Sequence[str]
 
 
 def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Sequence[ComparedServer] = ()) -> Table:
-    """One row per strategy and server, with the columns that fit."""
+    """One row for each strategy and server, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     rows = [*map(_strategy_row, compared), *(_server_row(index, entry) for index, entry in enumerate(servers))]
     columns = {name: [row.cells[index] for row in rows] for index, name in enumerate(COLUMNS)}

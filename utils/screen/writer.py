@@ -1,6 +1,6 @@
-"""Writes to one terminal or file: text, what rich lays out, and a progress line that the next output replaces.
+"""Writes to one terminal or file: text, layouts of rich, and a progress line that the next output replaces.
 
-rich only computes texts here. It would keep what Ctrl-C interrupted in a buffer and print it a second time.
+rich only computes texts here. Its buffer would keep interrupted output and print it a second time.
 """
 
 import os
@@ -15,16 +15,16 @@ from rich.text import Text
 
 UNLIMITED = 10_000  # columns of a file or a pipe
 MARGIN = 8  # columns right of a progress line, where the terminal echoes ^C
-MOST_OFTEN = 0.1  # seconds between two counts of the same work
+MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
 CLEAR_LINE = "\r\x1b[K"
 
 
 class OutputError(BrokenPipeError):
-    """A stream cannot be written for a reason that the user should know, such as a full disk."""
+    """A stream cannot be written for a reason that the user should see, such as a full disk."""
 
 
 def put(console: Console, text: str) -> None:
-    """Write immediately. Raises OutputError if that fails, BrokenPipeError if nobody reads any more."""
+    """Write immediately. Raises OutputError if that fails, and BrokenPipeError if nobody reads any more."""
     try:
         console.file.write(text)
         console.file.flush()
@@ -35,7 +35,7 @@ def put(console: Console, text: str) -> None:
 
 
 class ProgressLine:
-    """One line of a terminal that is overwritten, and cleared before anything else is written."""
+    """One line of a terminal that is overwritten, and cleared before other output."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -44,7 +44,7 @@ class ProgressLine:
 
     @property
     def is_possible(self) -> bool:
-        """Whether lines can be overwritten there."""
+        """Whether lines can be overwritten here."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def show(self, text: str) -> None:
@@ -55,7 +55,7 @@ class ProgressLine:
         self._write(CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
 
     def count(self, text: str) -> None:
-        """Like `show`, but drops what would follow the text before it too soon."""
+        """Like `show`, but skips a text that follows the one before it too soon."""
         if self._clock() >= self._next:
             self._next = self._clock() + MOST_OFTEN
             self.show(text)
@@ -70,7 +70,7 @@ class ProgressLine:
 
 
 class Writer:
-    """Writes to one stream. wraps: whether tables must fit into the width of the console."""
+    """Writes to one stream. With `wraps`, tables must fit into the width of the console."""
 
     def __init__(self, console: Console, progress: ProgressLine, *, wraps: bool = True) -> None:
         self.console, self._progress = console, progress
@@ -78,7 +78,7 @@ class Writer:
 
     @property
     def table_width(self) -> int:
-        """The width that a table may have, in columns."""
+        """The maximum width of a table, in columns."""
         return self.console.width if self.wraps else UNLIMITED
 
     def write(self, text: str) -> None:
@@ -94,7 +94,7 @@ class Writer:
             self.write(text + "\n")
 
     def draw(self, content: RenderableType, width: int | None = None) -> None:
-        """What rich lays out, in at most `width` columns, without blanks at the ends of lines."""
+        """The layout of rich in at most `width` columns, without blanks at the ends of lines."""
         lines = rendered(self.console, content, width).split("\n")
         self.write("\n".join(line.rstrip(" ") for line in lines))
 
@@ -109,7 +109,7 @@ class Writer:
 
 
 def rendered(console: Console, content: RenderableType, width: int | None = None) -> str:
-    """The text of what rich lays out, with the escape sequences that the console allows."""
+    """The text of a layout of rich, with the escape sequences that the console allows."""
     options = console.options if width is None else console.options.update(width=width)
     name = None if console.no_color else console.color_system
     colours = None if name is None else COLOR_SYSTEMS[name]
@@ -120,7 +120,7 @@ def rendered(console: Console, content: RenderableType, width: int | None = None
 
 
 def open_console(stream: TextIO, *, plain: bool) -> Console:
-    """A console on a stream. It has colours if it is a terminal with colours, without NO_COLOR and `plain`."""
+    """A console on a stream. It has colours on a terminal with colours, without NO_COLOR and `plain`."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
     # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for termcolor, too.
@@ -139,5 +139,5 @@ def open_console(stream: TextIO, *, plain: bool) -> Console:
 
 
 def has_width() -> bool:
-    """Whether the user has named a width for output that is not a terminal."""
+    """Whether the user has set a width for output that is not a terminal."""
     return os.environ.get("COLUMNS", "").isdigit()

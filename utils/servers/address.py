@@ -1,7 +1,7 @@
-"""Where servers are, and what the user calls them: one address, how it is typed, its key, and several addresses.
+"""Where servers are and what they are called: one address, its typed form, its key, and several addresses.
 
-Of a key only the name of its environment variable is kept, and an address cannot contain one. Nothing is contacted
-here and torch is not imported.
+Only the name of a key's environment variable is stored, and an address cannot contain a key. Nothing is contacted here
+and torch is not imported.
 """
 
 import os
@@ -23,7 +23,7 @@ TIMEOUT = RealRange("timeout", 1, 86_400)  # seconds
 DEFAULT_TIMEOUT = 120.0
 EXAMPLE = "for example http://127.0.0.1:8000"
 ADD_EXAMPLE = "/server add plain http://127.0.0.1:8000"
-OPTIONS = ("model", "key", "baseline", "timeout")  # as they are typed
+OPTIONS = ("model", "key", "baseline", "timeout")  # in typed addresses
 LOOPBACK = "localhost"
 TARGET = "target"  # the baseline that is not a server: the local target alone
 MAX_SERVERS = 32
@@ -35,9 +35,9 @@ REMOVED = "[key]"
 class ServerAddress:
     """One server as the user named it. `server_address` checks the values.
 
-    url: without a slash at its end; a path such as /v1 may be part of it. model: None means the only one that the
-    server has. key: the name of the environment variable with the key. baseline: the name of the server or strategy
-    that its speed and text are compared with. timeout: maximum number of seconds without new content.
+    `url` has no slash at its end; a path such as /v1 may be part of it. A `model` of None means the server's only
+    model. `key` is the name of the environment variable with the key. `baseline` is the server or strategy to compare
+    speed and text with. `timeout` is the maximum number of seconds without new content.
     """
 
     name: str
@@ -49,12 +49,12 @@ class ServerAddress:
 
     @property
     def root(self) -> str:
-        """The URL above the version, where server programs have paths of their own, such as /health and /metrics."""
+        """The URL without the version, for paths of server programs such as /health and /metrics."""
         return VERSIONED.sub("", self.url)
 
     @property
     def api(self) -> str:
-        """The URL that completions, chat completions and the list of models are below."""
+        """The URL of completions, chat completions and the list of models."""
         return self.url if VERSIONED.search(self.url) else f"{self.url}/v1"
 
     @property
@@ -65,7 +65,7 @@ class ServerAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is reached over the loopback interface of this machine."""
+        """Whether it is on this machine's loopback interface."""
         return self.host == LOOPBACK
 
     @property
@@ -83,14 +83,14 @@ def server_address(
     baseline: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> ServerAddress:
-    """A checked address. Raises UserError for a value that is not valid. Messages never repeat the value of key=."""
+    """A checked address. Raises UserError for an invalid value. Messages never repeat the value of key=."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"'{visible(name)}' is not a name for a server: use up to 32 letters, digits, dots, hyphens and "
             "underscores, and begin with a letter."
         )
     if key is not None and not VARIABLE.fullmatch(key):
-        # The value is not shown: it may be the key itself.
+        # The value is not shown, because it may be the key itself.
         raise UserError("key= takes the name of an environment variable that holds the key, not the key itself.")
     if model is not None and (not model or not model.isprintable()):
         raise UserError("model= needs the name of a model without control characters.")
@@ -100,8 +100,8 @@ def server_address(
 
 
 def check_url(url: str) -> str:
-    """The URL without a slash at its end. Raises UserError unless it is one of http or https with nothing but a host,
-    a port and a path.
+    """The URL without a slash at its end. Raises UserError unless it is an http or https URL with only a host, a port
+    and a path.
     """
     shown = visible(url)
     try:
@@ -133,7 +133,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def parse_server(text: str) -> ServerAddress:
-    """The server that `NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]` describes.
+    """The server in `NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]`.
 
     Raises UserError for anything else. Values of unknown words are not repeated, because they may be keys.
     """
@@ -144,7 +144,7 @@ def parse_server(text: str) -> ServerAddress:
 
 
 def parse_server_flag(text: str, number: int) -> ServerAddress:
-    """The server that `[NAME=]URL` with the same options describes. number: makes the name of one without a name."""
+    """The server in `[NAME=]URL` with the same options. A server without a name is named by `number`."""
     words = _words(text)
     if not words:
         raise UserError("--server needs an address, for example http://127.0.0.1:8000.")
@@ -154,7 +154,7 @@ def parse_server_flag(text: str, number: int) -> ServerAddress:
 
 
 def server_of(name: str, values: Mapping[str, str]) -> ServerAddress:
-    """The server with this name, url and options, all of them as text. Raises UserError for invalid ones."""
+    """The server with this name, URL and options, all as text. Raises UserError for invalid values."""
     options = dict(values)
     timeout = {"timeout": TIMEOUT.parse(options.pop("timeout"))} if "timeout" in options else {}
     return server_address(name, **options, **timeout)  # type: ignore[arg-type]
@@ -193,33 +193,35 @@ def key_headers(variable: str | None) -> dict[str, str]:
 
 
 def without_key(text: str, variable: str | None) -> str:
-    """What a server has sent without its key, which servers repeat in error messages. For all that is kept."""
+    """A server's text without its key, which servers may repeat in error messages. Applied to everything that is
+    stored.
+    """
     key = os.environ.get(variable, "").strip() if variable else ""
     return text.replace(key, REMOVED) if len(key) >= SHORTEST_KEY else text
 
 
 def may_hold_key(line: str) -> bool:
-    """Whether a typed line may have a key itself where the name of its environment variable belongs."""
+    """Whether a typed line may contain a key instead of the name of its environment variable."""
     values = re.findall(r"\bkey\s*=\s*[\"']?([^\s\"']+)", line) if line.lstrip().startswith("/server") else []
     return any(value not in os.environ for value in values)
 
 
 def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The servers of the config file and of the flags, which replace those of the same name.
+    """The servers of the config file and of the flags. Flags replace servers of the same name.
 
     Raises UserError for two flags of the same name and for a baseline that does not exist.
     """
     names = [address.name for address in given]
     kept = [address for address in configured if address.name not in names]
     addresses: tuple[ServerAddress, ...] = ()
-    for address in (*kept, *given):  # their baselines may come later, so these are checked at the end
+    for address in (*kept, *given):  # a later server may be the baseline, so these are checked at the end
         with_server(addresses, replace(address, baseline=None))
         addresses = (*addresses, address)
     return check_baselines(addresses)
 
 
 def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tuple[ServerAddress, ...]:
-    """The addresses with one more. Raises UserError if its name is taken."""
+    """The addresses and one more. Raises UserError if its name is taken."""
     if any(address.name == added.name for address in addresses):
         raise UserError(f"There is a server {added.name} already; /server remove {added.name} removes it.")
     if added.name == TARGET:
@@ -230,7 +232,7 @@ def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tup
 
 
 def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[ServerAddress, ...]:
-    """The addresses without one of them, which is no baseline any more. Raises UserError if there is none."""
+    """The addresses without one of them, which is also removed as a baseline. Raises UserError for an unknown name."""
     if not addresses:
         raise UserError("There is no server to remove.")
     check_choice(name, tuple(address.name for address in addresses), "server")
@@ -242,7 +244,7 @@ def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[Serve
 
 
 def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The addresses themselves. Raises UserError for a baseline that is not one of them."""
+    """The addresses themselves. Raises UserError if a baseline is not among them."""
     names = (*(address.name for address in addresses), TARGET)
     for address in addresses:
         if address.baseline is not None:

@@ -1,8 +1,8 @@
-"""The one client of all servers: health, models, pages, and streamed completions with the times of arrival.
+"""The client of all servers: health, models, pages, and streamed completions with the times of arrival.
 
-Only the address that the user named is contacted: no redirect, no proxy and no netrc file is followed, and nothing is
-tried twice. Every failure is a ServerError of one sentence. What a server says itself is data: it is shortened, its
-control characters are replaced and its key is removed.
+Only the user's address is contacted: no redirect, no proxy and no netrc file is followed, and nothing is retried. Every
+failure is a ServerError of one sentence. A server's own messages are data: they are shortened, their control characters
+are replaced and the key is removed.
 """
 
 import json
@@ -26,9 +26,9 @@ CONNECT_TIMEOUT = 10.0  # seconds
 PAGE_TIMEOUT = 30.0  # seconds; pages need no computation
 MAX_PAGE = 16_000_000  # bytes of an answer that is not streamed
 MAX_LINE = 8_000_000  # bytes; a server that never ends a line must not fill the memory
-MAX_MODELS = 10  # that an error lists
+MAX_MODELS = 10  # shown in an error
 MAX_WORDS = 300  # characters of a server's own message
-MAX_CHARACTERS = 64  # per requested token; more than that is not an answer to the request
+MAX_CHARACTERS = 64  # per requested token; longer answers are refused
 SPARE = 64  # pieces beyond one per requested token
 DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
 ABORTED = ("abort", "error")  # finish reasons of answers that are not complete
@@ -43,8 +43,8 @@ class ServerClient:
         self._model = address.model
         self._http = httpx.Client(
             follow_redirects=False,
-            trust_env=False,  # a proxy or a netrc file would be an address or a password that nobody named here
-            # llama.cpp often closes a connection after a stream without saying so, and the next request would fail.
+            trust_env=False,  # no proxy or netrc file: the user has not named them
+            # llama.cpp often closes a connection after a stream without notice, and the next request would fail.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"Accept-Encoding": "identity", "User-Agent": "speculative-decoding"},
         )
@@ -62,7 +62,7 @@ class ServerClient:
         self._http.close()
 
     def is_ready(self) -> bool:
-        """Whether the server can take requests. False while nothing listens and while it loads its model.
+        """Whether the server can take requests. It cannot while nothing listens or its model is loading.
 
         Raises ServerError for a server that answers with any other error.
         """
@@ -76,7 +76,7 @@ class ServerClient:
         return True
 
     def models(self) -> list[str]:
-        """The names of the models that the server offers."""
+        """The names of the server's models."""
         try:
             names = [str(entry["id"]) for entry in self.get_json("/v1/models")["data"]]
         except (LookupError, TypeError) as error:
@@ -86,7 +86,7 @@ class ServerClient:
         return [without_key(name, self.address.key) for name in names]
 
     def model(self) -> str:
-        """The model of the address, or else the only one that the server has. Raises ServerError if there are more."""
+        """The model of the address, or else the server's only model. Raises ServerError if it has several."""
         if self._model is None:
             models = self.models()
             if len(models) != 1:
@@ -98,25 +98,25 @@ class ServerClient:
         return self._model
 
     def get_json(self, path: str) -> Any:
-        """The JSON of a page, or None if the server has no such page or if it is not JSON."""
+        """The JSON of a page, or None if the page does not exist or is not JSON."""
         return _parsed(self._page(path))
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that a page answers to a JSON body, or None as in get_json."""
+        """The JSON that a page returns for a JSON body, or None as in get_json."""
         return _parsed(self._page(path, dict(body)))
 
     def get_text(self, path: str) -> str | None:
-        """The text of a page, or None if the server has no such page."""
+        """The text of a page, or None if the page does not exist."""
         page = self._page(path)
         return None if page is None else page.decode("utf-8", "replace")
 
     def complete(
         self, request: ServerRequest, kind: ServerKind, watch: Callable[[Piece], None] = lambda piece: None
     ) -> ServerCompletion:
-        """Stream one answer. Ctrl-C ends the request: what has arrived is returned with FinishReason.INTERRUPTED.
+        """Stream one answer. Ctrl-C ends the request and returns the partial answer with FinishReason.INTERRUPTED.
 
-        The clock starts when the request is sent. watch: receives each piece with content as it arrives; what it raises
-        ends the request. Raises ServerError if the answer is not complete.
+        The clock starts when the request is sent. `watch` receives each piece with content as it arrives; its
+        exceptions end the request. Raises ServerError if the answer is not complete.
         """
         url = self._url(kind.path(request))
         body = kind.body(request, self.model())
@@ -136,11 +136,11 @@ class ServerClient:
         return stream.completion(time.perf_counter() - began)
 
     def _url(self, path: str) -> str:
-        # The version of the address may be another one than /v1.
+        # The version of the address may differ from /v1.
         return self.address.api + path[len("/v1") :] if path.startswith("/v1/") else self.address.root + path
 
     def _page(self, path: str, sent: dict[str, Any] | None = None) -> bytes | None:
-        """The body of a page, or None if the server has no such page. sent: a JSON body to send."""
+        """The body of a page, or None if the page does not exist. `sent` is a JSON body to send."""
         page = b""
         try:
             with self._answer("GET" if sent is None else "POST", self._url(path), sent) as response:
@@ -160,7 +160,7 @@ class ServerClient:
 
     @contextmanager
     def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """An answer with status 200, whose body is read inside the block. Leaving it early ends the request."""
+        """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request."""
         silence = min(PAGE_TIMEOUT, self.address.timeout) if body is None else self.address.timeout
         timeout = httpx.Timeout(silence, connect=CONNECT_TIMEOUT)
         headers = key_headers(self.address.key)
@@ -175,23 +175,23 @@ class ServerClient:
 
 
 class AnswerStream:
-    """A streamed answer while it arrives: lines of server-sent events become pieces and at last a ServerCompletion.
+    """A streamed answer while it arrives: server-sent events become pieces, and finally a ServerCompletion.
 
-    received: number of characters of its text so far.
+    `received` is the number of characters of its text.
     """
 
     def __init__(self, address: ServerAddress, kind: ServerKind, request: ServerRequest) -> None:
         self._address, self._kind, self._request = address, kind, request
-        self._rest = b""  # of a line that has not ended
+        self._rest = b""  # the beginning of an incomplete line
         self._events: list[Event] = []
         self._arrivals: list[Arrival] = []
-        self._last: float = 0.0  # when the last content arrived
+        self._last: float = 0.0  # time of the last content
         self._is_done = False
         self._usage = Piece()
         self._tokens = self.received = 0
 
     def add(self, data: bytes, seconds: float) -> Iterator[Piece]:
-        """The pieces with content in these bytes, which arrived after so many seconds.
+        """The pieces with content in these bytes, which arrived after this many seconds.
 
         Each event of these servers is one line. httpx's `iter_lines` also ends a line at U+2028 and the like, which
         texts may contain, and has no bound.
@@ -207,7 +207,7 @@ class AnswerStream:
                 yield from self._event(value, seconds)
             elif name == "error":  # not in the standard; llama.cpp has sent errors like this
                 raise self._error(f"reported an error: {self._reason(value)}")
-        # Comments keep a connection alive, but they are no content.
+        # Comments keep a connection alive, but have no content.
         if seconds - self._last > self._address.timeout:
             raise self._error(f"sent no text for {self._address.timeout:g} s")
 
@@ -231,7 +231,7 @@ class AnswerStream:
             yield piece
 
     def _parsed(self, text: str) -> Event:
-        """The JSON object of an event. Raises ServerError if it is not one, or if it is an error."""
+        """The JSON object of an event. Raises ServerError for other data and for error events."""
         try:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -244,7 +244,7 @@ class AnswerStream:
         return event
 
     def _piece(self, event: Event) -> Piece:
-        """The piece of an event. Raises ServerError for an event of another shape."""
+        """The piece of an event. Raises ServerError for an event of an unknown form."""
         try:
             piece = self._kind.read(event)
             _check_types(piece)
@@ -260,7 +260,7 @@ class AnswerStream:
             raise self._error(f"sent more than the {most} tokens that were requested")
 
     def completion(self, seconds: float, *, interrupted: bool = False) -> ServerCompletion:
-        """The answer at the end of the stream. Raises ServerError if it ended too early."""
+        """The completion at the end of the stream. Raises ServerError if the stream ended too early."""
         pieces = [arrival.piece for arrival in self._arrivals]
         reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
         if not interrupted and not reason and not self._is_done:
@@ -280,12 +280,12 @@ class AnswerStream:
         return own_message(self._address, value).rstrip(".") or "no reason given"
 
     def _error(self, problem: str) -> ServerError:
-        """The error for a stream that is not what it should be. problem: follows the server's name."""
+        """An error for an invalid stream. `problem` follows the server's name."""
         return ServerError(f"The server {self._address.name} {problem}, {_after(self.received)}.")
 
 
 def _check_types(piece: Piece) -> None:
-    """Raises TypeError if a value is not of the type that its field declares."""
+    """Raises TypeError if a value does not have the type of its field."""
     counts = (piece.prompt_tokens, piece.new_tokens, *(piece.token_ids or ()))
     if not isinstance(piece.text, str) or not isinstance(piece.finish_reason, str):
         raise TypeError("a text is not a string")
@@ -303,7 +303,7 @@ def _parsed(page: bytes | None) -> Any:
 
 
 def _status_error(address: ServerAddress, status: int, body: bytes) -> ServerError:
-    """The error for an answer with a status other than 200."""
+    """An error for an answer with a status other than 200."""
     reason = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
     message = own_message(address, body.decode("utf-8", "replace"))
     sentence = f"The server {address.name} answered with the status {status} {reason}".rstrip()
@@ -317,9 +317,11 @@ def _status_error(address: ServerAddress, status: int, body: bytes) -> ServerErr
 
 
 def _transport_error(address: ServerAddress, error: Exception, received: int | None = None) -> ServerError:
-    """The error for a connection that failed. received: characters of an answer before that, None before its first."""
+    """An error for a connection that failed. `received` counts the characters of the answer, or is None before any
+    arrived.
+    """
     name = f"The server {address.name}"
-    # The words of the operating system, without its number.
+    # The operating system's message, without its number.
     reason = words_of(re.sub(r"^\[(Errno -?\d+|SSL[^\]]*)\]\s*", "", str(error))).rstrip(".") or type(error).__name__
     match error:
         case httpx.ConnectTimeout():
@@ -340,7 +342,7 @@ def _after(characters: int) -> str:
 
 
 def own_message(address: ServerAddress, value: Any) -> str:
-    """What an error says, from its JSON, parsed or as text; "" for a page of HTML or nothing."""
+    """The message of an error from its JSON, parsed or as text. It is empty for a page of HTML."""
     try:
         text = _message_in(json.loads(value) if isinstance(value, str) else value)
     except (ValueError, RecursionError):
@@ -361,7 +363,7 @@ def _message_in(value: Any) -> str:
 
 
 def words_of(text: str) -> str:
-    """A server's own words as one line that ends like a sentence."""
+    """A server's message as one line that ends like a sentence."""
     line = " ".join(visible(text).split())
     line = line if len(line) <= MAX_WORDS else line[:MAX_WORDS].rstrip() + " ..."
     return line if not line or line[-1] in ".!?" else f"{line}."

@@ -1,4 +1,4 @@
-"""Servers in use: one connection with measured answers, and the servers of a session in the order of their addition."""
+"""Servers in use: one connection with measured answers, and the servers of a session in the order of addition."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ RequestFor = Callable[[ServerKind, ServerClient], ServerRequest]
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """An answer and where it is from. kind: the name of the server's. acceptance: None if nothing is known."""
+    """An answer and its origin. `kind` is the name of the server kind. `acceptance` is None if nothing is known."""
 
     request: ServerRequest
     completion: ServerCompletion
@@ -29,9 +29,9 @@ class ServerAnswer:
 
 
 class Connection:
-    """One server. What is known about it is forgotten after a failure, because it may come back as another one.
+    """One server. A failure discards everything known about it, because another server may come back.
 
-    ending: says how the server has ended if this session has started it, otherwise "".
+    `ending` returns how the server has ended if this session started it, otherwise an empty text.
     """
 
     def __init__(self, address: ServerAddress, ending: Callable[[], str] = lambda: "") -> None:
@@ -42,22 +42,23 @@ class Connection:
 
     @property
     def client(self) -> ServerClient:
-        """Its client, opened when it is first needed."""
+        """The client, opened on first use."""
         if self._client is None:
             self._client = ServerClient(self.address)
         return self._client
 
     @property
     def kind(self) -> ServerKind:
-        """Its kind. Raises ServerError if it cannot be reached."""
+        """The server kind. Raises ServerError if the server cannot be reached."""
         if self._kind is None:
             self._kind = recognise(self.client)
         return self._kind
 
     def ask(self, request_for: RequestFor, watch: Callable[[Piece], None] = lambda piece: None) -> ServerAnswer:
-        """One answer. request_for: makes the request for the server's kind. watch: see ServerClient.complete.
+        """Request one answer. `request_for` makes the request for the server kind. `watch` is as in
+        ServerClient.complete.
 
-        Raises UserError if there is no complete answer.
+        Raises UserError without a complete answer.
         """
         try:
             client, kind = self.client, self.kind
@@ -73,11 +74,11 @@ class Connection:
             if ending := self._ending():
                 raise ServerError(f"{error} {ending}", error.status) from error
             raise
-        except UserError as error:  # what the kind of server does not support
+        except UserError as error:  # not supported by the kind of server
             raise UserError(f"The server {self.address.name}: {error}") from error
 
     def close(self) -> None:
-        """Close the connections and forget what is known about the server."""
+        """Close the connections and discard everything known about the server."""
         client, self._client, self._kind = self._client, None, None
         if client is not None:
             client.close()
@@ -91,8 +92,10 @@ def answers(url: str) -> bool:
 
 @dataclass(slots=True)
 class ServerList:
-    """The servers of a session by name. local: those of them that this session has started. other_texts: by server, the
-    prompts on which its greedy text was last not that of its baseline.
+    """The servers of a session by name.
+
+    `local` has the servers that this session started. `other_texts` has, by server, the prompts whose last greedy text
+    differed from the baseline's.
     """
 
     connections: dict[str, Connection] = field(default_factory=dict)
@@ -110,8 +113,8 @@ class ServerList:
         return tuple(connection.address for connection in self)
 
     def use(self, addresses: Sequence[ServerAddress]) -> None:
-        """Use these servers from now on. Connections to servers that stay are kept. A server that this session has
-        started ends if it is not among them.
+        """Use these servers from now on. Servers that stay keep their connections, and local ones that are missing are
+        ended.
         """
         before, self.connections = self.connections, {}
         for address in addresses:
@@ -130,7 +133,7 @@ class ServerList:
                 self.local.stop(name)
 
     def note_text(self, name: str, prompt: str, same: bool | None) -> None:
-        """Remember whether the text for a prompt was that of the server's baseline. None: it was not compared."""
+        """Remember whether the text for a prompt equals the baseline's. None means that they were not compared."""
         known = self.other_texts.setdefault(name, [])
         if same is not None and prompt in known:
             known.remove(prompt)
@@ -138,7 +141,7 @@ class ServerList:
             known.append(prompt)
 
     def start(self, address: ServerAddress, launch: Launch, *, limit: float) -> Iterator[str]:
-        """Start a local server and use it from now on. Yields lines of progress. address: all but its URL.
+        """Start a local server and use it from now on. Yields progress. `address` has everything but the URL.
 
         Raises UserError as LocalServers.start does, and for a name that is taken.
         """
@@ -147,7 +150,7 @@ class ServerList:
         self.use((*self.addresses, replace(address, url=url, model=self.local.model_of(address.name))))
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:
-        """Start a local server again, in another way. If that fails, it stays in the list without running."""
+        """Restart a local server in another way. If that fails, it stays in the list without running."""
         if name in self.local.names():
             self.local.stop(name)
         url = yield from self.local.start(name, launch)
@@ -155,7 +158,7 @@ class ServerList:
         self.use([replace(one, url=url, model=model) if one.name == name else one for one in self.addresses])
 
     def close(self) -> None:
-        """Close all connections, and end the servers that this session has started."""
+        """Close all connections, and end the servers that this session started."""
         for connection in self:
             connection.close()
         self.local.stop_all()

@@ -1,6 +1,6 @@
-"""Load on one server: clients that each send the next request as soon as their last one is answered (a closed loop).
+"""Load on one server: each client sends its next request as soon as the last one is answered (a closed loop).
 
-Nothing is tried again: a request that fails is counted and the next one is sent.
+Nothing is retried: a failed request is counted and the next one is sent.
 """
 
 import threading
@@ -16,8 +16,8 @@ from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Counters, Piece, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerKind
 
-POLL = 0.05  # seconds between two looks at the clients
-LETTING_GO = 2.0  # seconds that clients have to end after Ctrl-C; one that waits for a silent server is left behind
+POLL = 0.05  # seconds between two checks of the clients
+LETTING_GO = 2.0  # seconds for clients to end after Ctrl-C; one that waits for a silent server is abandoned
 NO_ANSWER = "no request was answered within {:.0f} s."
 
 
@@ -25,10 +25,10 @@ NO_ANSWER = "no request was answered within {:.0f} s."
 class LoadSlice:
     """The answers to a number of requests.
 
-    completions: those that are complete, in the order of their ends. numbers: their places among the requests.
-    failures: one sentence for each request that failed. unfinished: requests that were not sent or were ended because
-    the time was over. seconds: from the first request to the last complete answer. acceptance: of all requests
-    together, None if nothing was drafted or known.
+    `completions` are the complete answers in the order of their ends, and `numbers` their places among the requests.
+    `failures` has one sentence for each failed request. `unfinished` counts requests that were not sent or were ended
+    when the time was over. `seconds` is the time from the first request to the last complete answer. `acceptance`
+    covers all requests, or is None if nothing was drafted or known.
     """
 
     completions: tuple[ServerCompletion, ...]
@@ -40,17 +40,17 @@ class LoadSlice:
 
     @property
     def tokens(self) -> int | None:
-        """Number of new tokens of all complete answers, or None if the server does not count them."""
+        """The number of new tokens of all complete answers, or None if the server does not count them."""
         return total_tokens(self.completions)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all clients per second, the prompts included."""
+        """New tokens of all clients per second, including the time for the prompts."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Time to the first token of each answer."""
+        """The time to the first token of each answer."""
         return [one.first_seconds for one in self.completions if one.first_seconds is not None]
 
     @property
@@ -60,18 +60,18 @@ class LoadSlice:
 
 
 def total_tokens(completions: Sequence[ServerCompletion]) -> int | None:
-    """Number of new tokens, or None if one of the answers does not have a count."""
+    """The number of new tokens, or None if one of the answers has no count."""
     counts = [one.token_count for one in completions]
     return None if None in counts or not counts else sum(count for count in counts if count is not None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of all (nearest rank)."""
+    """The smallest value that is at least as large as this share of all values (nearest rank)."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 def median_and_p95(values: Sequence[float]) -> tuple[float, float] | None:
-    """The median and the 95th percentile, None without values. With fewer than 20 the latter is the maximum."""
+    """The median and the 95th percentile, or None. With fewer than 20 values the latter is the maximum."""
     return (median(values), percentile(values, 0.95)) if values else None
 
 
@@ -80,7 +80,7 @@ class TooSlow(UserError):
 
 
 class _Over(Exception):
-    """The time is over, or Ctrl-C."""
+    """The time is over, or Ctrl-C was pressed."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Clients:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self) -> None:
-        """One client: requests until there are none, or until the time is over."""
+        """One client: it sends requests until there are no more or the time is over."""
         while (number := self._next()) is not None:
             try:
                 completion = self.target.client.complete(self.requests[number], self.target.kind, self._watch)
@@ -130,8 +130,8 @@ class _Clients:
 def run_slice(target: Connection, requests: Sequence[ServerRequest], *, concurrency: int, limit: float) -> LoadSlice:
     """Send the requests, `concurrency` at a time.
 
-    After `limit` seconds no request is sent any more; after twice that, those that are under way are ended. Ctrl-C ends
-    them at once and raises KeyboardInterrupt. Raises UserError if no answer is complete: TooSlow if only time was
+    After `limit` seconds no more requests are sent; after twice that time, running ones are ended. Ctrl-C ends them at
+    once and raises KeyboardInterrupt. Raises UserError without a complete answer, which is TooSlow if only time was
     missing.
     """
     kind, before = target.kind, target.kind.counters(target.client)
@@ -171,9 +171,9 @@ def pooled_acceptance(
     before: Counters,
     after: Counters,
 ) -> ServerAcceptance | None:
-    """The drafts of all answers together: their own figures where answers have them, otherwise the server's counters.
+    """The drafts of all answers: their own figures if they have them, otherwise the server's counters.
 
-    Counters are not valid if the server generated other tokens meanwhile, such as those of requests that failed.
+    Counters are not valid if the server generated other tokens meanwhile, such as those of failed requests.
     """
     own = [found for one in completions if (found := kind.acceptance(one, {}, {})) is not None]
     if own:

@@ -1,7 +1,7 @@
 """/audit: checks what is deterministic here, and which texts must be equal for these models on this device.
 
-The modes follow the tests of batch-invariant inference engines (single, mixed, prefix). Whole runs are repeated and
-reordered; logits are compared in utils.commands.experiments.logit_trials.
+The modes follow the tests of batch-invariant inference engines (single, mixed, prefix). This module repeats and
+reorders whole runs; utils.commands.experiments.logit_trials compares logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from utils.text import count_of
 
 TRIALS, MAX_TRIALS = 10, 10_000
 ANSWER = 8  # maximum number of new tokens of each run
-LONGEST_PROMPT = 512  # tokens of the prompt that logits are computed for
+LONGEST_PROMPT = 512  # tokens of the prompt for which logits are computed
 SMALL_DRIFT = 0.01  # a difference of logits below this seldom changes a token
 OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
 HEADINGS = ("mode", "trials", "unique outputs", "logit difference", "argmax flips")
@@ -79,7 +79,7 @@ class _Texts:
     seen: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
 
     def collect(self, mode: str, orders: Sequence[Sequence[Strategy]]) -> Iterator[ReportEvent]:
-        """Run the strategies in each of these orders. One finding also covers the texts of earlier modes."""
+        """Run the strategies in each of these orders. A finding also covers the texts of earlier modes."""
         refused: dict[str, str] = {}
         countdown, done = Countdown(), 0
         try:
@@ -114,11 +114,11 @@ class _Texts:
 
 
 def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
-    """Which texts can be promised to be equal."""
+    """Which texts are guaranteed to be equal."""
     rows: dict[str, Row] = {finding.figures["mode"]: finding.figures for finding in findings}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
-    # If two equal runs differ, a comparison of different runs is meaningless, so no sentence follows.
+    # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
     if unsteady := ", ".join(row["mode"] for row in repeats if row["unique_outputs"] > 1):
         return [f"Not deterministic ({where}): equal runs gave different texts ({unsteady}). No texts can be promised."]
     lines = []
@@ -139,7 +139,7 @@ def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
 def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
     difference = max(row["largest_logit_difference"] for row in rows)
     flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
-    # Equal bits are the only case in which equal texts can be promised; all others state what to expect.
+    # Only equal bits guarantee equal texts; all other sentences state what to expect.
     if difference == 0:
         where = count_of(positions, "position")
         return f"Logits are bit-identical at {where} for verify widths up to {widest}: {EQUAL_TEXTS}."

@@ -1,6 +1,6 @@
 """/compare: two --json files, prompt by prompt: two machines, two drafters, two versions or two settings.
 
-Nothing is run. Speeds of the same prompt are compared, so a difference in difficulty of the prompts does not count. The
+Nothing is run. Speeds of the same prompt are compared, so differences in difficulty of the prompts do not count. The
 verdict is a confidence interval over prompts (`utils.metrics.intervals`).
 """
 
@@ -26,7 +26,7 @@ EXAMPLE = "/compare a.jsonl b.jsonl"
 HEADINGS = ("prompt", "strategy", "runs", "tokens/s A -> B", "B / A", "acceptance A -> B", "text")
 OPTIONAL = ("runs", "acceptance A -> B")
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
-MIN_PROMPTS = 3  # for an interval in the chart
+MIN_PROMPTS = 3  # fewer prompts show no interval in the chart
 AT_OTHER_TIMES = "The files were recorded at different times: other load on the machines is part of the difference."
 SAME = "Versions, models, engine, machine and settings are the same in both files."
 NOT_COMPARED = "Not compared:"
@@ -70,12 +70,12 @@ def _names(argument: str) -> list[str]:
 def _findings(matches: Sequence[Match]) -> Iterator[ReportEvent]:
     for number, found in enumerate(matches):
         row = _figures(found)
-        # A finding without cells is in the record only.
+        # A finding without cells is only recorded.
         yield Finding(_cells(row) if number < MAX_ROWS else (), row)
 
 
 def _figures(found: Match) -> Row:
-    """Lists of two are [A, B]."""
+    """The figures of a match. Lists of two are [A, B]."""
     sides = (found.first, found.second)
     known = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
     ours, theirs = known
@@ -155,7 +155,7 @@ def _conclusion(
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Whether a strategy is faster in B, and what else changed."""
+    """Whether a strategy is faster in B, and what else differs."""
     yield f"{strategy}: {_relation(_by_prompt(rows, 'ratios'))}"
     # Without an accepted draft, a speed-up is noise.
     gains = [row for row in rows if row["speedup_ratios"] and strategy != BASELINE and 0 not in row["accepted"]]
@@ -173,7 +173,7 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _by_prompt(rows: Sequence[Row], name: str) -> list[list[float]]:
-    """The ratios of each prompt. Runs of one prompt with several settings resemble each other more than prompts do."""
+    """The ratios of each prompt. Runs of one prompt with several settings are more alike than runs of other prompts."""
     prompts: dict[str, list[float]] = {}
     for row in rows:
         prompts.setdefault(row["prompt"], []).extend(row[name])
@@ -181,7 +181,7 @@ def _by_prompt(rows: Sequence[Row], name: str) -> list[list[float]]:
 
 
 def _relation(ratios: Sequence[Sequence[float]]) -> str:
-    """B compared with A. ratios: of the runs of each prompt."""
+    """How B compares with A, by the ratios of each prompt's runs."""
     interval = speedup_interval(ratios)
     if not interval.is_bounded:
         return f"B / A is about {interval.estimate:.2f} on one prompt, with a single run in a file: too few to tell."
@@ -194,7 +194,7 @@ def _relation(ratios: Sequence[Sequence[float]]) -> str:
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """A dot for each prompt, and the interval over them."""
+    """A dot for each prompt and the interval over prompts."""
     rows = []
     for name, of_name in _by_strategy(findings).items():
         ratios = _by_prompt(of_name, "ratios")

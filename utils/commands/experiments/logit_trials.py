@@ -26,7 +26,7 @@ LARGEST_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class TrialText:
-    """The text of the trials. job: holds the prompt. context: the decoder's tokens. random: picks the cuts."""
+    """The text of the trials. `job` has the prompt, `context` the decoder's tokens, and `random` picks the cuts."""
 
     job: Job
     trials: int
@@ -49,7 +49,7 @@ class TrialText:
         return self.job.settings.max_drafts + 1
 
     def cuts(self) -> Iterator[tuple[list[int], int]]:
-        """For each trial the text up to a cut, and the number of positions before the cut that are compared."""
+        """The text up to a cut, and the number of positions to compare before it, for each trial."""
         for _ in range(self.trials):
             end = self.random.randint(min(self.width + 1, len(self.context)), len(self.context))
             yield self.context[:end], max(1, min(self.width, end - 1))
@@ -59,7 +59,7 @@ class TrialText:
     ) -> ModelSession:
         """A session of the target that has begun the prompt, in a batch with `others`.
 
-        Raises UserError where the session must rewind and the model's cache cannot.
+        Raises UserError if the session must rewind but the model's cache does not support it.
         """
         settings = self.job.settings if cache is None else replace(self.job.settings, cache=cache)
         session = replace(self.job, settings=settings).session("target", rewinds=rewinds)
@@ -67,18 +67,20 @@ class TrialText:
         return session
 
     def choices(self, logits: Tensor, end: int) -> tuple[int, ...]:
-        """The tokens that would be drawn from logits (k, V) under the current processor and seed."""
+        """The tokens drawn from logits (k, V) under the current processor and seed."""
         decoding = self.job.decoding
         return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
 
     def shuffled(self, tokens: list[int]) -> list[int]:
-        """The same tokens in random order behind the first."""
+        """The same tokens in random order after the first."""
         return [*tokens[:1], *self.random.sample(tokens[1:], len(tokens) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """versions: logits (k, V) of the same positions, one tensor per way. end: of the text. width: the largest used."""
+    """One cut. `versions` has logits (k, V) of the same positions, one tensor per way to compute them. `end` is the
+    length of the text, `width` the largest verify width.
+    """
 
     versions: list[Tensor]
     end: int
@@ -86,7 +88,7 @@ class Trial:
 
 
 def widths(text: TrialText) -> Iterator[Trial]:
-    """By decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
+    """Logits by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
     for context, count in text.cuts():
         base = text.session()
         if len(context) > count:
@@ -96,12 +98,12 @@ def widths(text: TrialText) -> Iterator[Trial]:
 
 
 def prefixes(text: TrialText) -> Iterator[Trial]:
-    """With a cached prefix from which other drafts were rewound, and without a cache."""
+    """Logits with a cached prefix, after other drafts were rewound, and without a cache."""
     for context, count in text.cuts():
         known = len(context) - count
         cached = text.session(cache=True)
         if known:
-            # Any other tokens do as drafts: a rewind must leave no trace of them.
+            # Any other tokens serve as drafts: a rewind must remove them completely.
             cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
             cached.rewind(known)
         sessions = (cached, text.session(cache=False))
@@ -109,7 +111,7 @@ def prefixes(text: TrialText) -> Iterator[Trial]:
 
 
 def batches(text: TrialText) -> Iterator[Trial]:
-    """Alone, and in a batch of 2 to 8 with shuffled texts and prompts."""
+    """Logits of the text alone, and in a batch of 2 to 8 with shuffled texts and prompts."""
     for number, (context, count) in enumerate(text.cuts()):
         size = 1 + number % (LARGEST_BATCH - 1)
         others = [text.shuffled(context) for _ in range(size)]
@@ -124,7 +126,7 @@ MODES: dict[str, Callable[[TrialText], Iterator[Trial]]] = {"width": widths, "pr
 
 
 def logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[ReportEvent]:
-    """One finding for the trials of a mode. Ctrl-C keeps the trials that were finished."""
+    """One finding for the trials of a mode. Ctrl-C keeps the finished trials."""
     yield Progress(f"{mode}: {count_of(text.trials, 'position')} in {count_of(len(text.context), 'token')} ...")
     drift, unique, done, width = LogitDrift(0.0, 0, 0), 0, 0, 0
     countdown = Countdown()

@@ -25,7 +25,7 @@ from utils.metrics.chi_square import Fit, fit
 from utils.text import count_of
 
 DRAWS, MAX_DRAWS = 200, 1_000_000
-SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious, and wrong
+SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
 HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
 OPTIONAL = ("cells", "draws")
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
@@ -78,7 +78,8 @@ def _events(
 def _first_probs(harness: Harness, prompt: list[int], settings: Settings) -> list[Tensor]:
     """The target's distribution (V,) of the first new token, from a decode step and from a verify pass.
 
-    Strategies compute either. The two differ by rounding only, which can move a token across the edge of a nucleus.
+    Strategies compute one or the other. They differ by rounding only, but that can move a token across the edge of a
+    nucleus.
     """
     job = replace(harness.job(prompt, settings), prefills=SharedPrefills())
     session = job.session("target", rewinds=False)
@@ -93,14 +94,14 @@ def _first_probs(harness: Harness, prompt: list[int], settings: Settings) -> lis
 
 
 def _best_fit(counts: Counter[int], versions: Sequence[Tensor]) -> Fit:
-    """The fit to the version of the distribution that suits the draws best: a strategy may compute either."""
+    """The fit to the version of the distribution that matches the draws best: a strategy may compute either."""
     fits = (fit(counts, probs) for probs in versions)
     return max(fits, key=lambda result: (result.matches, 1.0 if result.p_value is None else result.p_value))
 
 
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     seed = (job.settings.seed + draw) % (MAX_SEED + 1)
-    # Every draw must start from the same state, or draws would not be independent.
+    # Every draw must start from the same state; otherwise draws would not be independent.
     job.storage.reset()
     job.caches.texts.clear()
     rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
@@ -138,7 +139,7 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the verdicts and the columns mean, as far as they occur, and what to do next."""
+    """Sentences on the verdicts and columns that occur, and the next step."""
     lines = [sentence for row in rows if (sentence := _alarm(row))]
     if any(row["verdict"] == OTHER for row in rows):
         lines.append("The drafter alone is not meant to follow the target's distribution.")
@@ -161,7 +162,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _alarm(row: dict[str, Any]) -> str:
-    """A sentence about a strategy whose draws do not look like the target's, or ""."""
+    """A sentence about a strategy whose draws do not match the target's distribution. It is empty otherwise."""
     if row["verdict"] == RARE:
         return f"{row['strategy']}: chance does this once in {1 / row['p_value']:.0f}. Next: repeat it with more draws."
     if row["verdict"] == WRONG:

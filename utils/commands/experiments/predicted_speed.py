@@ -1,8 +1,8 @@
-"""Predicted times of speculative runs, which /why and /whatif share.
+"""Predicts times of speculative runs for /why and /whatif.
 
 Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + c k decode steps, where
-v(k) is the extra time of a verify pass with k drafts and c the time of one draft. How long a decode step takes is read
-off the target's own run.
+v(k) is the extra time of a verify pass with k drafts and c the time of one draft. The time of a decode step comes from
+the target's own run.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from utils.metrics.stopwatch import RoundTiming
 
 @dataclass(frozen=True, slots=True)
 class TargetTiming:
-    """Seconds of a run by the target alone: before its decode steps (mostly the prefill), and per decode step."""
+    """Seconds of the target's own run before its decode steps (mostly the prefill), and per decode step."""
 
     start: float
     step: float
 
     @classmethod
     def of(cls, run: Generation) -> Self:
-        """Read off the target's own run. Raises UserError where it has fewer than two tokens."""
+        """Computed from the target's own run. Raises UserError if it has fewer than two tokens."""
         if len(run.steps) < 2 or run.first_seconds is None:
             raise UserError("the target's own run needs at least two tokens: send a prompt with a longer answer.")
         # The first step contains the prefill, so only the others are averaged.
@@ -44,7 +44,7 @@ class TargetTiming:
 
 
 def target_run(last: LastPrompt) -> Generation:
-    """The target's own run of the last prompt. Raises UserError where there is none."""
+    """The target's own run of the last prompt. Raises UserError if the target did not run."""
     if last.target is not None:
         return last.target
     if last.job.settings.target:
@@ -53,8 +53,8 @@ def target_run(last: LastPrompt) -> Generation:
 
 
 def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None, prompt: int) -> float:
-    """Decode steps that the drafts of a run take, each by the cost of the drafter kind that computed it, and reading a
-    prompt of so many tokens, which a drafter does for its first draft.
+    """The drafting time of a run in decode steps: every draft at the cost of its drafter kind, and reading the prompt
+    once for each kind.
     """
     readers = {timing.kind or kind for timing in timings if timing.drafts}
     reading = sum(costs.reading_cost(reader, prompt) for reader in readers)
@@ -62,5 +62,5 @@ def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None
 
 
 def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
-    """The costs in the middle of a run. Times grow linearly with the context, so this is their mean."""
+    """The costs in the middle of a run. Times grow linearly with the context, so these are the mean costs."""
     return (costs or Costs()).at(prompt + tokens // 2)

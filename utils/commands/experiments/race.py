@@ -1,5 +1,5 @@
-"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy in turns, and tells
-differences in speed from noise.
+"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy in turns, to
+separate differences in speed from noise.
 """
 
 import re
@@ -64,7 +64,7 @@ def _race(argument: str, context: CommandContext) -> Outcome:
 
 
 def _local(repeats: int, context: CommandContext) -> Outcome:
-    """The report of the loaded models."""
+    """The report of the local strategies."""
     last, harness, settings = context.harness.last(), context.harness, context.settings
     enabled = harness.enabled(settings)  # raises UserError where nothing is enabled
     title = f'/race {repeats} of "{shortened(last.text)}"'
@@ -76,7 +76,7 @@ def _local(repeats: int, context: CommandContext) -> Outcome:
 
 
 def _limited(argument: str) -> tuple[str, int | None]:
-    """The argument without its word limit=N, which may be the first or the last one, and N, or None."""
+    """The argument without limit=N, which may be its first or last word, and N or None."""
     match = re.fullmatch(r"(?:limit=(\S*)\s*)?(.*?)(?:(?:^|\s+)limit=(\S*))?", argument.strip(), re.DOTALL)
     assert match is not None  # the pattern matches every argument
     first, file, last = match.groups()
@@ -88,9 +88,9 @@ def _limited(argument: str) -> tuple[str, int | None]:
 
 
 def _parsed(argument: str) -> tuple[int | None, str, int | None]:
-    """The number of repeats, or None, the file, or "", and the limit, or None.
+    """The number of repeats or None, the file or an empty text, and the limit or None.
 
-    A first word that begins like a number must be one.
+    A first word that begins like a number must be a valid number.
     """
     match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*)", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
@@ -130,7 +130,7 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
-    """What the repeats tell about each strategy, and what to do next."""
+    """What the repeats show about each strategy, and what to do next."""
     if all(row["speedup"] is None for row in rows):
         return [NO_TARGET]
     lines = [sentence for row in rows if (sentence := speed_sentence(row))]

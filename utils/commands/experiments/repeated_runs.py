@@ -1,8 +1,8 @@
-"""Repeated, interleaved runs, which /race, /sweep and /replay share.
+"""Repeated, interleaved runs for /race, /sweep and /replay.
 
 The speed of a machine drifts. So every variant is warmed up first, variants and strategies take turns at going first,
-and speeds are compared within a repeat only. Ctrl-C keeps what was finished. What is measured, and how it is shown, is
-left to the commands.
+and speeds are compared within a repeat only. Ctrl-C keeps finished repeats. The commands decide what is measured and
+shown.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class PairedRun:
-    """One run of a repeat, with the target's own run of the same repeat where the target is on.
+    """One run of a repeat, with the target's own run of the same repeat if the target is on.
 
-    turns: those of a conversation, whose tokens, seconds and drafts are added up here.
+    `turns` are those of a conversation. Their tokens, seconds and drafts are added up.
     """
 
     run: Generation
@@ -36,13 +36,13 @@ class PairedRun:
 
     @classmethod
     def of_turns(cls, runs: Sequence[Generation], targets: Sequence[Generation]) -> "PairedRun":
-        """The runs of all turns of a conversation as one."""
+        """All turns of a conversation as one run."""
         pairs = tuple(map(cls, runs, targets))
         return pairs[0] if len(pairs) == 1 else cls(pooled(runs), pooled(targets), pairs)
 
     @property
     def each(self) -> tuple["PairedRun", ...]:
-        """The turns, or itself if there is only one."""
+        """The turns, or the run itself if there is only one."""
         return self.turns or (self,)
 
     @property
@@ -60,7 +60,7 @@ class PairedRun:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings to measure, and the finished runs under them by the strategy's name."""
+    """Settings to measure, and the finished runs by the strategy's name."""
 
     settings: Settings
     label: str = ""
@@ -69,7 +69,7 @@ class Variant:
 
 @dataclass(slots=True)
 class RemainingTime:
-    """Estimates how long the rest of a series takes, from the part that is finished."""
+    """Estimates the remaining time of a series from its finished part."""
 
     finished: int = 0
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class RemainingTime:
         self.seconds += seconds
 
     def estimate(self, remaining: int) -> str:
-        """The end of a progress sentence. It is empty until something is finished."""
+        """The end of a progress sentence. It is empty until a part is finished."""
         return f", about {self.seconds / self.finished * remaining:.0f} s left" if self.finished else ""
 
 
@@ -91,7 +91,7 @@ def announcement(repeats: int, names: Iterable[str]) -> Progress:
 def repeat_in_turns(
     harness: Harness, last: LastPrompt, variants: Sequence[Variant], *, repeats: int
 ) -> Iterator[ReportEvent]:
-    """Warm up, then run the last prompt `repeats` times with every variant, and add the runs to the variant.
+    """Warm up, then run the last prompt `repeats` times with every variant, and add the runs to the variants.
 
     Each repeat starts with the next variant and the next strategy.
     """
@@ -101,7 +101,7 @@ def repeat_in_turns(
             run_last(harness, last, strategy, shortened(variant.settings))
     time = RemainingTime()
     for repeat in range(repeats):
-        # Whoever goes first in a repeat finds the machine in a different state, so the first place rotates.
+        # The first run of a repeat finds the machine in a different state, so the first place rotates.
         for variant in rotated(variants, repeat):
             left = time.estimate(repeats * len(variants) - time.finished)
             label = f"{variant.label}, " if variant.label else ""
@@ -137,7 +137,7 @@ def one_by_one(
 ) -> Iterator[ReportEvent]:
     """Run the items in order, with progress and the estimated time left.
 
-    `run` takes an item and its index. It returns the seconds that its runs took, or None if it could not be run.
+    `run` takes an item and its index. It returns the seconds of its runs, or None if the item could not be run.
     """
     time = RemainingTime()
     for index, item in enumerate(items):
@@ -149,7 +149,7 @@ def one_by_one(
 
 
 def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable[Finding]]) -> Iterator[ReportEvent]:
-    """The events, and then the findings of what was finished, even if Ctrl-C or an error ends the events."""
+    """The events, followed by the findings of finished runs, even if Ctrl-C or an error ends the events."""
     try:
         yield from events
     finally:  # Ctrl-C is raised again once the findings are consumed
@@ -172,18 +172,18 @@ def repeat_figures(strategy: Strategy, runs: Sequence[PairedRun]) -> dict[str, A
 
 
 def claim_of(strategy: Strategy, speedups: Sequence[Sequence[float]], run: Generation) -> SpeedClaim:
-    """What the speed-ups of each prompt tell about a strategy. run: one of its runs, or all of them as one."""
-    # Only drafts can save forward passes, so nothing follows from the rate of the others.
+    """The claim for a strategy from the speed-ups of each prompt. `run` is one of its runs, or all of them as one."""
+    # Only drafts can save forward passes, so tokens per forward mean nothing for other strategies.
     forwards = run.tokens_per_target_forward if strategy.drafts else None
     return SpeedClaim.of(speedups, baseline=strategy.is_baseline, tokens_per_forward=forwards)
 
 
 def median_text(values: Sequence[float], form: str) -> str:
-    """The median as `form` formats it, or a dash where there are no values."""
+    """The median as `form` formats it, or a dash without values."""
     return form.format(median(values)) if values else "-"
 
 
 def range_text(values: Sequence[float]) -> str:
-    """The lowest and the highest speed, without decimals where they have three digits before the point."""
+    """The lowest and the highest speed, without decimals from 100 on."""
     form = ".1f" if max(values) < 100 else ".0f"
     return f"{min(values):{form}}-{max(values):{form}}"

@@ -1,6 +1,6 @@
 """/replay: runs every generation of a --json file again, and compares text, acceptance and speed with the record.
 
-The settings are those of each record. Models, engine and versions are the present ones, and differences are named.
+The settings are those of each record. Models, engine and versions are the present ones, and differences are reported.
 Each run has an n-gram storage of its own, as with /ngram keep off.
 """
 
@@ -39,7 +39,7 @@ CHANGED = "What has changed:"
 UNCHANGED = "Versions, models, engine and settings have not changed."
 UNEXPLAINED = "Nothing that is recorded explains this: /audit checks what is deterministic here."
 INTERRUPTED = "{} compared up to the interruption, without the speed."
-SHOWN_LINES = 5  # of the file, for each reason why records were left out
+SHOWN_LINES = 5  # lines of the file shown for each reason why records were skipped
 Row = Mapping[str, Any]  # the figures of a finding
 
 
@@ -66,7 +66,7 @@ def _events(recorded: Sequence[RecordedRun], context: CommandContext) -> Iterato
 def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> dict[str, Any]:
     """Run a record again. Returns its figures, with the reason if it could not be run."""
     harness = context.harness
-    # A value that is not supported here becomes a difference and keeps its default, so the record can still run.
+    # An unsupported value becomes a difference and keeps its default, so the record can still run.
     settings, differences = from_json(past.settings, context.limits)
     differences += past.differences(circumstances(harness.pair, settings))
     try:
@@ -83,7 +83,7 @@ def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]
 
 
 def _strategy(past: RecordedRun, settings: Settings, harness: Harness) -> Strategy:
-    """The strategy of the record. Raises UserError where the record cannot be run again."""
+    """The strategy of the record. Raises UserError if the record cannot be run again."""
     if past.interrupted and not past.tokens:
         raise UserError("It was interrupted before its first token.")
     if (highest := max(past.tokens, default=0)) >= vocabulary_size(harness.pair.target):
@@ -98,7 +98,7 @@ def _strategy(past: RecordedRun, settings: Settings, harness: Harness) -> Strate
 def _input_differences(
     past: RecordedRun, settings: Settings, strategy: Strategy, harness: Harness, *, prompt_tokens: int
 ) -> Iterator[str]:
-    """A sentence for each difference in what the run starts from."""
+    """A sentence for each difference in the inputs of the run."""
     label = strategy.drafter_label(harness.pair)
     if past.drafter_kind != label:
         yield f"{strategy.name}, drafter kind: {past.drafter_kind} then, {label} now"
@@ -121,8 +121,8 @@ def _figures(past: RecordedRun, differences: list[str]) -> dict[str, Any]:
 
 
 def _run_figures(past: RecordedRun, run: Generation) -> dict[str, Any]:
-    """Pairs are [then, now]. An interrupted run is compared up to its end, without its speed."""
-    # The present run is complete, and only its beginning has a counterpart.
+    """The figures of both runs; pairs are [then, now]. An interrupted run is compared up to its end, without speed."""
+    # The present run is complete, and only its beginning can be compared.
     tokens = run.tokens[: len(past.tokens)] if past.interrupted else run.tokens
     rounds = replace(run, steps=run.steps[: past.rounds]) if past.interrupted and past.rounds is not None else run
     drafts = past.drafted is not None
@@ -138,7 +138,7 @@ def _run_figures(past: RecordedRun, run: Generation) -> dict[str, Any]:
         "drafted": [past.drafted, drafted],
         "tokens_per_target_forward": [past.tokens_per_target_forward, rounds.tokens_per_target_forward],
         "tokens_per_second": [before, speed],
-        # A file can be edited: a speed near 0 would give a ratio without meaning.
+        # A file can be edited: a speed near 0 would give a meaningless ratio.
         "ratio": speed / before if speed and before and before > 1e-6 and not past.interrupted else None,
     }
 
@@ -172,7 +172,7 @@ def _conclusion(recorded: int, others: Counter[str], findings: Sequence[Finding]
 
 
 def _left_out(rows: Sequence[Row]) -> list[str]:
-    """Each reason why records were left out, with the first of their lines."""
+    """Each reason why records were skipped, with the first of their lines."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         lines.setdefault(row["left_out"], []).append(str(row["line"]))
@@ -186,7 +186,7 @@ def _first_lines(numbers: Sequence[str]) -> str:
 
 
 def _agreement(rows: Sequence[Row]) -> list[str]:
-    """How many texts and acceptances are the same, and whether the speed is."""
+    """How many texts and acceptances are equal, and whether the speed is."""
     if not rows:
         return []
     same = sum(row["first_difference"] is None for row in rows)
@@ -199,7 +199,7 @@ def _agreement(rows: Sequence[Row]) -> list[str]:
 
 
 def _speed(ratios: Sequence[float]) -> list[str]:
-    """One sentence on the ratios of speeds now to then, or none where there are no ratios."""
+    """One sentence on the ratios of speeds now to then, if there are any."""
     if not ratios:
         return []
     summary = f"median {median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f}), {speed_verdict(ratios)}"
@@ -207,7 +207,7 @@ def _speed(ratios: Sequence[float]) -> list[str]:
 
 
 def speed_verdict(ratios: Sequence[float]) -> str:
-    """Whether runs have become faster or slower: the 95 % interval and the middle half must agree, and the median must
+    """Whether runs have become faster or slower. The 95 % interval and the middle half must agree, and the median must
     exceed NOISE.
     """
     verdict = SpeedClaim.of([[ratio] for ratio in ratios]).verdict
@@ -221,7 +221,7 @@ def speed_verdict(ratios: Sequence[float]) -> str:
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:
-    """Each difference once, with the number of records unless it applies to all of them."""
+    """Each difference once, with its number of records unless that is all of them."""
     counts = Counter(sentence for row in rows for sentence in row["differences"])
     lines = [
         sentence + ("" if count == len(rows) else f" ({count} of {len(rows)} records)")

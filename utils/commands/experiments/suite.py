@@ -29,8 +29,8 @@ from utils.metrics.results import Generation, pooled
 from utils.prompts.prompt_files import Prompt, limited, read_prompts
 from utils.text import count_of
 
-MANY = 50  # prompts from which on a note recommends a limit
-MOST_NOTES = 6  # on prompts that are left out; a file of long prompts could have hundreds
+MANY = 50  # number of prompts from which a note recommends a limit
+MOST_NOTES = 6  # maximum number of notes on skipped prompts; a file of long prompts could have hundreds
 FURTHER = "Further prompts are left out, too. The table shows how many were run."
 EXAMPLE = "/race prompts.jsonl"
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
@@ -38,7 +38,7 @@ Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
 
 @dataclass(frozen=True, slots=True)
 class SuitePlan:
-    """What is run. prompts: those of the file that are run. limit: prompts of each task, or None."""
+    """What is run. `prompts` are the selected ones of the file, `limit` is the number for each task or None."""
 
     prompts: Sequence[Numbered]
     sample: BenchmarkSample
@@ -47,13 +47,13 @@ class SuitePlan:
 
     @property
     def notes(self) -> Iterator[Note]:
-        """What to know before it begins."""
+        """Notes before the first run."""
         if self.limit is None and len(self.prompts) >= MANY:
             yield Note(f"All {len(self.prompts)} prompts are run. With limit=3 after the file, 3 of each task are.")
 
 
 def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None = None) -> Outcome:
-    """The report of /race N FILE. limit: the most prompts of each task.
+    """The report of /race N FILE. `limit` is the maximum number of prompts of each task.
 
     Raises UserError for a file that cannot be used.
     """
@@ -77,7 +77,7 @@ def suite(file: str, repeats: int, context: CommandContext, *, limit: int | None
 
 
 def _report(path: Path, harness: Harness, settings: Settings, plan: SuitePlan, *, title: str) -> Report:
-    """The report of the loaded models."""
+    """The report of the local strategies."""
     sample = plan.sample
     return Report(
         "suite",
@@ -97,14 +97,14 @@ def _events(
     harness: Harness, settings: Settings, plan: SuitePlan, *, enabled: Sequence[Strategy]
 ) -> Iterator[ReportEvent]:
     results: list[list[Result]] = []  # of each prompt that could be run, in each repeat
-    places: dict[int, int] = {}  # of those prompts by number, in the order in which they ran
+    places: dict[int, int] = {}  # the index of each prompt that ran, by number
     notes: set[Note] = set()
     count = len(plan.prompts)
 
     def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:
         number, prompt = numbered
         repeat = index // count
-        # Rotated by the prompts that ran, so a prompt that is refused does not skip a turn, and from repeat to repeat.
+        # Rotated by the prompts that ran, so that a refused prompt skips no turn, and from repeat to repeat.
         order = rotated(enabled, places.get(number, len(places)) + repeat)
         runs, new = _runs(harness, numbered, order=order, settings=settings)
         for note in sorted(new - notes, key=lambda note: note.text):  # once, not in every repeat
@@ -114,7 +114,7 @@ def _events(
             elif len(notes) == MOST_NOTES + 1:
                 yield Note(FURTHER)
         if not runs:
-            # No seconds: a refused prompt says nothing about how long the others take.
+            # No seconds: a refused prompt does not predict how long the others take.
             return None
         places.setdefault(number, len(places))
         results.append(results_of((number, repeat), prompt.task, enabled, runs))
@@ -130,7 +130,7 @@ def _events(
     runs_each = count_of(plan.repeats, "run")
     yield Progress(f"warming up, then {count_of(count, 'prompt')} by {names}, {runs_each} each ...")
     warm_up(harness, settings)
-    # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
+    # Whole passes over the prompts, so that a machine that slows down affects all of them alike.
     items = list(plan.prompts) * plan.repeats
     yield from then_findings(one_by_one(items, lambda numbered: numbered[1].task, run), findings)
     if not results:
@@ -140,7 +140,7 @@ def _events(
 def _runs(
     harness: Harness, numbered: Numbered, *, order: Sequence[Strategy], settings: Settings
 ) -> tuple[dict[str, Generation], set[Note]]:
-    """Runs by the strategy's name, all turns as one, and a sentence for each that could not be run."""
+    """Runs by the strategy's name, all turns as one, and a sentence for each strategy that could not run."""
     number, prompt = numbered
     try:
         ids = harness.prompt_ids(prompt.text, settings)

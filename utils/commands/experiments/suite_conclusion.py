@@ -15,7 +15,7 @@ MEANING = "Speed-ups are geometric means over the prompts."
 def suite_conclusion(
     harness: Harness, settings: Settings, sample: BenchmarkSample, findings: Sequence[Finding]
 ) -> list[str]:
-    """A sentence for each task, whether the texts are as they must be, and what to do next."""
+    """A sentence for each task, whether required texts are equal, and what to do next."""
     tasks: dict[str, list[Row]] = {}
     for finding in findings:
         tasks.setdefault(finding.figures["task"], []).append(finding.figures)
@@ -44,13 +44,13 @@ def _task_sentences(tasks: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _undecided(rows: Sequence[Row]) -> Row | None:
-    """The fastest strategy that drafts with a gain, if there are too few runs to tell whether it is faster."""
+    """The fastest strategy that drafts with a gain, if there are too few runs to decide whether it is faster."""
     gaining = [row for row in _measured(rows) if not row["without_gain"]]
     return gaining[0] if gaining and {row["verdict"] for row in gaining} == {TOO_FEW} else None
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:
-    """Strategies that preserve the target's distribution, compared with the target, the fastest first."""
+    """Strategies that preserve the target's distribution and were compared with the target, the fastest first."""
     known = (row for row in rows if row["lossless"] and row["verdict"] != BASELINE and row["speedup"] is not None)
     return sorted(known, key=lambda row: -row["speedup"])
 
@@ -78,7 +78,7 @@ def task_sentence(task: str, rows: Sequence[Row]) -> str:
 
 
 def next_step(rows: Sequence[Row]) -> str:
-    """What to do after these figures of all prompts."""
+    """What to do next, from the figures of all prompts."""
     verdicts = {row["verdict"] for row in rows if row["lossless"]}
     if FASTER in verdicts:
         return f"{MEANING} Next: /whatif on a slow prompt, or /export report.html."
@@ -88,7 +88,7 @@ def next_step(rows: Sequence[Row]) -> str:
 
 
 def _required_texts(rows: Sequence[Row], harness: Harness) -> list[str]:
-    """Whether the texts are the target's own where they are required to be."""
+    """Whether the texts equal the target's where this is required."""
     same, compared = (sum(row[name] for row in rows) for name in ("same_texts", "compared_texts"))
     lines = [f"Texts that must equal the target's, and do: {same} of {compared}."] if compared else []
     if same < compared:
@@ -97,7 +97,7 @@ def _required_texts(rows: Sequence[Row], harness: Harness) -> list[str]:
             for row in rows
             if row["other_texts_at_prompts"]
         )
-        # Under a verified engine logits do not depend on the verify width, so rounding cannot be the reason.
+        # With a verified engine, logits do not depend on the verify width, so rounding cannot be the reason.
         cause = (
             "this should not happen"
             if harness.pair.engine.state.verified

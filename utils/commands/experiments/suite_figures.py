@@ -33,9 +33,10 @@ SHOWN_TASK = 16  # characters of a task in the table
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One prompt by one strategy, and how it compares with the target's own run of that repeat.
+    """One prompt by one strategy, compared with the target's own run of that repeat.
 
-    number: of the prompt in the file, from 1. repeat: from 0. run: all turns of a conversation are one run.
+    `number` is the prompt's number in the file, from 1, and `repeat` counts from 0. All turns of a conversation are one
+    `run`.
     """
 
     number: int
@@ -50,7 +51,7 @@ class Result:
 def results_of(
     place: tuple[int, int], task: str, enabled: Sequence[Strategy], runs: dict[str, Generation]
 ) -> list[Result]:
-    """The results of one prompt. place: its number, and the repeat. runs: by the strategy's name."""
+    """The results of one prompt. `place` has its number and the repeat, `runs` are keyed by strategy name."""
     done = [(strategy, runs[strategy.name]) for strategy in enabled if strategy.name in runs]
     target = next((run for strategy, run in done if strategy.is_baseline), None)
     return [Result(*place, task, strategy, run, target, compare(run, target)) for strategy, run in done]
@@ -62,7 +63,7 @@ def findings_of(
     """A row for each task and strategy. If there are several tasks, a group for all prompts comes last."""
     tasks = list(dict.fromkeys(result.task for result in results))
     if len(tasks) > 1:
-        # Prompts that name no task have this one too, and their group must not appear twice.
+        # Prompts without a task have this name too, and their group must not appear twice.
         tasks = [*(task for task in tasks if task != ALL_TASKS), ALL_TASKS]
     for task in tasks:
         for strategy in enabled:
@@ -95,7 +96,7 @@ def _figures(task: str, strategy: Strategy, group: Sequence[Result], settings: S
 
 
 def _by_repeat(group: Sequence[Result]) -> list[Repeat]:
-    """The runs of each repeat, with the target's."""
+    """The runs of each repeat, with the target's runs."""
     repeats: dict[int, list[tuple[Generation, Generation | None]]] = {}
     for result in group:
         repeats.setdefault(result.repeat, []).append((result.run, result.target))
@@ -129,7 +130,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, of all prompts before those of each task."""
+    """The speed-up of each prompt: all prompts first, then each task."""
     rows = sorted((finding.figures for finding in findings), key=lambda row: bool(row["task"] != ALL_TASKS))
     several = len({row["task"] for row in rows}) > 1
     named = [(f"{row['strategy']}, {row['task']}" if several else row["strategy"], row) for row in rows]

@@ -52,7 +52,7 @@ EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /
 def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
     text, repeats = _repeats(text)
-    # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may do without.
+    # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
         raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
@@ -60,7 +60,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
     variants = [_variant(name, word, context) for word in words]
     for variant in variants:
-        harness.enabled(variant.settings)  # a value that cannot run is refused before anything runs
+        harness.enabled(variant.settings)  # refuse a value that cannot run before anything runs
     events = _events(harness, last, variants, repeats=repeats)
     title = f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"'
     report = Report("sweep", last.text, context.settings, (name, *HEADINGS), events, _conclusion, charts=_charts)
@@ -74,7 +74,7 @@ def _repeats(text: str) -> tuple[str, int]:
 
 
 def _variant(name: str, word: str, context: CommandContext) -> Variant:
-    """The settings with one value. Raises UserError where the value is not valid."""
+    """The settings with one value. Raises UserError if the value is not valid."""
     entry = PARTS.get(name) or setting_fields()[name]
     settings = entry.change(context.settings, word, context.limits)
     return Variant(settings, f"{name} {word if name in PARTS else entry.show(settings)}")
@@ -90,19 +90,19 @@ def _events(harness: Harness, last: LastPrompt, variants: Sequence[Variant], *, 
 
 
 def _findings(harness: Harness, variants: Sequence[Variant]) -> Iterator[Finding]:
-    texts: dict[tuple[int, ...], int] = {}  # each different text with a number
+    texts: dict[tuple[int, ...], int] = {}  # the number of each different text
     for index, variant in enumerate(variants):
         for strategy in harness.enabled(variant.settings):
             if runs := variant.runs.get(strategy.name):
                 figures = repeat_figures(strategy, runs) | _run_figures(strategy, runs)
                 figures["text_number"] = texts.setdefault(tuple(runs[0].run.tokens), len(texts))
-                # Two typed values may have the same label, so a chart needs the index.
+                # Two typed values may have the same label, so the chart needs the index.
                 figures |= {"setting": variant.label, "place": index}
                 yield Finding(_cells(figures, compare(runs[0].run, runs[0].target)), figures)
 
 
 def _run_figures(strategy: Strategy, runs: Sequence[PairedRun]) -> dict[str, Any]:
-    """What does not change from repeat to repeat: drafts, acceptance, and whether the text is the target's own."""
+    """The figures that do not change between repeats: drafts, acceptance, and whether the text equals the target's."""
     run = runs[0].run
     same = [compare(paired.run, paired.target).same for paired in runs] if strategy.lossless else [None]
     return {

@@ -16,7 +16,7 @@ from utils.comparison.speed_claims import (
 )
 from utils.config.setting_table import NGRAM_PARTS
 
-COMMANDS = {part.name.removeprefix("ngram "): part.name for part in NGRAM_PARTS}  # swept by their last words
+COMMANDS = {part.name.removeprefix("ngram "): part.name for part in NGRAM_PARTS}  # /sweep uses their last words
 NOTHING_TO_COMPARE = "No enabled strategy preserves the target's distribution, so there is nothing to compare."
 ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
 OTHER_TEXTS = (
@@ -29,7 +29,7 @@ NO_TARGET = "With /target on, each value is compared with target-only."
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
-    """What the repeats tell about the values, and what to do next. rows: the figures of the findings."""
+    """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
     rows = [row for row in rows if row["lossless"]]
     if not rows:
         return [NOTHING_TO_COMPARE]
@@ -37,7 +37,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
 
 
 def _with_texts(rows: Sequence[Row]) -> list[str]:
-    """Nothing is said across values, because a text that is easier to draft is generated faster."""
+    """No claim across values, because a text that is easier to draft is generated faster."""
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         if row["speedup"] is not None and row["verdict"] != BASELINE:
@@ -52,7 +52,7 @@ def _with_texts(rows: Sequence[Row]) -> list[str]:
 
 
 def _credible(row: Row) -> tuple[bool, float]:
-    """The order of speed-ups: those that drafts cannot have caused come last."""
+    """The sort key of speed-ups: those that drafts cannot have caused come last."""
     return not row["without_gain"] or row["speedup"] <= 1, row["speedup"]
 
 
@@ -82,7 +82,7 @@ def _fastest(best: Row, others: Sequence[Row], near: Sequence[str], *, of: str) 
 
 
 def _claim(best: Row, other: Row) -> str:
-    """The verdict on the ratios of two rows in the same repeat."""
+    """The claim for the ratios of two rows in the same repeat."""
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
     return SpeedClaim.of([[ours / theirs for ours, theirs in pairs if theirs]]).verdict
 

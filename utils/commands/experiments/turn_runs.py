@@ -19,7 +19,7 @@ ONLY_FIRST_TURNS = "Only the first turn of each prompt is run, because a convers
 
 
 def has_skipped_turns(prompts: Sequence[Prompt], settings: Settings) -> bool:
-    """Whether prompts have further turns that cannot be run."""
+    """Whether prompts have later turns that cannot be run."""
     return not settings.uses_chat and any(prompt.later for prompt in prompts)
 
 
@@ -32,9 +32,9 @@ def turn_runs(
     ids: list[int],
     stopwatch: Callable[[], Stopwatch | None] = lambda: None,
 ) -> list[Generation]:
-    """The run of each turn. ids: of the first turn. stopwatch: makes one for each turn.
+    """The run of each turn. `ids` are those of the first turn, and `stopwatch` makes a stopwatch for each turn.
 
-    Raises UserError if the models cannot take one of the turns, and KeyboardInterrupt on Ctrl-C.
+    Raises UserError if a turn does not fit the models, and KeyboardInterrupt on Ctrl-C.
     """
     runs = [harness.run_alone(ids, strategy, settings, stopwatch=stopwatch())]
     history: Turns = ()

@@ -36,7 +36,7 @@ Row = dict[str, Any]  # the figures of a finding
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
     timing = TargetTiming.of(target_run(last))
-    # The text was made under the old settings; what drafts along it may be chosen anew.
+    # The text was generated with the old settings; the drafters along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     findings = _findings(harness, _rerun_job(last, harness, settings), last, timing)
     conclude = partial(_conclusion, context.settings.gamma)
@@ -48,8 +48,7 @@ def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
     """The last prompt as it would be run now."""
     job = harness.job(last.job.prompt, settings, last.job.history)
     return (
-        # With /ngram keep on a real run would start from the session's storage, which may already hold this
-        # text.
+        # With /ngram keep on a real run would start from the session's storage, which may already contain this text.
         job if settings.reset_in_between else replace(job, storage=harness.state.storage, caches=harness.state.caches)
     )
 
@@ -88,7 +87,7 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
 
 
 def _repeats(row: Row, above: Row) -> bool:
-    """Whether a larger gamma only drafts more: it has a record, but no line on the screen."""
+    """Whether a larger gamma changes no round but drafts more. Such a row is recorded, but not shown."""
     names = ("strategy", "rounds", "accepted")
     return row["gamma"] is not None and all(row[name] == above.get(name) for name in names)
 
@@ -139,13 +138,13 @@ def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
     lines = conclusion(list(_by_strategy(findings).values()), gamma)
     exact = all(finding.figures["exact"] for finding in findings)
     unlisted = [UNLISTED] if not all(finding.cells for finding in findings) else []
-    following = [line for line in lines if line.startswith(NEXT)]  # what to type comes last
+    following = [line for line in lines if line.startswith(NEXT)]  # the next command comes last
     return [*lines[: len(lines) - len(following)], " ".join([EXACT if exact else ESTIMATE, *unlisted]), *following]
 
 
 def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list[str]:
-    """The best gamma of each strategy, and what to type. Rows: of each gamma, and of auto (None). current: the value
-    of /gamma.
+    """The best gamma of each strategy, and what to type. Each row is a gamma, where None is auto. `current` is the
+    value of /gamma.
     """
     lines = []
     advised: list[tuple[float, str]] = []
@@ -158,7 +157,7 @@ def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list
         other = auto
         if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
             best, other = auto, best
-        # Also where auto is preferred to a fixed gamma that the table shows as slightly faster.
+        # Also if auto is preferred to a fixed gamma that the table shows as slightly faster.
         also = "" if other is None or best is other else f" ({_shown(other['gamma'])}: {other['speedup']:.2f}x)"
         lines.append(
             f"{name}: best with gamma {_shown(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}."
@@ -172,7 +171,7 @@ def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list
 
 
 def _charts(findings: Sequence[Finding]) -> list[LineChart]:
-    """The predicted speed-up over gamma, up to the gamma from which no drafter's rounds change any more."""
+    """The predicted speed-up over gamma, up to the gamma from which rounds no longer change."""
     rows = _by_strategy(findings)
     fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
     measured = [row["gamma"] for of_kind in fixed.values() for row in of_kind if row["measured_speedup"] is not None]
@@ -190,13 +189,13 @@ def _charts(findings: Sequence[Finding]) -> list[LineChart]:
 
 
 def _last_change(rows: Sequence[Row]) -> int:
-    """The smallest gamma whose rounds all larger ones repeat; they only draft more."""
+    """The smallest gamma whose rounds equal those of all larger ones."""
     rounds = [(row["rounds"], row["accepted"]) for row in rows]
     return next(gamma for gamma in range(len(rounds)) if all(other == rounds[gamma] for other in rounds[gamma:]))
 
 
 def _mean_drafts(row: Row) -> float:
-    """Where a row belongs on the axis: its gamma, or the drafts per round where that is adaptive."""
+    """The position of a row on the axis: its gamma, or the drafts per round if that is adaptive."""
     return float(row["drafted"] / row["rounds"] if row["gamma"] is None else row["gamma"])
 
 

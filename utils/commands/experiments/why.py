@@ -1,7 +1,7 @@
-"""/why: where the last prompt's time went, what limits its speed-up, and what to change first.
+"""/why: how the last prompt spent its time, what limits its speed-up, and what to change first.
 
-Costs are measured anew on the loaded models. Acceptance, and how long drafting and verifying really took, come from the
-last run. The prediction is that of utils.commands.experiments.predicted_speed.
+Costs are measured anew on the loaded models. Acceptance and the times of drafting and verifying are those of the last
+run. The prediction is that of utils.commands.experiments.predicted_speed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,17 +48,17 @@ REPEATS = 9  # of each verify width, when costs are measured
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """What a run took in decode steps, by cause, and the share of its measured time outside the models."""
+    """The cost of a run in decode steps, by cause, and the share of its measured time outside the models."""
 
     tokens: int
     forwards: float
-    verifying: float  # what verify passes take beyond a decode step each
+    verifying: float  # the extra time of verify passes over decode steps
     drafting: float
     other: float
 
     @classmethod
     def of(cls, run: Generation, costs: Costs, kind: str | None, prompt: int = 0) -> Self:
-        """kind: the strategy's drafter kind, for rounds that do not name theirs. prompt: its tokens."""
+        """The costs of a run. `kind` is the drafter kind of rounds that do not name it, `prompt` a number of tokens."""
         total = sum(timing.total for timing in run.timings)
         inside = sum(timing.drafting + timing.verifying for timing in run.timings)
         return cls(
@@ -106,7 +106,7 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
 
 
 def _expected(engine: Engine) -> str:
-    """How long the measurement will take, by the costs that are known; empty if none are."""
+    """Estimated duration of the measurement from known costs. It is empty if no costs are known."""
     widths = (width for width in WIDTHS if width <= len(engine.costs) + 1)
     forwards = sum(1 + (engine.costs[width - 2] if width > 1 else 0.0) for width in widths)
     seconds = time_of_repeats(REPEATS, forwards * engine.step_seconds)
@@ -163,11 +163,11 @@ def _cells(row: dict[str, Any], run: Generation) -> tuple[str, ...]:
 def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> str:
     """What reduces the speed-up most, in words."""
     rounds = len(run.steps)
-    # The order matters: a cause that hides the others comes before them.
+    # The order matters: a cause that hides others comes first.
     if run.declined_rounds > MANY_DECLINED * rounds:
         share = f"{run.declined_rounds / rounds:.0%}"
         return f"nothing was drafted in {share} of the rounds, so they ran at the speed of target-only"
-    # The share of time is scaled to decode steps, the unit of the two it is compared with.
+    # The share of time is scaled to decode steps, the unit of the costs it is compared with.
     if spent.other > MUCH_OVERHEAD and spent.other * spent.steps > max(spent.verifying, spent.drafting):
         return f"{spent.other:.0%} of the time is overhead outside the models"
     drafts = round(run.drafted / rounds)
@@ -184,12 +184,12 @@ def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> 
 def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, float]:
     """The gamma with the highest estimate, and its tokens per decode step.
 
-    The estimate uses the acceptance by position, up to the first position that too few rounds have reached. In a round
-    without drafts nothing is accepted.
+    The estimate uses the acceptance by position, up to the first position that too few rounds have reached. Rounds
+    without drafts accept nothing.
     """
     tokens, reached, rates = 1.0, 1.0, [1.0]
     for position, (accepted, tried) in enumerate(run.accepted_by_position):
-        # Position 0 counts all rounds, because a round in which the drafter declined accepts nothing.
+        # Position 0 counts all rounds, because a round without drafts accepts nothing.
         tried = tried if position else len(run.steps)
         if tried < MIN_TRIALS:
             break
@@ -210,7 +210,7 @@ def advice(row: dict[str, Any]) -> str:
         return "No gamma would help on this prompt"
     if row["best_rate"] < row["rate"] * MIN_GAIN:
         return f"/gamma {'auto' if row['gamma'] is None else row['gamma']} is already the best choice"
-    # Where auto drafts far, drafts are likely to be accepted. In other rounds a fixed gamma would do worse than that.
+    # Adaptive gamma drafts far where drafts are likely to be accepted. In other rounds a fixed gamma would do worse.
     if row["gamma"] is None:
         return "A fixed gamma may do better than auto: /whatif compares them"
     return f"Try /gamma {row['best_gamma']}: predicted to decode at {row['best_rate']:.2f}x target-only"

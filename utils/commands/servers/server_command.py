@@ -1,4 +1,4 @@
-"""/server: finds the subcommand, and adds, lists and removes servers, for which none is contacted.
+"""/server: finds the subcommand, and adds, lists and removes servers without contacting them.
 
 A new subcommand is one row of the table.
 """
@@ -28,7 +28,7 @@ IN_CLEAR = "The key will cross the network without encryption: use an https:// a
 
 def add(argument: str, context: CommandContext) -> Outcome:
     added = parse_server(argument)
-    key_headers(added.key)  # raises UserError for a variable that is not set, while it is easily mended
+    key_headers(added.key)  # raises UserError for an unset variable, while the user can still correct it
     addresses = with_server(context.harness.state.servers.addresses, added)
     compared = "" if added.baseline is None else f", compared with {added.baseline}"
     replies = [Reply(f"server {added.name} at {added.url}{compared}: every prompt is sent to it from now on")]

@@ -1,5 +1,5 @@
-"""/server load: many requests at the same time on a server and its baseline, in turns: where does speculation stop
-paying? Requests are the prompts of this session, without end tokens where the server can.
+"""/server load: concurrent requests to a server and its baseline, in turns. At which load does speculation stop paying?
+Requests are the prompts of this session, without end tokens if the server supports that.
 """
 
 import time
@@ -79,7 +79,7 @@ SENTENCES = {
 
 @dataclass(slots=True)
 class LoadCell:
-    """One server with one number of requests at the same time. slices: what was measured, by turn."""
+    """One server at one concurrency, with its measurements by turn."""
 
     concurrency: int
     address: ServerAddress
@@ -87,7 +87,7 @@ class LoadCell:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all turns over their seconds."""
+        """The tokens of all turns divided by their seconds."""
         counted = [one for one in self.slices.values() if one.tokens is not None]
         seconds = sum(one.seconds for one in counted)
         return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
@@ -98,7 +98,7 @@ LoadCells = Mapping[tuple[int, str], LoadCell]
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is measured. requests: at least so many for each server and concurrency. seconds: the time limit."""
+    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit."""
 
     connections: Sequence[Connection]
     texts: Sequence[str]
@@ -110,7 +110,7 @@ class LoadPlan:
     cells: dict[tuple[int, str], LoadCell] = field(default_factory=dict)
 
     def per_turn(self, concurrency: int) -> int:
-        """Requests of one turn: a multiple of the concurrency, so that nearly all of the time has full load."""
+        """Requests of one turn: a multiple of the concurrency, so that load is full nearly all of the time."""
         return ceil(self.requests / (self.turns * concurrency)) * concurrency
 
     def slices(self) -> Iterator[tuple[int, int, Connection]]:
@@ -161,7 +161,7 @@ def _concurrencies(text: str | None) -> tuple[int, ...]:
 
 
 def _with_baseline(name: str, harness: Harness) -> list[Connection]:
-    """The server, and its baseline if that is a server, too."""
+    """The server, and its baseline if that is also a server."""
     servers = harness.state.servers
     baseline = servers.connections[name].address.baseline
     return [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]
@@ -178,7 +178,7 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
         name = connection.address.name
         yield Progress(f"warming up {name} ...")
         requests[name] = _requests(harness, plan, settings, connection)
-        for _ in range(2):  # the first answer pays for a first use
+        for _ in range(2):  # the first answer includes the first use
             one = run_slice(connection, requests[name][:1], concurrency=1, limit=plan.seconds)
         singles[name] = one.seconds
     yield Note(_estimate(plan, singles))
@@ -211,7 +211,7 @@ def _requests(harness: Harness, plan: LoadPlan, settings: Settings, connection: 
 
 
 def _estimate(plan: LoadPlan, singles: dict[str, float]) -> str:
-    """How long it takes at most, from one request alone on each server."""
+    """An upper bound of the duration, estimated from single requests to each server."""
     counts = [(plan.per_turn(count), connection.address.name) for count, _, connection in plan.slices()]
     total = sum(count for count, _ in counts)
     most = sum(count * singles[name] for count, name in counts)
@@ -222,7 +222,7 @@ def _estimate(plan: LoadPlan, singles: dict[str, float]) -> str:
 
 
 def findings_of(cells: LoadCells) -> Iterator[Finding]:
-    """One finding for each cell, the speed-up of a server against its baseline in the same turns."""
+    """One finding for each cell, with the speed-up of a server over its baseline in the same turns."""
     for (concurrency, _), cell in cells.items():
         figures = _figures(cell, cells.get((concurrency, cell.address.baseline or "")))
         yield Finding(_cells(figures), figures)
@@ -260,7 +260,7 @@ def _figures(cell: LoadCell, baseline: LoadCell | None) -> dict[str, Any]:
 
 
 def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
-    """The throughput over the baseline's, turn by turn. Only on the same host: others share no machine."""
+    """The throughput over the baseline's, turn by turn. Only on the same host: other hosts are different machines."""
     if cell.address.host != baseline.address.host:
         return
     for turn, ours in cell.slices.items():
@@ -292,7 +292,7 @@ def _times(pair: tuple[float, float] | None) -> str:
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Where the server is ahead of its baseline, and where it is not any more."""
+    """The loads at which the server is faster than its baseline, and those at which it is not."""
     rows = [finding.figures for finding in findings]
     lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
     compared = [row for row in rows if row["speedups"]]
@@ -324,9 +324,9 @@ def _sentence(verdict: str, rows: Sequence[Row]) -> str:
 
 
 def _crossing(rows: Sequence[Row]) -> list[str]:
-    """Between which loads speculation stops paying: the highest with a gain, and the next one with a loss.
+    """The loads between which speculation stops paying: the highest one with a gain and the next one with a loss.
 
-    A load at which neither is measured shows no loss, so it gets a sentence of its own.
+    A load with neither shows no loss, so it gets a sentence of its own.
     """
     last = max((index for index, row in enumerate(rows) if row["verdict"] == FASTER), default=None)
     if last is None:
@@ -339,7 +339,7 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
 
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:
-    """Throughput, and the median time per token, over the number of requests at the same time."""
+    """Throughput and the median time per token over the concurrency."""
     rows = [finding.figures for finding in findings]
     counts = sorted({row["concurrency"] for row in rows})
     names = list(dict.fromkeys(row["server"] for row in rows))

@@ -1,7 +1,7 @@
-"""/race with servers: every prompt several times by every server in turns, with speed-ups over the named baselines.
+"""/race with servers: every prompt several times by every server in turns, with speed-ups over their baselines.
 
-Speeds are compared within a repeat of a prompt only, because the load of a machine drifts. /race calls this; the local
-strategies have a report of their own. /verdict shares the turns and the rows.
+Speeds are compared within a repeat of a prompt only, because the load of a machine drifts. Local strategies have a
+separate report. /verdict shares the turns and the rows.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -32,10 +32,10 @@ from utils.text import count_of, decode
 
 RECORD = "server_race"
 GONE = "{} has not answered {} prompts in a row, so it is not asked again."
-MOST_FAILURES = 2  # prompts in a row without an answer: after them a server is taken to be gone
+MOST_FAILURES = 2  # after this many prompts in a row without an answer, a server is considered gone
 NO_ANSWER = "no server has answered any of the prompts."
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
-Arm = Connection | None  # what takes its turn: a server, or None for the local target
+Arm = Connection | None  # a server, or None for the local target
 HEADINGS = (
     "task",
     "server",
@@ -59,7 +59,7 @@ OTHER_REASON = "{}: no drafts of these answers are known, so the difference may 
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """One answer to one prompt, numbered from 1, and how it compares with the baseline's in the same repeat."""
+    """One answer to a prompt (numbered from 1), compared with the baseline's in the same repeat."""
 
     number: int
     task: str
@@ -77,9 +77,9 @@ def server_race(
     title: str,
     sample: BenchmarkSample = NO_SAMPLE,
 ) -> Report:
-    """The report. prompts: with their numbers in the file. title: its heading and its subject.
+    """The report. `prompts` have their numbers in the file, and `title` has its heading and its subject.
 
-    sample: which prompts of a benchmark these are.
+    `sample` describes the prompts of a benchmark.
     """
     several = len({prompt.task for _, prompt in prompts}) > 1
     return Report(
@@ -127,7 +127,7 @@ def _events(
         f"warming up, then {count_of(len(prompts), 'prompt')} by {', '.join(rows)}, {count_of(repeats, 'run')} each ..."
     )
     warm_up_arms(harness, settings, prompts[0], arms)
-    # The prompts one after the other and then again, so that a machine that slows down affects all of them alike.
+    # Whole passes over the prompts, so that a machine that slows down affects all of them alike.
     yield from then_findings(
         one_by_one(list(prompts) * repeats, lambda numbered: numbered[1].task, run),
         lambda: findings_of(
@@ -145,22 +145,22 @@ def with_target(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
 
 
 def warm_up_arms(harness: Harness, settings: Settings, numbered: Numbered, arms: Sequence[Arm]) -> None:
-    """A short answer of each arm, because the first one may be slow."""
+    """Request a short answer from each arm, because the first one may be slow."""
     prompt_results(harness, shorter_settings(settings), (numbered[0], replace(numbered[1], later=())), arms)
 
 
 def prompt_results(
     harness: Harness, settings: Settings, numbered: Numbered, order: Sequence[Arm]
 ) -> tuple[list[ServerResult], set[str]]:
-    """The answers to all turns of one prompt, and a sentence for each server that gave none.
+    """The answers to all turns of one prompt, and a sentence for each server that failed.
 
     Every server continues its own answers. The local target answers the first turn only, in its place in the order.
-    Texts are compared only where the conversations before them are equal.
+    Texts are compared only if the conversations before them are equal.
     """
     number, prompt = numbered
     results: list[ServerResult] = []
     notes: set[str] = set()
-    histories: dict[str, Turns] = {row_name(arm.address.name): () for arm in order if arm}  # of those that answer
+    histories: dict[str, Turns] = {row_name(arm.address.name): () for arm in order if arm}  # of servers that answer
     for turn, text in enumerate((prompt.text, *prompt.later) if settings.uses_chat else (prompt.text,)):
         target: LocalRun | None = None
         runs: list[ServerRun] = []
@@ -187,9 +187,9 @@ def prompt_results(
 
 
 def _ask(server: Connection, request_for: RequestFor) -> ServerRun:
-    """One answer. Raises KeyboardInterrupt on Ctrl-C and UserError if there is none."""
+    """One answer. Raises KeyboardInterrupt on Ctrl-C and UserError without an answer."""
     run = ServerRun(server.address, server.ask(request_for))
-    # A stream turns Ctrl-C into a partial answer; a report must end instead.
+    # A stream turns Ctrl-C into a partial answer, but a report must end.
     if run.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
     return run
@@ -252,7 +252,7 @@ def _figures(task: str, group: Sequence[ServerResult]) -> dict[str, Any]:
 
 
 def _benchmark_figures(group: Sequence[ServerResult], results: Sequence[ServerResult]) -> dict[str, Any]:
-    """Of the results of one server. results: of all, its baseline included."""
+    """The figures of the results in `group`, all of one server. `results` also include its baseline."""
     baseline = group[0].comparison.baseline
     return server_benchmark_figures(
         _turns(group), _turns([result for result in results if result.run.name == baseline])
@@ -270,8 +270,8 @@ def _turns(results: Sequence[ServerResult]) -> dict[Place, ServerTurns]:
 def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
     """The drafts of all runs and how many of them were accepted.
 
-    None if nothing is known or if the figures of one run are not its own. A run of which nothing is known beside others
-    had no drafts.
+    Both are None if nothing is known or if a run's figures are not its own. A run without figures among others with
+    figures had no drafts.
     """
     found = [run.answer.acceptance for run in runs if run.answer.acceptance is not None]
     if not found or not all(one.valid for one in found):
@@ -280,7 +280,7 @@ def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
 
 
 def _forwards(run: ServerRun) -> int | None:
-    """Forward passes of the target for one answer, as the server counts them: drafts past its end may be accepted."""
+    """Forward passes of the target for one answer, as counted by the server: drafts after its end may be accepted."""
     found = run.answer.acceptance
     return run.new_tokens if found is None else found.forwards
 
@@ -292,7 +292,7 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def speedups_by_prompt(group: Sequence[ServerResult], ratio: str) -> list[list[float]]:
-    """The speed-ups of each prompt in its repeats. ratio: the field of ServerComparison."""
+    """The speed-ups of each prompt in its repeats. `ratio` is the field of ServerComparison."""
     by_prompt: dict[int, list[float]] = {}
     for result in group:
         if value := getattr(result.comparison, ratio):
@@ -320,7 +320,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """What the repeats tell about the speed and the text of each server, over all prompts."""
+    """What the repeats show about the speed and the text of each server, over all prompts."""
     rows = [finding.figures for finding in findings]
     overall = [row for row in rows if row["task"] == rows[-1]["task"]]
     lines = [sentence for row in overall if (sentence := speed_sentence(row))]
@@ -343,7 +343,7 @@ def _texts(row: Row) -> str:
 
 
 def charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-ups over the baselines, one dot per prompt or run."""
+    """The speed-ups over the baselines, one dot for each prompt or run."""
     rows = [finding.figures for finding in findings]
     several = len({row["task"] for row in rows}) > 1
     named = [(f"{row['strategy']}, {row['task']}" if several else row["strategy"], row) for row in rows]

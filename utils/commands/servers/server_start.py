@@ -1,4 +1,4 @@
-"""/server start and stop: local servers of programs that the user has installed."""
+"""/server start and stop: local servers of installed programs."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "progr
 HEADINGS = ("server", "URL", "drafts", "ready after", "log")
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
 UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
-# The words of vLLM and SGLang for formats of published drafters, from their sources.
+# The names of vLLM and SGLang for published drafter formats, from their sources.
 METHODS = {
     VLLM: {"EAGLE-3": "eagle3", "EAGLE": "eagle", "DFlash": "dflash", "DSpark": "dspark", "Medusa": "medusa"},
     SGLANG: {"EAGLE-3": "EAGLE3", "EAGLE": "EAGLE", "DFlash": "DFLASH", "DSpark": "DSPARK"},
@@ -71,7 +71,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
     command_line(launch, 1)  # raises UserError for a program that is not installed
     servers = context.harness.state.servers
     name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
-    # The address is not known yet, but whether its name and its baseline can be used is.
+    # The address is still unknown, but its name and its baseline can be checked.
     placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
     with_server(servers.addresses, placeholder)
     wait = WAIT.parse(options["wait"]) if "wait" in options else READY_SECONDS
@@ -113,7 +113,7 @@ def _number(name: str, options: Mapping[str, str]) -> int | None:
 
 
 def _target(kind: str, context: CommandContext) -> str:
-    """The target of the session, where the server can load it, or the embedded model where none is loaded."""
+    """The session's target if the server can load it, or the embedded model if no models are loaded."""
     harness = context.harness
     target = harness.pair.request.target if harness.has_pair else EMBEDDED
     if kind == LLAMA and target != EMBEDDED and not target.endswith(".gguf"):
@@ -124,9 +124,9 @@ def _target(kind: str, context: CommandContext) -> str:
 
 
 def _method(kind: str, drafter: str) -> str:
-    """The server program's word for the format of a published drafter in a local folder, "" for everything else.
+    """The server program's name for the format of a published drafter in a local folder, otherwise empty.
 
-    Raises UserError for a drafter that it cannot load or for which no word is known.
+    Raises UserError for a drafter that it cannot load or whose name is unknown.
     """
     if kind not in METHODS or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
         return ""
@@ -144,7 +144,7 @@ def _method(kind: str, drafter: str) -> str:
 
 
 def free_name(launch: Launch, taken: list[str]) -> str:
-    """The kind and how it drafts, with a number if there is such a server already."""
+    """The kind and the draft method, with a number if such a server exists."""
     base = "-".join(filter(None, (launch.kind, launch.label)))
     names = [base, *(f"{base}-{number}" for number in range(2, len(taken) + 3))]
     return next(name for name in names if name not in taken)

@@ -1,4 +1,4 @@
-"""/server sweep: restarts a local server with each of several draft lengths and compares the answers.
+"""/server sweep: restarts a local server with several draft lengths and compares the answers.
 
 Every length has its turn in two passes, the second one backwards, because the speed of a machine drifts. Afterwards the
 server runs as before.
@@ -32,7 +32,7 @@ from utils.text import count_of
 
 PASSES, REPEATS = 2, 3
 MAX_REPEATS = WholeRange(1, 100)
-MOST = 16  # draft lengths
+MOST = 16  # maximum number of draft lengths
 HEADINGS = (
     "draft",
     "tokens/s",
@@ -56,7 +56,7 @@ DIFFERENT = "The texts differ, so part of the difference in speed may come from 
 
 @dataclass(slots=True)
 class Length:
-    """One draft length and its runs, by pass. failure: why the server did not run with it."""
+    """One draft length and its runs by pass. `failure` says why the server did not run with it."""
 
     launch: Launch
     runs: list[list[ServerRun]] = field(default_factory=list)
@@ -118,7 +118,7 @@ def _events(
 
 
 def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> Iterator[ReportEvent]:
-    """The events, and then the server as it was before."""
+    """The events; then the server is restored."""
     before = servers.local.launch_of(name)
     try:
         yield from events
@@ -141,7 +141,7 @@ def _measured(
                 for line in servers.restart(name, length.launch):
                     yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
                 connection = servers.connections[name]
-                connection.ask(make)  # the first answer pays for a first use
+                connection.ask(make)  # the first answer includes the first use
                 for repeat in range(repeats):
                     yield Progress(f"{where}: run {repeat + 1} of {repeats} ...")
                     run = ServerRun(connection.address, connection.ask(make))
@@ -189,13 +189,13 @@ def _figures(length: Length, base: Length | None, *, greedy: bool) -> dict[str, 
 
 
 def _pairs(length: Length, base: Length) -> list[tuple[ServerRun, ServerRun]]:
-    """The runs and those of the base with the same number in the same pass. Ctrl-C may leave one list shorter."""
+    """The runs and those of the base with the same number in the same pass. After Ctrl-C one list may be shorter."""
     passes = zip(length.runs, base.runs, strict=False)
     return [pair for ours, theirs in passes for pair in zip(ours, theirs, strict=False)]
 
 
 def _first_difference(ours: ServerRun, theirs: ServerRun) -> int | None:
-    """The first different token if both servers give ids, otherwise the first different character."""
+    """The index of the first different token if both servers return ids, otherwise of the first different character."""
     ids = ours.answer.completion.token_ids, theirs.answer.completion.token_ids
     if ids[0] is not None and ids[1] is not None:
         return first_difference(ids[0], ids[1])
@@ -224,7 +224,7 @@ def _cells(row: dict[str, Any], runs: Sequence[ServerRun]) -> tuple[str, ...]:
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Which draft length is the fastest, and whether that is distinguishable from noise."""
+    """The fastest draft length, and whether the difference is distinguishable from noise."""
     rows: list[dict[str, Any]] = [finding.figures for finding in findings]
     if not rows:
         return []
@@ -253,7 +253,7 @@ def _best(row: Row) -> str:
 
 
 def sweep_charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each run over draft 0, or the throughput of each run without that."""
+    """The speed-up of each run over draft 0, or the throughput of each run without draft 0."""
     rows = [finding.figures for finding in findings]
     if any(row["speedups"] for row in rows if row["draft"]):
         dots = [DotRow(row["setting"], row["speedups"], series=row["setting"]) for row in rows if row["speedups"]]

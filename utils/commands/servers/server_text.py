@@ -1,7 +1,7 @@
-"""/server text: is a server's greedy text that of its baseline, alone and with other requests at the same time?
+"""/server text: does a server's greedy text equal its baseline's, alone and with concurrent requests?
 
-The questions are those of /audit and /texts: is equal input answered equally at all, where do texts differ, and
-is that a rounding tie? A tie is shown without probabilities: the baseline itself takes either token.
+The questions are those of /audit and /texts: are equal requests answered equally, where do texts differ, and is that a
+rounding tie? A tie is shown without probabilities: the baseline itself yields either token.
 """
 
 import re
@@ -34,7 +34,7 @@ OPTIONS = {
     "concurrency": (4, WholeRange(1, 64)),
     "limit": (4, WholeRange(1, 1000)),
 }
-MOST_EXAMINED = 8  # differences; each needs a further request
+MOST_EXAMINED = 8  # differences; each needs one more request
 HEADINGS = ("check", "server", "requests", "texts per prompt", "first difference", "cause")
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 TOKEN, CHARACTER = "token", "character"
@@ -57,7 +57,7 @@ class TextCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The text of an answer, and its token ids if the server gives them."""
+    """The text of an answer, and its token ids if the server returns them."""
 
     text: str
     token_ids: tuple[int, ...] | None
@@ -67,20 +67,22 @@ class Output:
         return cls(completion.text, completion.token_ids)
 
     def difference(self, other: "Output") -> int | None:
-        """The place of the first difference, in tokens if both have ids and in characters otherwise, or None."""
+        """The index of the first difference or None. It counts tokens if both have ids, otherwise characters."""
         if self.token_ids is not None and other.token_ids is not None:
             return first_difference(self.token_ids, other.token_ids)
         return first_difference(self.text, other.text)
 
     def unit(self, other: "Output") -> str:
-        """What `difference` counts."""
+        """The unit of `difference`."""
         return TOKEN if self.token_ids is not None and other.token_ids is not None else CHARACTER
 
 
 @dataclass(frozen=True, slots=True)
 class TextTrial:
-    """What is compared. baseline: None checks only whether equal requests get equal texts. requests: the greedy ones of
-    each server, one for each prompt. repeats: of every prompt in each check. outputs: by check, server and prompt.
+    """What is compared. Without a baseline, the trial only checks that equal requests get equal texts.
+
+    `requests` has the greedy requests of each server, one for each prompt. `repeats` is the number for every prompt in
+    each check. `outputs` are keyed by check and server and indexed by prompt.
     """
 
     server: Connection
@@ -97,7 +99,7 @@ class TextTrial:
 
     @property
     def reference(self) -> Connection:
-        """Whose texts, alone, the others are compared with."""
+        """The server whose texts, without other requests, are the reference."""
         return self.baseline or self.server
 
 
@@ -124,7 +126,7 @@ def text(argument: str, context: CommandContext) -> Outcome:
 
 
 def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
-    """The server's name, the prompts file or "", and the values of all options."""
+    """The server's name, the prompts file or an empty text, and the values of all options."""
     values = {name: default for name, (default, _) in OPTIONS.items()}
     words = []
     for word in argument.split():
@@ -138,7 +140,7 @@ def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
 
 
 def _prompts_of(file: str) -> list[str]:
-    """The prompts of a file, or the command's own. Raises UserError for a file without any."""
+    """The prompts of a file, or the command's own prompts. Raises UserError for a file without prompts."""
     if not file:
         return list(OWN_PROMPTS)
     if found := [prompt.text for prompt in read_prompts(parse_path(file))]:
@@ -147,7 +149,7 @@ def _prompts_of(file: str) -> list[str]:
 
 
 def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:
-    """Which prompts are sent. differing: those on which texts differed before, if the prompts are among them."""
+    """Which prompts are sent. `differing` are prompts whose texts differed before, if they are among them."""
     if not differing:
         return count_of(len(prompts), "prompt")
     left = f" of {len(differing)}" * (len(prompts) < len(differing))
@@ -176,7 +178,7 @@ def _events(trial: TextTrial, context: CommandContext) -> Iterator[ReportEvent]:
 
 
 def _requests(connection: Connection, prompts: Sequence[str], context: CommandContext) -> list[ServerRequest]:
-    """The greedy requests, with token ids as prompts where the server knows them."""
+    """The greedy requests, with token ids as prompts if the server supports them."""
     made = []
     for prompt in prompts:
         request = request_maker(context.harness, prompt, context.settings)(connection.kind, connection.client)
@@ -203,7 +205,7 @@ def _run_alone(trial: TextTrial) -> Iterator[Progress]:
 
 
 def _ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
-    """One whole answer. Raises KeyboardInterrupt if Ctrl-C ended it."""
+    """One complete answer. Raises KeyboardInterrupt if Ctrl-C ended it."""
     completion = connection.client.complete(request, connection.kind)
     if completion.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
@@ -211,10 +213,10 @@ def _ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
 
 
 def _run_together(trial: TextTrial, connection: Connection) -> None:
-    """All requests, of different prompts side by side. Raises ServerError if one fails."""
+    """All requests, with different prompts at the same time. Raises ServerError if one fails."""
     name = connection.address.name
     requests, count = trial.requests[name] * trial.repeats, len(trial.prompts)
-    limit = connection.address.timeout * len(requests)  # each request has its own time-outs
+    limit = connection.address.timeout * len(requests)  # each request has its own timeouts
     answered = run_slice(connection, requests, concurrency=trial.concurrency, limit=limit)
     if answered.failures:
         raise ServerError(answered.failures[0])
@@ -228,9 +230,9 @@ def _reference(trial: TextTrial, number: int) -> Output:
 
 
 def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int]]:
-    """(prompt, text, place) of the first text of each prompt that is not the reference's.
+    """(prompt, text, position) of the first text of each prompt that differs from the reference.
 
-    Under load only texts count that the server does not give alone.
+    Under load, only texts count that the server does not generate alone.
     """
     found = []
     for number, outputs in enumerate(trial.outputs[check, name]):
@@ -263,7 +265,7 @@ def _row(trial: TextTrial, check: str, connection: Connection) -> Finding:
 
 
 def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
-    """Where and why texts differ from the reference's: first those alone, then those that only load brings."""
+    """Where and why texts differ from the reference: first without load, then those that differ only under load."""
     places = [
         (check, connection.address.name, *unlike)
         for check in (ALONE, LOAD)
@@ -291,7 +293,7 @@ def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
 
 
 def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCause:
-    """A tie if the reference takes the other token itself where it computes the same tokens in a prefill.
+    """A tie if the reference itself yields the other token when it computes the same tokens in a prefill.
 
     A prefill and decode steps round differently, as a verify pass does.
     """
@@ -301,7 +303,7 @@ def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCau
     before, other = (ours.token_ids or ())[:place], (ours.token_ids or ())[place : place + 1]
     try:
         again = _ask(trial.reference, replace(request, prompt=(*request.prompt, *before), max_tokens=1)).token_ids
-    except UserError:  # for example a context that is one token too long
+    except UserError:  # for example if the context is one token too long
         return TextCause.UNKNOWN
     return TextCause.TIE if again and again == other else TextCause.UNKNOWN
 
@@ -312,7 +314,7 @@ def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> 
     found = [finding.figures for finding in findings if finding.figures["check"] == WHERE]
     alone = [row for (check, _), row in rows.items() if check == ALONE]
     if len(alone) < (1 if baseline is None else 2):
-        return []  # interrupted before anything could be compared
+        return []  # interrupted before the first comparison
     if unsteady := [str(row["server"]) for row in alone if row["unique_texts"] != 1]:
         return [
             f"Not deterministic: {' and '.join(unsteady)} answered equal requests with different texts, although no "

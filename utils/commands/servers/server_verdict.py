@@ -1,7 +1,7 @@
-"""/verdict with servers: the best server of a few prompts against its baseline on other prompts, until it is clear.
+"""/verdict with servers: the best server on a few prompts against its baseline on other prompts, until it is clear.
 
-As in the verdict on the loaded models, nothing of the selection enters the figures: the best of several servers would
-look better than it is on the prompts on which it was chosen.
+As in the local verdict, no figure comes from the selection: the best of several servers would look better than it is on
+the prompts on which it was chosen.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -88,9 +88,10 @@ def server_verdict(harness: Harness, settings: Settings, plan: PromptPlan) -> Re
 
 @dataclass(slots=True)
 class ServerVerdict:
-    """One verdict. settings: those of the session.
+    """One verdict. `settings` are the session's.
 
-    results: those of the measurement. considered: the speed-ups of each candidate on the tuning prompts, by its row.
+    `results` are those of the measurement. `considered` has each candidate's speed-ups on the tuning prompts, by row
+    name.
     """
 
     harness: Harness
@@ -117,7 +118,7 @@ class ServerVerdict:
         yield from self._run_passes(chosen)
 
     def _warm_up(self) -> None:
-        """Ask every server, and choose the length of the answers by the slowest of them."""
+        """Send every server a request, and choose the length of the answers by the slowest of them."""
         first = (1, replace(self.plan.tuning[0], later=()))
         arms = list({id(arm): arm for one in self.candidates for arm in self._arms(one)}.values())
         warm_up_arms(self.harness, self.settings, first, arms)
@@ -130,7 +131,7 @@ class ServerVerdict:
         self.used = replace(self.settings, length=length)
 
     def _arms(self, candidate: Connection) -> list[Arm]:
-        """The candidate after its baseline."""
+        """The baseline, then the candidate."""
         connections, baseline = self.harness.state.servers.connections, candidate.address.baseline
         servers = [] if baseline in (None, TARGET) else [connections[baseline]]
         return with_target(self.harness, [*servers, candidate])
@@ -154,11 +155,13 @@ class ServerVerdict:
         return mean(map(log, speedups)) if speedups else -1e9
 
     def _run_passes(self, chosen: Connection) -> Events:
-        """Passes over all prompts until the interval is narrow or the time is over. Raises UserError without any."""
+        """Run passes over all prompts until the interval is narrow or the time is over. Raises UserError without a
+        result.
+        """
         began, prompts = self.clock.seconds, dict(enumerate(self.plan.measured, start=1))
         arms, name = self._arms(chosen), row_name(chosen.address.name)
         for number in range(MOST_PASSES):
-            # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
+            # Each pass has other random numbers: repeats of a sampled text must show how much such texts differ.
             settings = replace(self.used, seed=(self.used.seed + 1 + number) % (MAX_SEED + 1))
             failures, count = 0, len(prompts)
             for place, (prompt_number, prompt) in enumerate(list(prompts.items())):
@@ -183,9 +186,9 @@ class ServerVerdict:
                 return
 
     def _add(self, settings: Settings, numbered: Numbered, order: Sequence[Arm], *, repeat: int) -> list[str]:
-        """Add the answers to a prompt if both servers gave them. Returns the problems.
+        """Add the answers to a prompt if both servers answered. Returns the problems.
 
-        What earlier passes have measured is kept.
+        Earlier results are kept.
         """
         found, problems = prompt_results(self.harness, settings, numbered, order)
         if not problems:
@@ -194,7 +197,7 @@ class ServerVerdict:
         return sorted(problems)
 
     def _give_up(self, why: str) -> Iterator[ReportEvent]:
-        """Say why no further prompt is sent. Raises UserError if nothing has been measured before."""
+        """Report why no further prompt is sent. Raises UserError if nothing was measured."""
         if not self.results:
             raise UserError(f"none of the prompts could be measured. {self.notes[0]}")
         self.notes.append(why)
@@ -213,7 +216,7 @@ class ServerVerdict:
         return " · ".join(parts)
 
     def _seconds_left(self, done: int, prompts: int, began: float) -> float | None:
-        """Until the last pass that there is time for ends."""
+        """Estimated seconds until the end of the last pass that fits into the time."""
         if not done:
             return None
         spent = self.clock.seconds - began
@@ -235,7 +238,7 @@ class ServerVerdict:
             yield replace(finding, figures=self._figures(dict(finding.figures), by_task))
 
     def _figures(self, row: dict[str, Any], by_task: Sequence[Any]) -> dict[str, Any]:
-        """A row with what the sentences say besides."""
+        """A row with further figures for the sentences."""
         groups = row["speedups_by_prompt"]
         repeated = bool(groups) and not self.plan.divided and min(map(len, groups)) > 1
         if repeated:
@@ -274,7 +277,7 @@ def _step(run: ServerRun) -> float:
 
 
 def sentences(row: Row) -> list[str]:
-    """All sentences, the answer first. row: the figures of the candidate's finding."""
+    """All sentences, the answer first. `row` has the figures of the candidate's finding."""
     known = {one["task"]: one for one in row["by_task"] if one["speedup"]}
     lines = [answer(row, texts(row)), *more_prompts(row), conditions(row), *tasks({**row, "tasks": known})]
     if row["verdict"] == FASTER and not row["drafted"]:
@@ -295,7 +298,7 @@ def texts(row: Row) -> str:
 
 
 def conditions(row: Row) -> str:
-    """How it was measured."""
+    """The conditions of the measurement."""
     passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)} over {row['prompts']} {row['source']}"
     where = passes if row["prompts"] > 1 else count_of(row["pairs"], "repeat")
     shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
@@ -316,7 +319,7 @@ def selection(row: Row) -> str:
 
 
 def charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, or of each run where the interval is over repeats; of all and by task."""
+    """The speed-up of each prompt, or of each run if the interval is over repeats: all prompts, then each task."""
     row = findings[-1].figures
     if not row["speedups"]:
         return []

@@ -1,4 +1,4 @@
-"""The argument of a subcommand of /server as words, options and flags for a server program."""
+"""Parses the argument of a subcommand of /server: words, options and flags for a server program."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from utils.errors import UserError, check_choice
 
-REST = "--"  # what follows is for the server program
+REST = "--"  # everything after it is for the server program
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """plain: the words without an equals sign. options: values by name. flags: the words after ` -- `."""
+    """`plain` words have no equals sign. `options` are values by name, and `flags` follow ` -- `."""
 
     plain: tuple[str, ...]
     options: Mapping[str, str]
@@ -19,9 +19,9 @@ class Words:
 
 
 def parse_words(argument: str, options: Sequence[str], *, most: int) -> Words:
-    """Split an argument, which may quote words as in a shell. most: maximum number of plain words.
+    """Split an argument, which may quote words as in a shell. `most` is the maximum number of plain words.
 
-    Raises UserError for unknown or repeated options, too many words, and quotation marks that are not closed.
+    Raises UserError for unknown or repeated options, too many words, and unclosed quotation marks.
     """
     try:
         words = shlex.split(argument)

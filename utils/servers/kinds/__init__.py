@@ -1,12 +1,12 @@
-"""What differs between server programs behind the same protocol, and which kind a server is of. A new kind is one row
-of the table.
+"""The differences between server programs with the same protocol, and which kind a server has. A new kind is one row of
+the table.
 """
 
 from utils.servers.kinds.llama_cpp import LlamaCppKind
 from utils.servers.kinds.server_kind import ServerKind, ServerReader
 from utils.servers.kinds.vllm import SglangKind, VllmKind
 
-# The first one that recognises a server is used, so the fallback is last.
+# The first kind that recognises a server is used, so the fallback is last.
 KINDS = (LlamaCppKind(), VllmKind(), SglangKind(), ServerKind())
 
 

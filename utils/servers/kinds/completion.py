@@ -1,4 +1,4 @@
-"""One completion of a server: what is requested, what has arrived and when, and what happened to the drafts.
+"""One completion of a server: the request, the arrival times, and what happened to the drafts.
 
 Stream chunks are not tokens: a server may put several tokens into one. Tokens are counted by their ids or by the
 server's own usage figures, never by chunks.
@@ -12,7 +12,7 @@ from typing import Any
 from utils.decode.steps import FinishReason
 
 Event = Mapping[str, Any]  # the JSON object of one stream chunk
-Counters = Mapping[str, float]  # a server's own figures at one moment, by their names
+Counters = Mapping[str, float]  # a server's own figures at one moment, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class ServerRequest:
-    """One streamed completion in the words of this program. A server kind writes it in those of its server.
+    """One streamed completion in the terms of this program. Server kinds translate it for their servers.
 
-    prompt: a text, token ids, or the messages of a chat. max_tokens: maximum number of new tokens. temperature: 0 is
-    greedy. top_k: 0 means no limit. seed: of the sampling. ignore_eos: whether to continue after an end token, where
-    the server can. reuses_prefix: whether the server may reuse what it computed for an earlier request.
+    `prompt` is a text, token ids, or the messages of a chat. `max_tokens` counts new tokens. A `temperature` of 0 is
+    greedy, and a `top_k` of 0 means no limit. `ignore_eos` continues after an end token, if the server supports that.
+    With `reuses_prefix`, the server may reuse the computation of an earlier request.
     """
 
     prompt: str | tuple[int, ...] | Chat
@@ -46,7 +46,7 @@ class ServerRequest:
 
 
 class CountedBy(StrEnum):
-    """Where a number of tokens is from."""
+    """How tokens were counted."""
 
     IDS = "token ids"
     USAGE = "usage"
@@ -55,10 +55,10 @@ class CountedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to the answer, as a server kind reads it.
+    """The content of one event, as parsed by a server kind.
 
-    token_ids: of this event, None if the server gives no ids. finish_reason: in the server's words, "" until the last
-    piece. prompt_tokens, new_tokens: usage figures of the whole request, where this event has them.
+    `token_ids` are those of this event, or None if the server returns no ids. `finish_reason` is the server's word,
+    empty until the last piece. `prompt_tokens` and `new_tokens` are usage figures of the whole request.
     """
 
     text: str = ""
@@ -69,13 +69,13 @@ class Piece:
 
     @property
     def has_content(self) -> bool:
-        """Whether anything of the answer arrived with it. The end token comes with the finish reason."""
+        """Whether the event has a part of the answer. The end token comes with the finish reason."""
         return bool(self.text or self.token_ids or self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A piece with content. seconds: since the request was sent."""
+    """A piece with content. `seconds` counts from the request."""
 
     seconds: float
     piece: Piece
@@ -85,9 +85,10 @@ class Arrival:
 class ServerCompletion:
     """One finished or interrupted answer.
 
-    text: without the server's key, should it contain that. arrivals: of the pieces with content, in order, as they were
-    sent. finish: why it ended; finish_reason: the same in the server's words. seconds: from the request to the end of
-    the stream. prompt_tokens, usage_tokens: as the server counts them. events: all JSON objects of the stream.
+    `text` never contains the server's key. `arrivals` are the pieces with content, in order and unchanged. `finish` is
+    the reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the
+    end of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `events` are all JSON objects of the
+    stream.
     """
 
     text: str
@@ -101,7 +102,7 @@ class ServerCompletion:
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
-        """The ids of all new tokens, or None if the server does not give them for all of its text."""
+        """The ids of all new tokens, or None if the server does not return them for the whole text."""
         pieces = [arrival.piece for arrival in self.arrivals]
         if not any(piece.token_ids for piece in pieces):
             return None
@@ -135,9 +136,9 @@ class ServerCompletion:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens after the first piece per second after it, or None if there are none.
+        """Tokens after the first piece per second after it, or None without such tokens.
 
-        The first piece counts as one token where its ids are not known.
+        The first piece counts as one token if its ids are unknown.
         """
         count, seconds = self.token_count, self.decode_seconds
         if count is None or not seconds:
@@ -151,19 +152,18 @@ class ServerCompletion:
 
 
 def finish_of(reason: str) -> FinishReason:
-    """The reason why a finished answer ended, from the server's word for it."""
+    """The finish reason of a complete answer, from the server's word for it."""
     return FinishReason.LENGTH if reason in ("length", "limit", "max_tokens") else FinishReason.STOP
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAcceptance:
-    """What a server did with its drafts, in this program's definitions.
+    """What happened to a server's drafts, in this program's definitions.
 
-    drafted, accepted: numbers of draft tokens. rounds: verify passes with drafts, None if the server does not count
-    them. by_position: (accepted, verified) for each draft position, as in Generation.accepted_by_position; empty if the
-    server does not say. valid: whether the figures belong to this request alone. note: why they are not valid, or in
-    which respect they cannot be compared with this program's own. forwards: forward passes of the target for the
-    answer, the prefill included; None if unknown.
+    `drafted` and `accepted` are numbers of draft tokens. `rounds` counts verify passes with drafts, or is None if the
+    server does not count them. `by_position` is as Generation.accepted_by_position, and empty if it is unknown. `valid`
+    is False if the figures do not belong to this request alone. `note` explains that, or a difference to this program's
+    own figures. `forwards` counts forward passes of the target with the prefill, or is None.
     """
 
     drafted: int

@@ -35,17 +35,17 @@ from utils.servers.kinds.server_kind import (
 )
 
 GENERATED = "tokens_predicted"
-LARGEST_SEED = 2**32 - 1  # means a random seed
+LARGEST_SEED = 2**32 - 1  # a random seed
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-# Its default order filters before the temperature, and has further samplers that are on.
+# Its default order filters before the temperature, and enables further samplers.
 SAMPLERS = ("temperature", "top_k", "top_p")
 
 
 class LlamaCppKind(ServerKind):
-    """`llama-server`. Ids are streamed by /completion alone, so chats are counted by usage.
+    """`llama-server`. Ids are streamed by /completion only, so chats are counted by usage.
 
-    A streamed event names the last token of a character that several tokens make up, and not the others. Such an
-    answer has fewer ids than `tokens_predicted`, and ServerCompletion.token_ids is None.
+    A streamed event has only the last token of a character that several tokens make up. Such an answer has fewer ids
+    than `tokens_predicted`, and ServerCompletion.token_ids is None.
     """
 
     name: ClassVar[str] = "llama.cpp"
@@ -59,7 +59,7 @@ class LlamaCppKind(ServerKind):
             found = server.post_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
             if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
                 return None
-            # A first token that the tokenizer adds by itself is left out of the template's text.
+            # A first token that the tokenizer adds is left out of the template's text.
             text, special = found["prompt"], True
         return tokenized(server, {"content": text, "add_special": special, "parse_special": True})
 
@@ -99,12 +99,12 @@ class LlamaCppKind(ServerKind):
         return Piece(event["content"], ids, finish, event.get("tokens_evaluated"), event["tokens_predicted"])
 
     def counters(self, server: ServerReader) -> Counters:
-        """Its /metrics, which exist only with the option --metrics."""
+        """The figures of /metrics, which exists only with the option --metrics."""
         return draft_counters(server, "llamacpp:", GENERATED)
 
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
-        """From the answer's own timings. Verify passes and positions are added from the counters if those grew by the
-        same numbers.
+        """The answer's own timings. Verify passes and positions come from the counters if those grew by the same
+        numbers.
         """
         timings = completion.field("timings")
         try:

@@ -1,7 +1,7 @@
-"""The contract of a server kind, any server with OpenAI's protocol and nothing else, and what several kinds share.
+"""The contract of a server kind, a generic kind with OpenAI's protocol only, and helpers for several kinds.
 
-The client speaks HTTP and measures times. Whatever differs between server programs is here: the other kinds inherit
-from this one. https://platform.openai.com/docs/api-reference/completions
+The client speaks HTTP and measures times. Everything that differs between server programs is here: the other kinds
+inherit from this one. https://platform.openai.com/docs/api-reference/completions
 """
 
 import re
@@ -20,11 +20,11 @@ from utils.servers.kinds.completion import (
 )
 from utils.text import count_of
 
-INTERNAL_ERROR = 500  # the first status of errors that are the server's own
+INTERNAL_ERROR = 500  # the first status of errors on the server's side
 PASSES, DRAFTED, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
 BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 DRAFT_COUNTERS = (PASSES, DRAFTED, ACCEPTED, BY_POSITION)
-ODD_FIGURES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of figures in another form
+ODD_FIGURES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of figures in an unknown form
 SHORT_DRAFTS = "a position counts as verified if the one before it was accepted, even where the draft ended there"
 # A line of Prometheus' text format: https://prometheus.io/docs/instrumenting/exposition_formats/
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
@@ -33,7 +33,7 @@ LONGEST_LINE = 4096  # characters
 
 
 class ServerError(UserError):
-    """A request failed. status: the HTTP status if the server answered with an error, otherwise None."""
+    """A failed request. `status` is the HTTP status of an answer with an error, otherwise None."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -41,10 +41,10 @@ class ServerError(UserError):
 
 
 class ServerReader(Protocol):
-    """Requests for pages of one server; paths begin with a slash and are below its root.
+    """Requests for pages of one server. Paths begin with a slash and are below its root.
 
-    All methods return None if the server has no such path or answers with something else, and raise ServerError if it
-    cannot be reached. post_json: sends a JSON body.
+    Methods return None if the server has no such path or its answer has another form. They raise ServerError if it
+    cannot be reached. `post_json` sends a JSON body.
     """
 
     def get_json(self, path: str) -> Any: ...
@@ -55,23 +55,23 @@ class ServerReader(Protocol):
 
 
 class ServerKind:
-    """Text prompts and chats, tokens counted by usage, and nothing about drafts. A kind keeps no state.
+    """Text prompts and chats, tokens counted by usage, and no drafts. A kind has no state.
 
-    name: as records have it. takes_token_ids: whether a prompt can be a list of token ids.
+    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids.
     """
 
     name: ClassVar[str] = "openai"
     takes_token_ids: ClassVar[bool] = False
 
     def recognises(self, server: ServerReader) -> bool:
-        """Whether the server is of this kind, from paths that only this kind has."""
+        """Whether the server has this kind, by paths that only this kind has."""
         return True
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
-        """The ids that the server's tokenizer gives for a text, or for the messages of a chat in the server's template;
-        None if unknown. special: with the special tokens that the server puts around a text.
+        """The server's own token ids of a text, or of the messages of a chat in the server's template; None if unknown.
 
-        A prompt is sent as token ids only if the local tokenizer gives the same.
+        With `special`, they include the special tokens that the server adds to a text. A prompt is sent as token ids
+        only if the local tokenizer yields the same ids.
         """
         return None
 
@@ -80,7 +80,7 @@ class ServerKind:
         return "/v1/chat/completions" if request.is_chat else "/v1/completions"
 
     def body(self, request: ServerRequest, model: str) -> dict[str, Any]:
-        """The JSON body of the request. Raises UserError for what the server does not support."""
+        """The JSON body of the request. Raises UserError for a setting that the server does not support."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": request.max_tokens,
@@ -102,7 +102,7 @@ class ServerKind:
         return body | self.further_fields(request)
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
-        """Fields beyond OpenAI's protocol. Raises UserError for what cannot be expressed without them."""
+        """Fields beyond OpenAI's protocol. Raises UserError for a setting that would need such a field."""
         if request.top_k:
             raise UserError(f"a server of the kind {self.name} has no top-k sampling; choose another /processor.")
         return {}
@@ -110,12 +110,12 @@ class ServerKind:
     def read(self, event: Event) -> Piece:
         """The first choice of an event, and its usage figures. Reasoning counts as text, because it is generated.
 
-        May raise LookupError, TypeError, ValueError or AttributeError for an event of another shape; the client turns
+        May raise LookupError, TypeError, ValueError or AttributeError for an event of an unknown form; the client turns
         these into one sentence.
         """
         usage = event.get("usage") or {}
         prompt_tokens, new_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not event.get("choices"):  # the last event has the usage alone
+        if not event.get("choices"):  # the last event has only the usage
             return Piece(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         choice = event["choices"][0]
         if "delta" in choice:
@@ -127,20 +127,20 @@ class ServerKind:
         return Piece(text, self.token_ids(event), choice.get("finish_reason") or "", prompt_tokens, new_tokens)
 
     def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        """The ids of the tokens of an event, or None if it has none."""
+        """The token ids of an event, or None without ids."""
         return None
 
     def counters(self, server: ServerReader) -> Counters:
-        """The server's figures now, read before and after a request. Empty if it has none."""
+        """The server's current figures, which are read before and after a request. Empty without such figures."""
         return {}
 
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
-        """What happened to the drafts of a request, or None if nothing was drafted or nothing is known."""
+        """The drafts of a request, or None if nothing was drafted or known."""
         return None
 
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The ids that a server's /tokenize answers, or None if it has none or answers something else."""
+    """The ids that a server's /tokenize returns, or None if there is no such page or its answer has another form."""
     found = server.post_json("/tokenize", body)
     ids = found.get("tokens") if isinstance(found, dict) else None
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
@@ -149,26 +149,29 @@ def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] 
 
 
 def owner_of(server: ServerReader) -> str:
-    """Who offers the first model in the server's list: many programs write their own name there. "" if unknown."""
+    """The owner of the first model in the server's list, where many programs write their own name. It is empty if
+    unknown.
+    """
     try:
         return str(server.get_json("/v1/models")["data"][0]["owned_by"])
     except (LookupError, TypeError):
         return ""
     except ServerError as error:
-        # `transformers serve` fails there if there is no folder of downloaded models, and answers all the same.
+        # `transformers serve` fails here without a folder of downloaded models, but answers other requests.
         if (error.status or 0) < INTERNAL_ERROR:
             raise
         return ""
 
 
 def draft_counters(server: ServerReader, prefix: str, generated: str) -> Counters:
-    """The counters of drafts that vLLM and llama.cpp publish, and that of generated tokens; empty without /metrics.
+    """The counters of drafts and generated tokens that vLLM and llama.cpp publish. Empty without /metrics.
 
-    They belong to the whole server. They are valid for a request if it generated no other tokens between two readings.
+    They belong to the whole server. They are valid for a request if no other tokens were generated between two
+    readings.
     """
     try:
         page = server.get_text("/metrics") or ""
-    except UserError:  # the page may be closed to clients; completions report a server that is gone
+    except UserError:  # the page may be closed to clients; completions report a lost server
         return {}
     return metric_values(page, prefix, (*DRAFT_COUNTERS, generated))
 
@@ -176,8 +179,8 @@ def draft_counters(server: ServerReader, prefix: str, generated: str) -> Counter
 def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, float]:
     """The values of these metrics, without prefix and without the `_total` of counters.
 
-    Samples of one metric are added up, since servers have one for each process; only positions of drafts stay apart, as
-    `name/0`, `name/1` and so on. Lines of any other form are skipped.
+    Samples of one metric are added up, because servers have one for each process. Only positions of drafts stay
+    separate, as `name/0`, `name/1` and so on. Lines of any other form are skipped.
     """
     values: dict[str, float] = {}
     for line in page.splitlines():
@@ -198,21 +201,21 @@ def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, f
 
 
 def growth(before: Counters, after: Counters) -> dict[str, int] | None:
-    """How much each counter grew, or None if one is missing or went back, as after a restart of the server."""
+    """The growth of each counter, or None if one is missing or decreased, as after a restart of the server."""
     grown = {name: round(value - before.get(name, 0.0)) for name, value in after.items()}
     lost = any(name not in after for name in before)
     return None if lost or not before or any(count < 0 for count in grown.values()) else grown
 
 
 def own_tokens(completion: ServerCompletion) -> int | None:
-    """The number of new tokens in the server's own count."""
+    """The server's own count of new tokens."""
     return completion.token_count if completion.usage_tokens is None else completion.usage_tokens
 
 
 def not_alone(completion: ServerCompletion, generated: int | None) -> str:
-    """Why counters cannot be this request's own, or "" if the server generated its tokens and no others.
+    """Why counters do not belong to this request alone. It is empty if only this request's tokens were generated.
 
-    generated: how many tokens the server counted between the two readings.
+    `generated` is the server's number of tokens between the two readings.
     """
     own = own_tokens(completion)
     if own is None or generated is None:
@@ -225,7 +228,7 @@ def not_alone(completion: ServerCompletion, generated: int | None) -> str:
 
 
 def accepted_at(grown: Mapping[str, int]) -> list[int]:
-    """Number of accepted drafts at each position, as far as the counters name positions without a gap."""
+    """The accepted drafts at each position, as far as the counters have positions without a gap."""
     counts: list[int] = []
     while (name := f"{BY_POSITION}/{len(counts)}") in grown:
         counts.append(grown[name])
@@ -235,7 +238,8 @@ def accepted_at(grown: Mapping[str, int]) -> list[int]:
 def positions(accepted: Sequence[int], passes: int) -> tuple[tuple[int, int], ...]:
     """(accepted, verified) for each draft position that was verified.
 
-    accepted: at each position. passes: verify passes with drafts. Exact if all drafts had the same length.
+    `accepted` has one number for each position, and `passes` counts verify passes with drafts. The result is exact if
+    all drafts had the same length.
     """
     pairs = zip(accepted, [passes, *accepted], strict=False)
     return tuple((count, verified) for count, verified in pairs if verified)
@@ -247,7 +251,7 @@ def same_length(drafted: int, passes: int, longest: int) -> bool:
 
 
 def accepted_from_histogram(histogram: Sequence[int]) -> list[int]:
-    """Number of accepted drafts at each position from a histogram: entry j is the number of verify passes that
-    accepted exactly j drafts.
+    """The accepted drafts at each position. Entry j of the histogram counts the verify passes that accepted exactly j
+    drafts.
     """
     return [sum(histogram[position + 1 :]) for position in range(len(histogram) - 1)]

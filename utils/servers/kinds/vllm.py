@@ -1,7 +1,7 @@
 """vLLM, and SGLang, whose requests are the same: token ids both ways, salted prefix caching, and counts of drafts.
 
-Read in vLLM 0.32 (v1/spec_decode/metrics.py, v1/core/sched/scheduler.py) and SGLang 0.5.23, which was never run. A
-draft token is counted when it is verified. vLLM also counts the drafts after the end of an answer.
+From the sources of vLLM 0.32 (v1/spec_decode/metrics.py, v1/core/sched/scheduler.py) and SGLang 0.5.23, which was never
+run. A draft token is counted when it is verified. vLLM also counts the drafts after the end of an answer.
 """
 
 from typing import Any, ClassVar
@@ -34,7 +34,9 @@ ALL_SLOTS = "SGLang counts every draft slot of a verify pass as drafted, also no
 
 
 class VllmKind(ServerKind):
-    """`vllm serve`. With --per-request-spec-decode-metrics the counts come with the answer, otherwise from /metrics."""
+    """`vllm serve`. With --per-request-spec-decode-metrics, the answer has the counts; otherwise they come from
+    /metrics.
+    """
 
     name: ClassVar[str] = "vllm"
     takes_token_ids: ClassVar[bool] = True
@@ -49,7 +51,7 @@ class VllmKind(ServerKind):
         return tokenized(server, {"messages": messages, "add_generation_prompt": True})
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
-        """All sampling fields are given, because the defaults are from the model's generation_config.json."""
+        """All sampling fields are sent, because the defaults are from the model's generation_config.json."""
         fields: dict[str, Any] = {
             "top_k": request.top_k or -1,
             "min_p": 0.0,
@@ -57,7 +59,7 @@ class VllmKind(ServerKind):
             "ignore_eos": request.ignore_eos,
             "return_token_ids": True,
         }
-        # Blocks of the prefix cache are shared only between requests with the same salt.
+        # Only requests with the same salt share blocks of the prefix cache.
         return fields if request.reuses_prefix else fields | {"cache_salt": uuid4().hex}
 
     def token_ids(self, event: Event) -> tuple[int, ...] | None:
@@ -117,14 +119,14 @@ def _from_counters(completion: ServerCompletion, before: Counters, after: Counte
 def _forwards(completion: ServerCompletion, accepted: int, passes: int) -> int | None:
     """Forward passes of the target: the prefill, the verify passes, and decode steps without drafts.
 
-    The latter are what remains of the tokens. It is too few by at most the number of accepted drafts after the end.
+    The decode steps are the remaining tokens. The result is too low by at most the accepted drafts after the end.
     """
     tokens = own_tokens(completion)
     return None if tokens is None else 1 + passes + max(0, tokens - 1 - passes - accepted)
 
 
 class SglangKind(VllmKind):
-    """`sglang.launch_server`. The figures of drafts come with the answer, in `sglext.spec_tokens_details`."""
+    """`sglang.launch_server`. The answer has the draft figures, in `sglext.spec_tokens_details`."""
 
     name: ClassVar[str] = "sglang"
 

@@ -1,1 +1,1 @@
-"""Server programs that this program starts on this machine, and that end with it."""
+"""Server programs that this program starts on this machine and ends at its exit."""

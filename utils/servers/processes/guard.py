@@ -1,8 +1,8 @@
-"""The process between this program and a server that it has started: it ends the server when this program is gone.
+"""A process between this program and a server that it has started. It ends the server when this program is gone.
 
 `guard.py PIPE PARENT FOLDER COMMAND ...` runs as a script. It starts the command and waits until the command ends,
-SIGTERM arrives, or the parent is gone, which closes the other end of the pipe. Then it ends the command and everything
-that the command has started. So not even SIGKILL of the parent leaves a server behind.
+SIGTERM arrives, or the parent is gone, which closes the other end of the pipe. Then it ends the command and all
+processes that the command has started. So not even SIGKILL of the parent leaves a server behind.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from types import FrameType
 
 import psutil
 
-GRACE = 5.0  # seconds that a server has to end after SIGTERM
-EVERY, ATTEMPTS = 0.25, 20  # seconds between two looks at the processes, and how often those that remain are killed
+GRACE = 5.0  # seconds for a server to end after SIGTERM
+EVERY, ATTEMPTS = 0.25, 20  # seconds between two checks of the processes, and attempts to kill those that remain
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     pipe, parent, folder, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(SET_SUBREAPER, 1)  # what the server's processes leave behind becomes a child of the guard
+    _prctl(SET_SUBREAPER, 1)  # orphaned processes of the server become children of the guard
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
     orphaned = False
     try:
@@ -44,13 +44,13 @@ def main() -> int:
 
 
 def end_all(server: "subprocess.Popen[bytes]") -> None:
-    """End the server, and then every process that it has left behind."""
+    """End the server, and then every process that it left behind."""
     server.terminate()
     try:
         server.wait(GRACE)
     except subprocess.TimeoutExpired:
         server.kill()
-    for _ in range(ATTEMPTS):  # killing a process may leave its own children to the guard
+    for _ in range(ATTEMPTS):  # killing a process may pass its children to the guard
         if not (children := psutil.Process().children(recursive=True)):
             break
         for child in children:
@@ -65,12 +65,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _die_with_guard() -> None:
-    """Runs in the server's process before its program begins."""
+    """Runs in the server's process before its program starts."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere a server may survive the SIGKILL of its guard."""
+    """Linux only. Elsewhere a server may survive SIGKILL of its guard."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -1,6 +1,6 @@
 """llama.cpp's server from the package xllamacpp, with the flags of `llama-server` that this program uses.
 
-It runs as a script, in a Python that has xllamacpp and perhaps nothing else, until it is terminated.
+It runs as a script, in a Python that may have only xllamacpp, until it is terminated.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import signal
 from functools import reduce
 from typing import Any
 
-# The type of each flag's value, and the fields of llama.cpp's parameters that take it.
+# The type of each flag's value, and the fields of llama.cpp's parameters for it.
 FLAGS: dict[str, tuple[type, tuple[str, ...]]] = {
     "--model": (str, ("model.path",)),
     "--port": (int, ("port",)),
@@ -22,12 +22,12 @@ FLAGS: dict[str, tuple[type, tuple[str, ...]]] = {
     "--spec-ngram-simple-size-n": (int, ("speculative.ngram_simple.size_n",)),
     "--spec-ngram-simple-size-m": (int, ("speculative.ngram_simple.size_m",)),
 }
-DEFAULTS = {"ctx_size": 0, "parallel": 4}  # as many slots as llama-server has by default
+DEFAULTS = {"ctx_size": 0, "parallel": 4}  # parallel: as many slots as llama-server has by default
 TYPE = "COMMON_SPECULATIVE_TYPE_"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags, by their names in llama-server."""
+    """The flags, named as in llama-server."""
     flags = argparse.ArgumentParser("xllamacpp", allow_abbrev=False)
     for name, (kind, _) in FLAGS.items():
         flags.add_argument(name, type=kind, required=name in ("--model", "--port"))
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parameters(options: argparse.Namespace, library: Any) -> Any:
-    """llama.cpp's own parameters. library: the module xllamacpp. Raises AttributeError for an unknown --spec-type."""
+    """llama.cpp's own parameters from the module xllamacpp. Raises AttributeError for an unknown --spec-type."""
     made = library.CommonParams()
     made.hostnames, made.endpoint_metrics = [options.host], options.metrics
     made.kv_unified = True  # as in llama-server, the slots share one cache, so that each may use the whole context

@@ -1,6 +1,6 @@
-"""The local servers that a session has started. They end with it, and so does the temporary folder of their logs.
+"""The local servers that a session has started. They end with it, and the temporary folder of their logs is removed.
 
-Between this program and each server runs a guard (`guard.py`), which ends the server however this program ends.
+A guard (`guard.py`) between this program and each server ends the server however this program ends.
 """
 
 import atexit
@@ -26,16 +26,16 @@ from utils.text import visible
 READY_SECONDS = 600.0  # large models take minutes to load
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
 GUARD = Path(__file__).parent / "guard.py"
-POLL = 0.2  # seconds between two questions whether the server is ready
+POLL = 0.2  # seconds between two checks whether the server is ready
 COUNT = 1.0  # seconds between two lines of progress
 LAST_LINES, LINE_LENGTH = 5, 200
 TAIL_BYTES = 16_384
-# What infer.py and the package sampling set for OpenMP where the user has not.
+# The OpenMP variables that infer.py and the package sampling set unless the user has set them.
 OUR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
+    """A free port of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -44,13 +44,13 @@ def free_port() -> int:
 def environment() -> dict[str, str]:
     """The variables of this process, without those that it has set for its own threads.
 
-    A server shall be as fast as if the user had started it.
+    A server must be as fast as if the user had started it.
     """
     return {name: value for name, value in os.environ.items() if OUR_VARIABLES.get(name) != value}
 
 
 class ServerProcess:
-    """A running server. Everything that it prints goes to its log file."""
+    """A running server. Its output goes to its log file."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
         """Start the command. Raises UserError if that is not possible here."""
@@ -62,7 +62,7 @@ class ServerProcess:
         guarded = [sys.executable, "-P", str(GUARD), str(read), str(os.getpid()), str(log.parent), *command]
         try:
             with log.open("wb") as output:
-                # A session of its own: Ctrl-C in the terminal does not reach the server.
+                # A separate session, so that Ctrl-C in the terminal does not reach the server.
                 self._guard = subprocess.Popen(
                     guarded,
                     stdin=subprocess.DEVNULL,
@@ -89,8 +89,8 @@ class ServerProcess:
     def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
         """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
 
-        is_ready: asks the server. Raises UserError, with the end of its log, if it exits or needs too long. Whatever
-        ends the waiting before the server is ready, Ctrl-C included, ends the server.
+        `is_ready` sends the server a request. Raises UserError, with the end of its log, if it exits or takes too long.
+        If the waiting ends before the server is ready, for example by Ctrl-C, the server is ended.
         """
         start = reported = time.monotonic()
         try:
@@ -104,14 +104,14 @@ class ServerProcess:
                     reported = now
                     yield Count(f"starting {self.name}: {now - start:.0f} s")
                 time.sleep(POLL)
-            if not self.is_running:  # then something else answers on its port
+            if not self.is_running:  # then another program answers on its port
                 raise UserError(self.ending())
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """End the server and everything that it has started. Does nothing if that has happened before."""
+        """End the server and all processes that it has started. Does nothing the second time."""
         if self._write < 0:
             return
         if self.is_running:
@@ -125,7 +125,7 @@ class ServerProcess:
             self._guard.wait()
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The last lines of the log that are not empty, safe to show."""
+        """The last lines of the log that are not empty, made safe to show."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -136,7 +136,7 @@ class ServerProcess:
         return [line[:LINE_LENGTH] for line in lines if line][-count:]
 
     def ending(self, *, wait: float = 0.0) -> str:
-        """How the server has ended, with the end of its log; "" if it is still running after `wait` seconds."""
+        """How the server has ended, with the end of its log. It is empty if it still runs after `wait` seconds."""
         try:
             status = self._guard.wait(wait)
         except subprocess.TimeoutExpired:
@@ -150,7 +150,7 @@ class ServerProcess:
 
 
 class LocalServers:
-    """Servers by name. is_ready: asks the server at a URL whether it can answer."""
+    """Servers by name. `is_ready` checks whether the server at a URL can answer."""
 
     def __init__(self, is_ready: Callable[[str], bool]) -> None:
         self._is_ready = is_ready
@@ -160,7 +160,7 @@ class LocalServers:
     def start(self, name: str, launch: Launch, *, limit: float = READY_SECONDS) -> Generator[str, None, str]:
         """Start a server and wait until it is ready, at most `limit` seconds. Yields progress and returns its URL.
 
-        Raises UserError if the program is not installed, or with the end of the server's log if it does not get ready.
+        Raises UserError if the program is not installed, or with the end of the log if the server does not get ready.
         The server ends if the generator is closed or Ctrl-C comes before it is ready.
         """
         if name in self:
@@ -180,7 +180,7 @@ class LocalServers:
         return process.url
 
     def stop(self, name: str) -> None:
-        """End a server. Raises UserError if this session has started none with this name."""
+        """End a server. Raises UserError if this session did not start it."""
         if name not in self._running:
             started = ", ".join(self._running) or "none is running"
             raise UserError(f"{name} was not started by this session; /server stop takes one that was: {started}.")
@@ -196,30 +196,30 @@ class LocalServers:
         atexit.unregister(self.stop_all)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a server was started and has not ended."""
+        """Whether a server was started and is still running."""
         return name in self._running and self._running[name][1].is_running
 
     def names(self) -> list[str]:
-        """The names of all that were started and not stopped, in this order. Some may have ended on their own."""
+        """The names of servers that were started and not stopped, in this order. Some may have ended on their own."""
         return list(self._running)
 
     def launch_of(self, name: str) -> Launch:
-        """How a server was started. Raises UserError if this session has not started it."""
+        """How a server was started. Raises UserError if this session did not start it."""
         if name not in self._running:
             raise UserError(f"{name} was not started by this session; /server start starts one.")
         return self._running[name][0]
 
     def model_of(self, name: str) -> str | None:
-        """The name that requests need for the model of a server, or None if the server says it itself."""
+        """The model name for requests to a server, or None if the server lists it."""
         launch = self.launch_of(name)
         return None if PROGRAMS[launch.kind].lists_model else launch.model
 
     def process_of(self, name: str) -> ServerProcess | None:
-        """The process of a server, or None if this session has not started it."""
+        """The process of a server, or None if this session did not start it."""
         return self._running[name][1] if name in self._running else None
 
     def ending_of(self, name: str) -> str:
-        """Why a server that this session has started does not answer any more; "" if it runs or is none of these."""
+        """Why a server of this session no longer answers. It is empty if the server runs or was not started here."""
         process = self.process_of(name)
         return "" if process is None else process.ending(wait=ENDING_SECONDS)
 
@@ -238,7 +238,7 @@ class LocalServers:
 
 
 def _with_files(launch: Launch) -> Launch:
-    """The launch with the embedded model's file or folder in the place of its name; it may be downloaded."""
+    """The launch with the file or folder of the embedded model instead of its name. This may download it."""
     if EMBEDDED not in (launch.model, launch.drafter):
         return launch
     from utils.models.embedded import embedded_folder, embedded_gguf

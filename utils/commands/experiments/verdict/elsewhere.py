@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from utils.pairs.request import LAYERS, MODEL
 
-MATCH = 2  # tokens that a match of `lookup` needs at least
+MATCH = 2  # shortest match of `lookup`, in tokens
 NONE = "no equivalent"
 
 
 def equivalents(kind: str, gamma: int, *, drafter: str, same_tokenizer: bool) -> list[tuple[str, str]]:
-    """(program, what to write there). kind: the drafter kind as records name it. gamma: a number of drafts."""
+    """Pairs of a program and its settings. `kind` is the drafter kind as in records, `gamma` a number of drafts."""
     return [
         ("transformers", _transformers(kind, gamma, drafter, same_tokenizer)),
         ("vLLM", _vllm(kind, gamma, drafter, same_tokenizer)),
@@ -70,7 +70,7 @@ def _llama_cpp(kind: str, gamma: int) -> str:
 
 
 def equivalent_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """One line for each program, or one for all that have no equivalent."""
+    """One line for each program, or one line for all programs without an equivalent."""
     lines = [f"{program}: {text}" for program, text in rows if text != NONE]
     without = [program for program, text in rows if text == NONE]
     return [*lines, *([f"{', '.join(without)}: {NONE} of this drafter"] if without else [])]

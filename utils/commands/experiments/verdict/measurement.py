@@ -1,7 +1,7 @@
-"""Measures a candidate against the target alone: in turns, pass after pass over all prompts, until the answer is clear.
+"""Measures a candidate against the target alone, in turns, pass after pass over all prompts, until the answer is clear.
 
-Both run in the same settings, each with a prefill of its own, and after a short run of the same prompt that is not
-counted. Who goes first alternates over prompts and passes. The turns of a conversation are run one after the other.
+Both run with the same settings, each with a prefill of its own, after a short run of the same prompt that is not
+counted. The first place alternates over prompts and passes. The turns of a conversation are run one after the other.
 """
 
 from collections.abc import Generator, Sequence
@@ -27,15 +27,15 @@ from utils.metrics.intervals import Interval
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import Stopwatch as RunStopwatch
 
-PROVISIONAL = 3  # prompts or repeats from which on an interval is shown
+PROVISIONAL = 3  # prompts or repeats needed to show an interval
 WARM_UP_TOKENS = 2
 
 
 @dataclass(slots=True)
 class Measurement:
-    """The runs so far. pairs: by the prompt's index, the candidate's run and the target's of each pass.
+    """The runs so far. `pairs` has, by the prompt's index, the runs of the candidate and of the target in each pass.
 
-    divided: whether the answer is for prompts of this kind, and not only for these.
+    `divided` is True if the answer holds for other prompts of this kind, not only for these.
     """
 
     harness: Harness
@@ -53,7 +53,7 @@ class Measurement:
 
     @property
     def speedups(self) -> list[list[float]]:
-        """The speed-ups of the repeats of each prompt that has any."""
+        """The speed-ups of the repeats of each measured prompt."""
         groups = ([pair.speedup for pair in self.pairs[index]] for index in sorted(self.pairs))
         known = ([speedup for speedup in group if speedup] for group in groups)
         return [group for group in known if group]
@@ -63,7 +63,7 @@ class Measurement:
         return interval_so_far(self.speedups, divided=self.divided)
 
     def run(self) -> Generator[Progress, None, None]:
-        """Run passes until the interval is narrow or the time is over. At least one pass is whole.
+        """Run passes until the interval is narrow or the time is over. At least one pass is complete.
 
         Raises UserError if no prompt can be measured.
         """
@@ -96,9 +96,9 @@ class Measurement:
     def _run_pair(self, index: int, number: int) -> None:
         ids, strategy = self.prompts[index].ids, self.candidate.strategy
         if not number:
-            # The first prefill of a length may be slow, and must not be billed to whoever runs first.
+            # The first prefill of a length may be slow, and must not count against the first run.
             self.harness.run_alone(ids, strategy, replace(self.settings, length=WARM_UP_TOKENS))
-        # Other random numbers in each pass: repeats of a sampled text must show how much such texts differ.
+        # Each pass has other random numbers: repeats of a sampled text must show how much such texts differ.
         settings = replace(self.settings, seed=(self.settings.seed + 1 + number) % (MAX_SEED + 1))
         runs: dict[str, list[Generation]] = {}
         order = (strategy, self.harness.baseline) if (index + number) % 2 else (self.harness.baseline, strategy)
@@ -107,12 +107,12 @@ class Measurement:
             runs[one.name] = turn_runs(
                 self.harness, self.prompts[index].prompt, one, settings, ids=ids, stopwatch=watch
             )
-        # Only complete pairs are added, so Ctrl-C cannot leave a run without its partner.
+        # Only complete pairs are added, so Ctrl-C cannot leave a single run.
         pair = PairedRun.of_turns(runs[strategy.name], runs[self.harness.baseline.name])
         self.pairs.setdefault(index, []).append(pair)
 
     def _progress(self, number: int, place: int, began: float) -> str:
-        """What is being measured, what it showed so far, and how long the rest takes."""
+        """The current prompt, the interval so far, and an estimate of the remaining time."""
         prompts = len(self._measurable())
         again = f", pass {number + 1}" if number else ""
         where = f"prompt {place + 1} of {prompts}{again}" if prompts > 1 else f"repeat {number + 1}"
@@ -122,7 +122,7 @@ class Measurement:
         return " · ".join(parts)
 
     def _seconds_left(self, prompts: int, began: float) -> float:
-        """Until the last pass that there is time for ends."""
+        """Estimated seconds until the end of the last pass that fits into the time."""
         seconds = self.clock.seconds
         whole = prompts * (seconds - began) / self.finished_pairs
         passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1

@@ -1,7 +1,7 @@
-"""Which prompts /verdict measures, and on which other prompts it chooses what to measure.
+"""Which prompts /verdict measures, and on which other prompts it chooses a candidate.
 
-Candidates that were chosen on the measured prompts would look better than they are. Only where there are too few
-prompts to divide are both done on the same ones, in different repeats, and the answer is about these prompts only.
+A candidate that is chosen on the measured prompts would look better than it is. Only with too few prompts to divide are
+both done on the same prompts, in different repeats; then the answer holds for these prompts only.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from utils.text import encodable
 
 BUILT_IN = "builtin"  # the argument that chooses the built-in prompts
 FOLDER = Path(__file__).parent
-FEW = 5  # up to so many prompts are not divided
+FEW = 5  # this many prompts or fewer are not divided
 MOST_TUNING = 3
-MOST_MEASURED = 24  # of more prompts, so many are taken, evenly spaced
-TUNING_SHARE = 4  # one prompt of so many is for tuning
+MOST_MEASURED = 24  # of more prompts, this many are measured, evenly spaced
+TUNING_SHARE = 4  # one of this many prompts is for tuning
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
     """The prompts of one verdict.
 
-    source: what the prompts are, in plural. tuning: those on which a candidate is chosen. divided: whether these are
-    other prompts than the measured ones. left_out: how many were not taken because there are so many.
+    `source` describes the prompts, in plural. A candidate is chosen on the `tuning` prompts. `divided` is True if these
+    differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
     """
 
     source: str
@@ -40,17 +40,17 @@ class PromptPlan:
 
     @property
     def total(self) -> int:
-        """How many prompts there were to choose from."""
+        """The number of available prompts."""
         return len(self.measured) + self.left_out + (len(self.tuning) if self.divided else 0)
 
     def named(self, count: int) -> str:
-        """So many of these prompts."""
+        """This many of these prompts, in words."""
         return f"{count} {self.source if count != 1 else self.source.replace('prompts', 'prompt', 1)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrompt:
-    """A prompt that the target can take. number: its place among the measured or tuning prompts, from 1."""
+    """A prompt that fits the target. `number` is its place among the measured or tuning prompts, from 1."""
 
     number: int
     prompt: Prompt
@@ -58,7 +58,7 @@ class ReadyPrompt:
 
 
 def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
-    """The prompts that the argument names, or those typed so far, or else the built-in ones.
+    """The prompts of the argument, otherwise the typed ones, otherwise the built-in ones.
 
     Raises UserError for a file that cannot be read or has no prompts.
     """
@@ -75,9 +75,9 @@ def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
 
 
 def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
-    """Divide prompts into measured ones and a few for tuning, unless there are only a few.
+    """Divide prompts into measured ones and a few for tuning, if there are enough.
 
-    Tuning prompts are evenly spaced, so that a file that is sorted by task does not lose a whole task to them.
+    Tuning prompts are evenly spaced, so that a file sorted by task does not lose a whole task to them.
     """
     if len(prompts) <= FEW:
         return PromptPlan(source, tuple(prompts), spaced(prompts, MOST_TUNING), divided=False)

@@ -1,4 +1,4 @@
-"""The figures of a verdict, as its record has them and its sentences use them."""
+"""The figures of a verdict, for its record and its sentences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured, finished or interrupted. settings: those of the session. skipped: prompts, in sentences."""
+    """Finished or interrupted measurements. `settings` are the session's, and `skipped` has a sentence for each skipped
+    prompt.
+    """
 
     harness: Harness
     settings: Settings
@@ -37,7 +39,7 @@ class Measured:
         return {"strategy": self.harness.baseline.name, "name": "target-only", "speedup": 1.0, **run_figures(runs)}
 
     def _pairs(self) -> list[PairedRun]:
-        """Each turn of a conversation by itself, because each has its own prefill."""
+        """The runs of each turn, because each turn of a conversation has its own prefill."""
         pairs = self.measurement.pairs
         return [turn for index in sorted(pairs) for pair in pairs[index] for turn in pair.each]
 
@@ -68,7 +70,7 @@ class Measured:
         }
 
     def _prompt_figures(self) -> Row:
-        """What belongs to single prompts, and what is counted over them."""
+        """Figures of single prompts, and counts over them."""
         measurement = self.measurement
         numbered = [(measurement.prompts[index], measurement.pairs[index]) for index in sorted(measurement.pairs)]
         each = [

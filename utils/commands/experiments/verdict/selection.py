@@ -1,7 +1,7 @@
 """Finds a candidate: replays the target's answers to the tuning prompts with every drafter and gamma, then runs a few.
 
-The replay is that of /whatif, with measured costs. Its best candidates are run in turns on the same prompts, because
-costs are not everything. Nothing of this enters the figures of the verdict.
+The replay is that of /whatif, with measured costs. Its best candidates run in turns on the same prompts, because costs
+are not everything. The figures of the verdict contain nothing of this.
 """
 
 from collections.abc import Generator, Sequence
@@ -26,20 +26,20 @@ from utils.metrics.results import Generation
 
 PROBE_TOKENS = 8
 TUNING_TOKENS = 48
-REPLAY_SHARE = 0.6  # of the time for selection, from which on no further prompt is replayed
-TRIED = 3  # candidates that are run
-WORTH_TRYING = 0.8  # times the best prediction
+REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt is replayed
+TRIED = 3  # maximum number of candidates that are run
+WORTH_TRYING = 0.8  # minimum prediction, relative to the best one
 Arm = tuple[Strategy, int | None]
 Progressing = Generator[Progress, None, None]
 
 
 @dataclass(slots=True)
 class Selection:
-    """What is known of the candidates so far.
+    """What is known about the candidates.
 
-    settings: with the costs of all drafters. length: new tokens of a run. began: when everything was warm. predicted:
-    for each replayed prompt, the speed-up by strategy and gamma. speeds: for each trial round, tokens per second in the
-    order of `tried`. step: seconds of a decode step.
+    `settings` include the costs of all drafters. `length` is the number of new tokens of a run, `step` the seconds of a
+    decode step, and `began` the end of the warm-up. `predicted` has the speed-up by strategy and gamma for each
+    replayed prompt. `speeds` has tokens per second in the order of `tried`, for each trial round.
     """
 
     harness: Harness
@@ -66,8 +66,8 @@ class Selection:
         yield from self._try_all()
 
     def candidates(self) -> list[Candidate]:
-        """All that were replayed, with the geometric mean of their speed-ups. Without gamma 0, which drafts nothing."""
-        # Prompts for which the time was not enough are left out: all candidates must be judged on the same ones.
+        """All replayed candidates with the geometric mean of their speed-ups, except gamma 0, which drafts nothing."""
+        # Prompts that not all candidates have replayed are skipped: all must be judged on the same ones.
         whole = [scores for scores in self.predicted if set(scores) >= set(self.predicted[0])]
         return [
             Candidate(strategy, gamma, exp(mean(log(scores[strategy, gamma]) for scores in whole)))
@@ -76,7 +76,7 @@ class Selection:
         ]
 
     def chosen(self) -> Candidate:
-        """The candidate that was fastest when run, or if there was no time for that, when replayed."""
+        """The candidate with the fastest run, or with the best replay if there was no time for runs."""
         best = best_of_each(self.tried, self.harness.pair)[0]
         if self.speeds:
             means = [mean(map(log, speeds)) for speeds in zip(*self.speeds, strict=True)]
@@ -84,14 +84,14 @@ class Selection:
         return best
 
     def best_fixed_gamma(self, strategy: Strategy) -> int:
-        """The best gamma that is a number, for programs without an adaptive one."""
+        """The best gamma that is a number, for programs without adaptive gamma."""
         fixed = [one for one in self.candidates() if one.strategy is strategy and one.gamma is not None]
         best = max(fixed, key=lambda candidate: candidate.predicted, default=None)
         return best.gamma if best is not None and best.gamma is not None else 1
 
     @property
     def _seconds(self) -> float:
-        """Since everything was warm."""
+        """Seconds since the end of the warm-up."""
         return self.clock.seconds - self.began
 
     def cannot_draft(self) -> list[str]:
@@ -99,12 +99,12 @@ class Selection:
         return [f"Cannot draft here: {', '.join(names)}. {reason}" for reason, names in self.problems.items()]
 
     def not_replayed(self) -> list[str]:
-        """The drafter kinds for which the time was not enough."""
+        """The drafter kinds that were not replayed for lack of time."""
         replayed = {strategy.name for strategy, _ in self.predicted[0]} if self.predicted else set()
         return [kind_name(one, self.harness.pair) for one in self.strategies if one.name not in replayed]
 
     def _warm_up(self) -> None:
-        """Run everything once, which also finds out what cannot run, and choose the length of the runs."""
+        """Run everything once, which also shows what cannot run, and choose the length of the runs."""
         self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
         ids, probe = self.prompts[0].ids, min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
@@ -140,12 +140,12 @@ class Selection:
             raise UserError(f"the answers have fewer than two tokens: {remedy}.")
 
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[Arm, float]]:
-        """The predicted speed-up of every gamma of each strategy on one answer, as far as there is time."""
+        """The predicted speed-up of every gamma of each strategy on one answer, while there is time."""
         timing = TargetTiming.of(run)
         costs = costs_of_run(self.settings.costs, len(job.prompt), len(run.tokens))
         countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[Arm, float] = {}
-        kind: dict[Arm, float] = {}  # those of the strategy that is being replayed
+        kind: dict[Arm, float] = {}  # results of the strategy that is being replayed
         for event in replay_events(job, self.strategies, run.tokens):
             if isinstance(event, ReplayProgress):
                 done = (self.strategies.index(event.strategy) + event.fraction) / len(self.strategies)
@@ -154,7 +154,7 @@ class Selection:
                 strategy, gamma, steps, timings = event
                 drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
                 kind[strategy, gamma] = alone / timing.predict(steps, costs, drafting)
-                if gamma is None:  # the last one
+                if gamma is None:  # adaptive gamma comes last
                     scores |= kind
                     kind = {}
             # At least one strategy is replayed.

@@ -1,4 +1,4 @@
-"""The sentences of a verdict. They are made from its figures alone, so a record says the same as the screen."""
+"""The sentences of a verdict. They depend on its figures alone, so a record yields the same sentences as the screen."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
 Row = Mapping[str, Any]
-WIDE = 1.1  # ratio of the ends of an interval that more prompts would narrow
-SMALL_GAIN = 1.03  # a speed-up below this is not worth a recommendation
-LITTLE_GAIN = 1.02  # a task with less does not profit
+WIDE = 1.1  # more prompts would help an interval whose ends have a larger ratio
+SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
+LITTLE_GAIN = 1.02  # tasks with a smaller speed-up do not profit
 CAUSES = {
     "drafting": "the cost of drafting",
     "verifying": "the cost of verifying several tokens at once",
@@ -21,7 +21,7 @@ CAUSES = {
 
 
 def sentences(row: Row) -> list[str]:
-    """All sentences, the answer first. row: the figures of the candidate's finding."""
+    """All sentences, the answer first. `row` has the figures of the candidate's finding."""
     lines = [answer(row, texts_sentence(row)), *more_prompts(row), conditions(row), *tasks(row)]
     if row["bottleneck"]:
         lines += [bottleneck(row), better_drafter(row)]
@@ -29,7 +29,7 @@ def sentences(row: Row) -> list[str]:
 
 
 def answer(row: Row, texts: str) -> str:
-    """Whether it helps, with which settings, and whether the text is the target's own. texts: the words for that."""
+    """Whether it helps, with which settings, and whether the text equals the target's. `texts` words the last part."""
     name, baseline = row["candidate"], baseline_name(row)
     ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
@@ -60,7 +60,7 @@ def answer(row: Row, texts: str) -> str:
 
 
 def more_prompts(row: Row) -> list[str]:
-    """How to get a clearer answer, if the interval is wide and holds 1."""
+    """How to get a clearer answer if the interval is wide and contains 1."""
     if row["interval"] is None or row["verdict"] in (FASTER, SLOWER) or row["interval"][1] < WIDE * row["interval"][0]:
         return []
     return ["More prompts of your own narrow the interval: /verdict FILE."]
@@ -75,7 +75,7 @@ def these(row: Row) -> str:
 
 
 def interval_text(row: Row) -> str:
-    """The interval and what it is taken over."""
+    """The interval, and whether it is over prompts or repeats."""
     if row["interval"] is None:
         return ""
     low, high = row["interval"]
@@ -100,7 +100,7 @@ def texts_sentence(row: Row) -> str:
 
 
 def conditions(row: Row) -> str:
-    """How it was measured."""
+    """The conditions of the measurement."""
     passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)}"
     where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
     chosen = "other prompts" if row["divided"] else "runs that are not counted"
@@ -120,7 +120,7 @@ def _too_few(row: Row) -> bool:
 
 
 def tasks(row: Row) -> list[str]:
-    """Where it helps and where it does not, if the prompts name several tasks."""
+    """Where it helps and where not, if the prompts have several tasks."""
     known = row["tasks"]
     if len(known) < 2:
         return []
@@ -151,7 +151,7 @@ def bottleneck(row: Row) -> str:
 
 
 def better_drafter(row: Row) -> str:
-    """What a drafter twice as fast or twice as accurate would bring."""
+    """The gain from a drafter that is twice as fast or twice as accurate."""
     gains = row["better_drafter"]
     return (
         f"A drafter twice as fast would bring {about(gains['twice_as_fast'])}, one twice as accurate (half as many "
@@ -160,7 +160,7 @@ def better_drafter(row: Row) -> str:
 
 
 def selection(row: Row) -> list[str]:
-    """What else was considered."""
+    """Which other candidates were considered."""
     shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in row["considered"])
     lines = [f"Predicted before the measurement: {shown}."] if len(row["considered"]) > 1 else []
     if lines and row["trials"]:
@@ -178,7 +178,7 @@ def helps(row: Row) -> bool:
 
 
 def apply(row: Row) -> list[str]:
-    """How to use the recommended settings here."""
+    """How to apply the recommended settings here."""
     if row["interval"] is None:
         return []
     if helps(row) and row["in_use"]:
