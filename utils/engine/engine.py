@@ -158,6 +158,7 @@ class Engine:
         probe = probe or ForwardProbe(self._target)
         self.step_seconds, self.costs = verify_costs(probe, repeats=repeats, report=self.report)
         self.longer, short = None, probe.length
+        release_memory()  # caches of keys and values that the passes have left
         if self.costs and (longer := probe.longer()) is not None:
             found = verify_costs(longer, repeats=repeats, report=self.report, shorter=self.costs)
             self.longer = LongerContext(short, longer.length, *found)
@@ -397,6 +398,7 @@ class Engine:
 
     def _self_test(self, name: str, count: int, complete: bool, engine: LayerEngine) -> str:
         failure = engine.self_test(count, self.report, complete=complete)
+        release_memory()  # its caches of keys and values
         if not failure:
             self._tested.setdefault(name, set()).add(count)
         return failure
