@@ -295,7 +295,6 @@ class OpenVinoSegments:
     ) -> None:
         self._sizes, self._spec, self._weights = DecoderSizes.of(spec), spec, weights
         self._threads = threads
-        self._packed_by: dict[tuple[Any, ...], tuple[int, ...]] = {}  # numbers of rows by kind of graph
         self._bound_rows = bound_rows(integers=weights.format not in ("float32", "bfloat16"))
         self._build(report)
 
@@ -307,6 +306,7 @@ class OpenVinoSegments:
 
     def _build(self, report: Report) -> None:
         self._bound: dict[int, BoundRequests] = {}  # by the number of rows
+        self._packed_by: dict[tuple[Any, ...], tuple[int, ...]] = {}  # numbers of rows by kind of graph
         self._graphs: list[Any] = []  # releases the former ones before others are compiled
         self._constants: list[Constants] = []  # whose addresses compiled graphs still refer to
         self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
