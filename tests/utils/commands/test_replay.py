@@ -10,8 +10,8 @@ from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 from recordings import Row, edited, interrupt_after, recorded
 from replays import SAMPLING, replayed
 
-from utils.commands.experiments import replay
-from utils.commands.experiments.replay import speed_verdict
+from utils.commands import replay
+from utils.commands.replay import speed_verdict
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step

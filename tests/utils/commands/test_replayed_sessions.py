@@ -9,7 +9,7 @@ from fakes import Screen, records_of
 from recordings import recorded
 from replays import replayed
 
-from utils.commands.experiments import replay
+from utils.commands import replay
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.experiments.verdict import measurement, passes, record
-from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
-from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
-from utils.commands.experiments.verdict.wording import answer, tasks
+from utils.commands.verdicts import measurement, passes, record
+from utils.commands.verdicts.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
+from utils.commands.verdicts.elsewhere import equivalent_lines, equivalents
+from utils.commands.verdicts.wording import answer, tasks
 from utils.comparison.measurements import RECOMMENDED, read_measurements
 from utils.config.arguments import parse_arguments
 from utils.decode.steps import FinishReason, Step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.experiments.why import HEADINGS, RunCosts, advice, best_gamma, limit
+from utils.commands.why import HEADINGS, RunCosts, advice, best_gamma, limit
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation

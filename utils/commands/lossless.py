@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills

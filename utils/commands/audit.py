@@ -12,8 +12,8 @@ from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.experiments.logit_trials import MODES, TrialText, logit_events
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job

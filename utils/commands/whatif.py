@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
 from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events

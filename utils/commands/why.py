@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent

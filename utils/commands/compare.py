@@ -11,9 +11,9 @@ from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.paths import path_in
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import BASELINE, DotChart, DotRow
 from utils.comparison.matching import Match, differences, match
 from utils.comparison.measurements import read_measurements

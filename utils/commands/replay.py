@@ -12,9 +12,9 @@ from statistics import median, quantiles
 from typing import Any
 
 from utils.commands.experiments.repeated_runs import one_by_one
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.paths import path_in
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import RecordedRun, read_recorded_runs
 from utils.comparison.records import circumstances
