@@ -122,7 +122,7 @@ def test_the_local_target_as_baseline(
 def test_the_local_target_takes_turns_at_going_first(
     command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.commands.servers import server_race
+    from utils.commands.experiments import server_race
     from utils.servers.connection import Connection
 
     order: list[str] = []
