@@ -139,7 +139,14 @@ def open_session(
         mock.patch.object(warm_up, "draft_seconds", constant_drafter(draft_seconds)).start()
     mock.patch.object(engine, "verify_costs", constant_costs).start()
     mock.patch.object(ForwardProbe, "longer", lambda probe: None).start()
-    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=8))
+    return with_costs_of(ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=8)))
+
+
+def with_costs_of(session: ReplSession) -> ReplSession:
+    """A session whose costs are measured, as they are behind the first prompt."""
+    if session.harness.has_pair:
+        session._loaded.settings.measure_costs(lambda: False)
+    return session
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

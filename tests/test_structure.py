@@ -58,8 +58,8 @@ PUBLIC = (
     "ngram_assisted_speculative_generate",
 )
 OVERRIDES = ("row_invariant_attention", "forward")
-MOST_POSITIONAL, MOST_FUNCTION_LINES, MOST_FILE_LINES = 4, 45, 450
-MOST_TEST_FILE_LINES = 450
+MOST_POSITIONAL, MOST_FUNCTION_LINES, MOST_FILE_LINES = 4, 45, 600
+MOST_TEST_FILE_LINES = 600
 
 
 def module_name(path: Path) -> str:

@@ -55,7 +55,7 @@ class ReplSession:
         self._tools, self._renderer = tools, tools.renderer
         self._lone_word_noted = False
         self._nested_files = 0  # /run files that are being processed
-        self._loaded = LoadedPair.prepare(pair, tools, settings)
+        self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
         self.harness.state.servers.use(servers)
 
     @property
