@@ -21,7 +21,7 @@ from utils.decode.steps import FinishReason
 from utils.errors import ContextOverflow, UserError
 from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import Stopwatch
-from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Turn, Turns, with_reset_hint

@@ -11,7 +11,7 @@ from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
 from utils.comparison.server_runs import ServerPrompt
 from utils.metrics.divergence import Divergence
-from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.prompts.conversation import Conversations
 from utils.servers.connection import ServerList
 

@@ -5,17 +5,15 @@ Drafters that look like models, but have a format that is not supported, are ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.checkpoint import MEDUSA_KEY, DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
-from utils.drafter_formats.eagle1 import is_eagle1, load_eagle1
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, load_eagle3
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
-from utils.drafter_formats.medusa import is_medusa, load_medusa
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
 from utils.drafter_formats.peagle import is_peagle, load_peagle
 from utils.errors import UserError
@@ -43,10 +41,8 @@ class DrafterFormat:
 FORMATS = (
     DrafterFormat("P-EAGLE", is_peagle, load_peagle, is_ambiguous),
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3, is_ambiguous),
-    DrafterFormat("EAGLE", is_eagle1, load_eagle1),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
-    DrafterFormat("Medusa", is_medusa, load_medusa),
     DrafterFormat("MTP", is_mtp, load_published_mtp),
     DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
 )
@@ -55,23 +51,21 @@ FORMATS = (
 def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
     """The format of a checkpoint, or None if it is a model. Raises UserError for a drafter that is not supported."""
     known = next((row for row in FORMATS if row.recognises(checkpoint)), None)
-    if known is None:
-        refuse_relatives(checkpoint, [row.name for row in FORMATS])
-    return known
-
-
-def refuse_relatives(checkpoint: DrafterCheckpoint, supported: Sequence[str]) -> None:
-    """Raise UserError if a checkpoint without a row in the table is a drafter. `supported` has the rows' names."""
-    if name := _name(checkpoint):
-        formats = ", ".join(supported)
+    if known is None and (name := _unsupported(checkpoint)):
+        formats = ", ".join(row.name for row in FORMATS)
         raise UserError(
             f"'{checkpoint.name}' is a drafter of the format {name}, which is not supported: name a model, or a "
             f"drafter of one of the formats {formats}."
         )
+    return known
 
 
-def _name(checkpoint: DrafterCheckpoint) -> str | None:
+def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
     """The name of an unsupported format. None if the checkpoint looks like a model."""
+    if MEDUSA_KEY in checkpoint.config:
+        return "Medusa"
+    if _joins_embeddings(checkpoint):
+        return "EAGLE"
     architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
     eagle = next((name for name in architectures if "eagle" in name.lower()), None)
     latent = any(name.endswith(LATENT) for name in checkpoint.shapes)
@@ -82,3 +76,10 @@ def _name(checkpoint: DrafterCheckpoint) -> str | None:
     if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
         return model_type
     return eagle
+
+
+def _joins_embeddings(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether a layer `fc` of EAGLE, EAGLE-2 or HASS joins an embedding and a state before the decoder layers."""
+    joined = (checkpoint.shapes.get(name, ()) for name in ("fc.weight", "fusion_fc.weight"))
+    has_layers = checkpoint.has("layers.0.self_attn.q_proj.weight") or checkpoint.has("fusion_fc.weight")
+    return has_layers and any(len(shape) == 2 and shape[1] == 2 * shape[0] for shape in joined)

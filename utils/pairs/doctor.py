@@ -13,9 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +36,12 @@ MOVED = 17  # the displacement of features, in positions, that tests whether the
 PASSAGE = 4  # repeated passages of this many tokens count once
 GROUP = 4  # neighbouring rounds predict the same tokens, so they count together
 LEAST_GROUPS = 11  # fewer groups cannot show that one of ten readings is significantly better
-# The maximum probability of replacing a reading although no other one is better. One half is divided by the number of
-# readings that differ in one convention, the other by the number of those that differ in two.
-SIGNIFICANCE = 0.01
-SHIFTS = {1: "outputs of layers, one later", -1: "inputs of layers, one earlier", 0: ""}
+SIGNIFICANCE = 0.01  # the maximum probability of replacing a reading although no other one is better
+SHIFTS = {
+    0: "",
+    1: "layer ids read as outputs of layers, one later",
+    -1: "layer ids read as inputs of layers, one earlier",
+}
 # The name of a reading whose convention is changed to False or to True.
 CHANGED = {
     "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
@@ -54,7 +54,6 @@ COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
 Reporter = Callable[[str], None]
-Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a reading changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +125,13 @@ def _new_passages(text: list[int], start: int) -> list[int]:
     return found
 
 
-def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
-    """The changes of one convention by which programs may read this checkpoint differently."""
-    found: Changes = {
-        name: {"feature_layers": layers}
-        for name, layers in shifted_layers(own.feature_layers, drafter.target_layers).items()
-    }
+def other_readings(drafter: FeatureDrafter, own: Conventions) -> dict[str, Conventions]:
+    """The readings of a checkpoint that differ from this one in one convention, by a description of the change."""
+    shifted = shifted_layers(own.feature_layers, drafter.target_layers)
+    found = {name: replace(own, feature_layers=layers) for name, layers in shifted.items()}
     for flag in drafter.doubtful:
         value = not getattr(own, flag)
-        found[CHANGED[flag][value]] = {flag: value}
+        found[CHANGED[flag][value]] = replace(own, **{flag: value})
     return found
 
 
@@ -144,16 +141,19 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     `count` is the number n of the target's layers, or 0 for a drafter whose layers are certain. Number n is after the
     final norm, as -1 is, and n + 1 before it.
     """
-    own = tuple(count if layer == -1 else layer for layer in own)
-    found = {}
-    for shift, shifted in SHIFTS.items() if count else ():
+    own, found = tuple(count if layer == -1 else layer for layer in own), {}
+    shifts = {
+        1: "layer ids read as outputs of layers, one later",
+        -1: "layer ids read as inputs of layers, one earlier",
+    }
+    for shift, name in ({0: ""} | shifts if count else {}).items():
         layers = tuple(min(layer, count) + shift for layer in own)
         if min(layers) < 0 or max(layers) > count:
             continue
-        for last, side in ((count + 1, "before"), (count, "after")) if count in layers else ((0, ""),):
-            name = f"layer ids read as {shifted}" if shift else f"the last hidden state {side} the final norm"
-            name += ", the last one after the final norm" if shift and side == "after" else ""
-            found[name] = tuple(last if layer == count else layer for layer in layers)
+        found[name or "the last hidden state after the final norm"] = layers
+        if count in layers:
+            last = "the last hidden state before the final norm"
+            found[f"{name}, {last}" if name else last] = tuple(layer + (layer == count) for layer in layers)
     return {name: layers for name, layers in found.items() if layers != own}
 
 
@@ -199,30 +199,14 @@ class Examination:
         return known
 
     def better_than(self, best: Reading) -> Reading | None:
-        """The best of the readings that differ from this one in one convention, if it is significantly better.
-
-        Otherwise that of the readings that differ in two, because one mistake can hide another.
-        """
-        changes = other_readings(self.drafter, best.conventions)
-        found = self._compared(best, changes)
-        if (better := self._significant(best, found)) is not None:
-            return better
-        if all(_significance(best.hits, each.hits) <= SIGNIFICANCE for each in found):
-            return None  # this one is right
-        pairs = (pair for pair in combinations(changes, 2) if changes[pair[0]].keys() != changes[pair[1]].keys())
-        two = {f"{one}, and {other}": changes[one] | changes[other] for one, other in pairs}
-        return self._significant(best, self._compared(best, two))
-
-    def _compared(self, best: Reading, changes: Changes) -> list[Reading]:
+        """The best of the readings that differ from this one in one convention, if it is significantly better."""
         prefix = f"{best.name}, and " if best.name else ""
-        return [self.reading(prefix + name, replace(best.conventions, **change)) for name, change in changes.items()]
-
-    def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
-        """The best of these readings, if it is significantly better."""
+        others = other_readings(self.drafter, best.conventions).items()
+        found = [self.reading(prefix + name, conventions) for name, conventions in others]
         # By significance, not by the sum of hits: readings may draft blocks of different lengths.
         level = {each.name: _significance(each.hits, best.hits) for each in found}
         first = min(found, key=lambda each: level[each.name], default=None)
-        return first if first is not None and level[first.name] <= SIGNIFICANCE / 2 / len(found) else None
+        return first if first is not None and level[first.name] <= SIGNIFICANCE / len(found) else None
 
     @torch.no_grad()
     def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
@@ -293,8 +277,7 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     drafter = pair.drafter
     if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
         return ""
-    known = _stored(_reading_file(pair, drafter))
-    if known is not None:
+    if (known := _stored(_reading_file(pair, drafter))) is not None:
         before, drafter.conventions = drafter.conventions, known
         return "" if known == before else EARLIER
     if not drafter.origin.is_ambiguous:
@@ -318,7 +301,7 @@ def use(pair: Pair, conventions: Conventions) -> None:
     if (file := _reading_file(pair, drafter)) is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(asdict(drafter.conventions)), encoding="utf-8")
+            file.write_text(json.dumps(asdict(conventions)), encoding="utf-8")
 
 
 def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
@@ -334,12 +317,12 @@ def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
 
 
 def _stored(file: Path | None) -> Conventions | None:
-    """The reading from an earlier examination."""
-    try:
-        entry: dict[str, Any] = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
-    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined again
-        return None
+    """The reading from an earlier examination. None if it is absent or damaged: the drafter is examined again."""
+    with suppress(OSError, ValueError, TypeError):
+        if file is not None:
+            found = Conventions(**json.loads(file.read_text(encoding="utf-8")))
+            return replace(found, feature_layers=tuple(found.feature_layers))
+    return None
 
 
 def _sentence(found: Examination) -> str:

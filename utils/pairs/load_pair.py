@@ -40,8 +40,7 @@ from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
 from utils.pairs.compatibility import Compatibility, compare_models, describe_without_model
 from utils.pairs.pair import Pair, weight_notes
-from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest
-from utils.pairs.request_checks import check_request, layer_count, with_defaults
+from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest, check_request, layer_count, with_defaults
 from utils.prompts.chat_template import end_ids, unknown_ids
 from utils.text import first_of
 

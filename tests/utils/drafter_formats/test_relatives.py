@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, VOCABULARY, eagle3_tensors, layer_keys, random_tensors, write_checkpoint
+from drafter_checkpoints import (
+    HIDDEN,
+    VOCABULARY,
+    eagle3_tensors,
+    layer_keys,
+    layer_shapes,
+    random_tensors,
+    write_checkpoint,
+)
 from safetensors.torch import load_file
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -19,6 +27,7 @@ MLA = "midlayer.self_attn.kv_a_proj_with_mqa.weight"
         ({"speculators_model_type": "unheard-of"}, ["fc.weight"], ("speculators unheard-of",)),
         ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight"], ("muse_glimmer_assistant",)),
         ({"architectures": ["HydraEagleModel"]}, ["fc.weight"], ("HydraEagleModel",)),
+        ({"medusa_num_heads": 5}, ["0.0.linear.weight"], ("Medusa",)),
     ],
 )
 def test_unsupported_drafters_are_refused_by_name(tmp_path, config, names, words):
@@ -26,6 +35,20 @@ def test_unsupported_drafters_are_refused_by_name(tmp_path, config, names, words
     tensors = {name: torch.zeros(HIDDEN, HIDDEN) for name in names}
     sentence = refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", layer_keys() | config, tensors))
     assert all(word in sentence for word in words) and "EAGLE-3" in sentence
+
+
+def test_an_eagle_drafter_without_an_architecture_is_refused(tmp_path):
+    save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
+    tensors = random_tensors({"fc.weight": (HIDDEN, 2 * HIDDEN)} | layer_shapes("layers.0."), seed=4)
+    sentence = refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", layer_keys(), tensors))
+    assert "format EAGLE," in sentence and "EAGLE-3" in sentence
+
+
+def test_pickled_medusa_heads_are_refused(tmp_path):
+    save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
+    folder = write_checkpoint(tmp_path / "drafter", {"medusa_num_heads": 5}, {"0": torch.zeros(2)})
+    (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
+    assert "Medusa" in refusal(tmp_path / "target", folder)
 
 
 @pytest.mark.parametrize("key", ["architectures", "speculators_config", "num_depths", "transformer_layer_config"])
