@@ -17,7 +17,7 @@ from utils.decode.features import FeatureReader
 from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
-from utils.drafter_formats.target_parts import DraftHead
+from utils.drafter_formats.target_parts import DraftHead, share_parts
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
@@ -63,9 +63,9 @@ def new_drafter(target: Any) -> Eagle3:
     config = layer_config(layer_keys(), empty, head_norms=False)
     config.vocab_size = SIZE
     drafter = Eagle3(config, RIGHT, Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False))
-    return drafter.share(
-        target.get_input_embeddings(), DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE), target
-    )
+    head = DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE)
+    share_parts(drafter, target.get_input_embeddings(), head, target)
+    return drafter
 
 
 def features_of(target: Any, text: list[int]) -> torch.Tensor:

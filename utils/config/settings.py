@@ -18,14 +18,15 @@ from utils.bounds import (
     THREADS,
     WholeRange,
 )
-from utils.config.processor_spec import GREEDY, ProcessorSpec
 from utils.config.value_types import (
+    GREEDY,
     ON_OFF,
     Choice,
     CostTable,
     DrafterKinds,
     Number,
     NumberOr,
+    ProcessorSpec,
     ProcessorType,
     StorageSpec,
     StorageType,

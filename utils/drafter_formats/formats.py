@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import MEDUSA_KEY, DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
-from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, load_eagle3
+from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
-from utils.drafter_formats.peagle import is_peagle, load_peagle
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
 

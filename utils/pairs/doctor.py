@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,8 +131,8 @@ def other_readings(drafter: FeatureDrafter, own: Conventions) -> dict[str, Conve
     shifted = shifted_layers(own.feature_layers, drafter.target_layers)
     found = {name: replace(own, feature_layers=layers) for name, layers in shifted.items()}
     for flag in drafter.doubtful:
-        value = not getattr(own, flag)
-        found[CHANGED[flag][value]] = replace(own, **{flag: value})
+        change: dict[str, Any] = {flag: not getattr(own, flag)}
+        found[CHANGED[flag][change[flag]]] = replace(own, **change)
     return found
 
 

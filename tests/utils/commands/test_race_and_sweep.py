@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from utils.commands import sweep
 from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime
 from utils.comparison.warm_up import draft_seconds
-from utils.config.processor_spec import ProcessorSpec
-from utils.config.value_types import StorageSpec
+from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation
