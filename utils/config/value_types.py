@@ -49,7 +49,7 @@ SWITCH_WORDS = dict.fromkeys(("yes", "true", "1"), "on") | dict.fromkeys(("no", 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WordChoice:
     """One of a few words, with the value of each. `what` is the noun in messages.
 
     With the words on and off it is a switch. An empty text turns it off, or on if it was off.
@@ -59,7 +59,7 @@ class Choice:
     what: str
 
     @classmethod
-    def of(cls, words: Sequence[str], what: str) -> "Choice":
+    def of(cls, words: Sequence[str], what: str) -> "WordChoice":
         """Words whose values are themselves."""
         return cls({word: word for word in words}, what)
 
@@ -87,7 +87,7 @@ class Choice:
         return next(word for word, known in self.values.items() if known == value)
 
 
-ON_OFF = Choice({"on": True, "off": False}, "value")
+ON_OFF = WordChoice({"on": True, "off": False}, "value")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.files import file_state
 from utils.models import Reporter
-from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
+from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf, split_digits
 from utils.models.feature_drafter import FeatureDrafter, Origin
@@ -101,10 +101,6 @@ def _load_target(located: Source, request: PairRequest, placement: Placement, pl
     source, quantize = convert_if_gguf(located, placement), str(request.quantize)
     model = load_model(source, quantize, placement, drafts_with=plan.target_prefix)
     tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(
-            f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
-        )
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
         weights = _engine_weights(request.engine_weights, located, model)
@@ -264,7 +260,8 @@ def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> 
 def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
     """Load the planned drafter. Raises UserError if it cannot be loaded or cannot draft for the target."""
     if plan.head:
-        return _load_head(plan.head, target)
+        _check_one_device(target, HEAD)
+        return LoadedDrafter(load_head(plan.head, target.model), f"head of {target.name}", HEAD)
     if plan.published:
         return _load_published(*plan.published, target)
     if plan.source:
@@ -329,11 +326,6 @@ def _check_shared_options(request: PairRequest, kind: str) -> None:
         )
 
 
-def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
-    _check_one_device(target, HEAD)
-    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
-
-
 def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
     _check_one_device(target, known.name)
     if target.model.config.is_encoder_decoder:
@@ -363,7 +355,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         model, tokenizer = in_blocks.model, in_blocks.tokenizer
     else:
         source = convert_if_gguf(source, where)
-        model, tokenizer = load_model(source, plan.quantize, where), load_tokenizer(source)
+        model, tokenizer = load_model(source, plan.quantize, where), optional_tokenizer(source)
     with explained_errors(source.name), quiet():
         compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
     compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)

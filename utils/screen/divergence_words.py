@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from utils.metrics.divergence import Candidate, Cause, Divergence
+from utils.metrics.divergence import Cause, Divergence, RatedToken
 from utils.text import token_piece
 
 REASONS = {
@@ -14,14 +14,14 @@ REASONS = {
 }
 
 
-def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
+def candidate_piece(tokenizer: Any, candidate: RatedToken | None) -> str:
     """A token as a readable piece with its probability. None is the end of a text."""
     if candidate is None:
         return "(the end)"
     return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
 
 
-def _choice(tokenizer: Any, candidate: Candidate | None) -> str:
+def _choice(tokenizer: Any, candidate: RatedToken | None) -> str:
     """The same, for use within a sentence."""
     if candidate is None:
         return "the end of the text"
