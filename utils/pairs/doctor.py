@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,6 @@ def examine(
 ) -> Examination:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
-    If one is significantly better, it is compared with those that differ from it in one more convention, and so on.
     Afterwards the drafter's conventions are as before. Raises UserError if the text is too short or too repetitive to
     distinguish readings.
     """
@@ -101,14 +100,18 @@ def examine(
             f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
             f"the drafter: {GROUP * LEAST_GROUPS} are needed."
         )
-    found = Examination(drafter, target, text, rounds, report)
-    better: Reading | None = found.reading("", drafter.conventions)
-    while better is not None:
-        found.used, better = better, found.better_than(better)
-    displaced = found.hits(found.used.conventions, moved=MOVED)
-    found.displaced = float(displaced[:, 0].float().mean())
-    found.reads_target = _significance(found.used.hits, displaced) <= SIGNIFICANCE
-    return found
+    compared = {"": drafter.conventions} | other_readings(drafter, drafter.conventions)
+    layers = dict.fromkeys(layer for each in compared.values() for layer in each.feature_layers)
+    own, readings = OwnText(text, rounds, _hidden_states(target, text, tuple(layers))), []
+    for name, conventions in compared.items():
+        report(f"comparing readings of the drafter: {len(readings) + 1} of {len(compared)}")
+        readings.append(Reading(name, conventions, own.hits(drafter, conventions)))
+    # By significance, not by the sum of hits: readings may draft blocks of different lengths.
+    level, best = min((_significance(each.hits, readings[0].hits), place) for place, each in enumerate(readings))
+    used = readings[best if level * len(readings[1:]) <= SIGNIFICANCE else 0]
+    displaced = own.hits(drafter, used.conventions, moved=MOVED)
+    agreement = float(displaced[:, 0].float().mean())
+    return Examination(rounds, readings, used, agreement, _significance(used.hits, displaced) <= SIGNIFICANCE)
 
 
 def _new_passages(text: list[int], start: int) -> list[int]:
@@ -158,26 +161,67 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     return {name: layers for name, layers in found.items() if layers != own}
 
 
-@dataclass(slots=True)
+@torch.no_grad()
+def _hidden_states(target: object, text: list[int], layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """The hidden states (T, H) of a text by number."""
+    session = ModelSession(target, rewinds=False, features=layers)
+    session.begin(text)
+    session.feed(text, keep=1)
+    features = session.take_features()
+    assert features is not None
+    return dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnText:
+    """A text of the target, the rounds to compare (see _new_passages), and its hidden states (T, H) by number."""
+
+    tokens: list[int]
+    rounds: list[int]
+    states: dict[int, Tensor]
+
+    @torch.no_grad()
+    def hits(self, drafter: FeatureDrafter, conventions: Conventions, *, moved: int = 0) -> Tensor:
+        """Whether each of up to DEPTH drafts in a row is the text's token (rounds, drafts).
+
+        Round i knows the features up to i. `moved` displaces the features by this many positions.
+        """
+        features = torch.cat([self.states[layer] for layer in conventions.feature_layers], dim=-1).roll(moved, 0)
+        before, drafter.conventions = drafter.conventions, conventions
+        try:
+            return self._hits(drafter, features)
+        finally:
+            drafter.conventions = before
+
+    def _hits(self, drafter: FeatureDrafter, features: Tensor) -> Tensor:
+        text, session = self.tokens, feature_session(drafter)
+        session.begin(text)
+        depth = DEPTH if isinstance(drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+        known, hits = 0, []
+        for last in self.rounds:
+            session.add_features(features[known : last + 1], known, last + 1)
+            known = last + 1
+            # The text is fed instead of the drafts, so that every position counts.
+            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+            session.rewind(known)
+        return torch.tensor(hits, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class Examination:
     """The results of an examination.
 
-    `rounds` are described in _new_passages. `states` are hidden states (T, H) of the text by number. `readings` are
-    those compared, the present one first. `used` is the reading to use from now on. `displaced` is the agreement of
-    first drafts with features of other positions. `reads_target` is True if that is significantly lower than with the
-    right ones.
+    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
+    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
+    than with the right ones.
     """
 
-    drafter: FeatureDrafter
-    target: object
-    text: list[int]
     rounds: list[int]
-    report: Reporter
-    states: dict[int, Tensor] = field(default_factory=dict)
-    readings: list[Reading] = field(default_factory=list)
-    used: Reading = field(init=False)
-    displaced: float = 0.0
-    reads_target: bool = False
+    readings: list[Reading]
+    used: Reading
+    displaced: float
+    reads_target: bool
 
     @property
     def better(self) -> Reading | None:
@@ -189,63 +233,6 @@ class Examination:
         pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
         place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
         return place, *pairs[place]
-
-    def reading(self, name: str, conventions: Conventions) -> Reading:
-        """Compare a reading with the text, unless this was already done."""
-        known = next((each for each in self.readings if each.conventions == conventions), None)
-        if known is None:
-            self.report(f"comparing readings of the drafter: number {len(self.readings) + 1}")
-            known = Reading(name, conventions, self.hits(conventions))
-            self.readings.append(known)
-        return known
-
-    def better_than(self, best: Reading) -> Reading | None:
-        """The best of the readings that differ from this one in one convention, if it is significantly better."""
-        prefix = f"{best.name}, and " if best.name else ""
-        others = other_readings(self.drafter, best.conventions).items()
-        found = [self.reading(prefix + name, conventions) for name, conventions in others]
-        # By significance, not by the sum of hits: readings may draft blocks of different lengths.
-        level = {each.name: _significance(each.hits, best.hits) for each in found}
-        first = min(found, key=lambda each: level[each.name], default=None)
-        return first if first is not None and level[first.name] <= SIGNIFICANCE / len(found) else None
-
-    @torch.no_grad()
-    def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
-        """Whether each of up to DEPTH drafts in a row is the text's token (rounds, drafts).
-
-        Round i knows the features up to i. `moved` displaces the features by this many positions.
-        """
-        features, before = self._features(conventions.feature_layers).roll(moved, 0), self.drafter.conventions
-        self.drafter.conventions = conventions
-        try:
-            return self._hits(features)
-        finally:
-            self.drafter.conventions = before
-
-    def _hits(self, features: Tensor) -> Tensor:
-        text, session = self.text, feature_session(self.drafter)
-        session.begin(text)
-        depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-        known, hits = 0, []
-        for last in self.rounds:
-            session.add_features(features[known : last + 1], known, last + 1)
-            known = last + 1
-            # The text is fed instead of the drafts, so that every position counts.
-            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-            session.rewind(known)
-        return torch.tensor(hits, dtype=torch.int64)
-
-    def _features(self, layers: tuple[int, ...]) -> Tensor:
-        missing = tuple(dict.fromkeys(layer for layer in layers if layer not in self.states))
-        if missing:
-            session = ModelSession(self.target, rewinds=False, features=missing)
-            session.begin(self.text)
-            session.feed(self.text, keep=1)
-            features = session.take_features()
-            assert features is not None
-            self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
-        return torch.cat([self.states[layer] for layer in layers], dim=-1)
 
 
 def _significance(one: Tensor, other: Tensor) -> float:

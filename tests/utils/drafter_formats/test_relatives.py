@@ -44,10 +44,10 @@ def test_an_eagle_drafter_without_an_architecture_is_refused(tmp_path):
     assert "format EAGLE," in sentence and "EAGLE-3" in sentence
 
 
-def test_pickled_medusa_heads_are_refused(tmp_path):
+def test_medusa_heads_in_files_of_their_own_names_are_refused(tmp_path):
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
     folder = write_checkpoint(tmp_path / "drafter", {"medusa_num_heads": 5}, {"0": torch.zeros(2)})
-    (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
+    (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors")
     assert "Medusa" in refusal(tmp_path / "target", folder)
 
 
