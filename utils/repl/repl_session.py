@@ -7,7 +7,7 @@ this package load pairs, change settings, and run prompts and reports.
 from collections.abc import Callable, Sequence
 
 from utils.commands import CommandContext, Outcome, Registry
-from utils.commands.outcomes import (
+from utils.commands.shared.outcomes import (
     ChangeSettings,
     Effect,
     ForgetConversations,
