@@ -6,7 +6,7 @@ program reports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,20 +108,7 @@ def compare_models(
     tokens = len(ours.vocabulary)
     caches = _caches(_rewind_method(target), _rewind_method(drafter))
     findings = (
-        PairFinding(
-            "vocabulary",
-            f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {len(theirs.vocabulary):,} tokens",
-        ),
-        PairFinding(
-            "ids that mean the same",
-            f"{same:,} of {tokens:,}",
-            "" if drafter_tokenizer is not None else "assumed: no tokenizer",
-        ),
-        PairFinding(
-            "padding rows",
-            f"{ours.padding:,} and {theirs.padding:,}",
-            "never drafted and never sampled" if ours.padding or theirs.padding else "",
-        ),
+        *_vocabularies(ours, theirs, same, assumed=drafter_tokenizer is None),
         _compared("special tokens", ours, theirs, lambda side: sorted(side.tokenizer.all_special_tokens)),
         _compared("end of text", ours, theirs, _end_tokens),
         _compared("chat template", ours, theirs, lambda side: side.tokenizer.chat_template),
@@ -167,6 +154,15 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
     if theirs.rows < min(tokens, ours.rows):
         return "its vocabulary is smaller"
     return ""
+
+
+def _vocabularies(ours: _Side, theirs: _Side, same: int, *, assumed: bool) -> Iterator[PairFinding]:
+    """`assumed` is True if the drafter has no tokenizer."""
+    tokens, others = len(ours.vocabulary), len(theirs.vocabulary)
+    padded = "never drafted and never sampled" if ours.padding or theirs.padding else ""
+    yield PairFinding("vocabulary", f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {others:,} tokens")
+    yield PairFinding("ids that mean the same", f"{same:,} of {tokens:,}", "assumed: no tokenizer" if assumed else "")
+    yield PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", padded)
 
 
 def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object]) -> PairFinding:

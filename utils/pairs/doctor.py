@@ -102,7 +102,7 @@ def examine(
         )
     compared = {"": drafter.conventions} | other_readings(drafter, drafter.conventions)
     layers = dict.fromkeys(layer for each in compared.values() for layer in each.feature_layers)
-    own, readings = OwnText(text, rounds, _hidden_states(target, text, tuple(layers))), []
+    own, readings = OwnText(text, rounds, _hidden_states(target, text, tuple(layers))), list[Reading]()
     for name, conventions in compared.items():
         report(f"comparing readings of the drafter: {len(readings) + 1} of {len(compared)}")
         readings.append(Reading(name, conventions, own.hits(drafter, conventions)))

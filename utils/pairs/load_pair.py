@@ -40,7 +40,17 @@ from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
 from utils.pairs.compatibility import Compatibility, compare_models, describe_without_model
 from utils.pairs.pair import Pair, weight_notes
-from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest, check_request, layer_count, with_defaults
+from utils.pairs.request import (
+    EMBEDDED,
+    HEAD,
+    LAYERS,
+    MTP,
+    PairRequest,
+    check_request,
+    check_shared,
+    layer_count,
+    with_defaults,
+)
 from utils.prompts.chat_template import end_ids, unknown_ids
 from utils.text import first_of
 
@@ -253,7 +263,8 @@ def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> 
         source = locate(request.drafter, placement.report)
         published = _published(source)
     if head or published:
-        _check_shared_options(request, published[1].name if published else HEAD)
+        kind = published[1].name if published else HEAD
+        check_shared(request, f"A drafter of the kind {kind} has the number format and the device of the target")
     return DrafterPlan(placement, quantize, head, source, layers, published)
 
 
@@ -310,20 +321,6 @@ def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
     if checkpoint is None:
         raise no_layers(target.name, {})
     return mtp_layers(checkpoint), MTP_FORMAT
-
-
-def _check_shared_options(request: PairRequest, kind: str) -> None:
-    """Raise UserError for options that need a separate drafter model. `kind` reads hidden states."""
-    if request.drafter_quantize != "none":
-        raise UserError(
-            f"A drafter of the kind {kind} is computed in the number format of the target: leave --drafter-quantize "
-            "out."
-        )
-    # Both are resolved devices here, so `auto` has become the name of a device.
-    if request.drafter_device != request.device:
-        raise UserError(
-            f"A drafter of the kind {kind} is computed on the device of the target: leave --drafter-device out."
-        )
 
 
 def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:

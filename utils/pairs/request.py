@@ -162,14 +162,19 @@ def check_request(request: PairRequest) -> None:
     if request.target.startswith(LAYERS):
         raise UserError(f"'{request.target}' is not a target: layers:K can only be a --drafter.")
     if request.drafter is None or request.drafter.startswith(LAYERS):
-        shares = "A layers:K drafter shares the weights of the target"
-        if request.drafter_quantize != "none":
-            raise UserError(f"{shares}: leave --drafter-quantize out and use --quantize.")
-        if request.drafter_device != request.device:
-            raise UserError(f"{shares}: leave --drafter-device out.")
+        check_shared(request, "A layers:K drafter shares the weights of the target")
     layer_count(request.drafter)
     if request.engine_weights != "float32":
         _check_engine_weights(request)
+
+
+def check_shared(request: PairRequest, reason: str) -> None:
+    """Raise UserError, with this reason, for options that need a separate drafter model."""
+    if request.drafter_quantize != "none":
+        raise UserError(f"{reason}: leave --drafter-quantize out.")
+    # Both are resolved devices here, so `auto` has become the name of a device.
+    if request.drafter_device != request.device:
+        raise UserError(f"{reason}: leave --drafter-device out.")
 
 
 def layer_count(drafter: str | None) -> int | None:
