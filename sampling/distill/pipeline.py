@@ -123,7 +123,7 @@ class Distillation:
 
     def _measured(self, student: Student, page: TextPage) -> Rates:
         plan = self._plan
-        rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
+        rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch)
         self._report(f"{self._options.out}: {rates_text(rates)}")
         for line in missing_text(rates, plan.rows, plan.length):
             self._report(line)
@@ -181,7 +181,7 @@ class Distillation:
 
     def _evaluate(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Add a point to the curve, from part of the held-out page."""
-        rates = trainer.acceptance(EVALUATION_ROWS).rates()
+        rates = trainer.acceptance(EVALUATION_ROWS)
         tokens = trainer.step * self._plan.batch * self._plan.length
         progress.curve.append({"tokens": tokens, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
         if progress.training - self._evaluated < EVALUATION_SECONDS and trainer.step < trainer.total:

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from sampling.distill.loss import Acceptance, autocast_for, distillation_loss, measure_acceptance
+from sampling.distill.loss import autocast_for, distillation_loss, measure_acceptance
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
+from sampling.distill.progress import Rates
 from sampling.distill.students import Student
 from utils.files import replacing
 
@@ -72,7 +73,7 @@ class Trainer:
         self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
         self.is_consistent = True
 
-    def acceptance(self, rows: int) -> Acceptance:
+    def acceptance(self, rows: int) -> Rates:
         """The acceptance on the first `rows` rows of the held-out page."""
         page, plan = self._data.held_out.rows(slice(rows)), self._plan
         return measure_acceptance(self.student, page, self._data.lm_head, steps=plan.steps, batch=plan.batch)
