@@ -146,11 +146,7 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     final norm, as -1 is, and n + 1 before it.
     """
     own, found = tuple(count if layer == -1 else layer for layer in own), {}
-    shifts = {
-        1: "layer ids read as outputs of layers, one later",
-        -1: "layer ids read as inputs of layers, one earlier",
-    }
-    for shift, name in ({0: ""} | shifts if count else {}).items():
+    for shift, name in SHIFTS.items() if count else ():
         layers = tuple(min(layer, count) + shift for layer in own)
         if min(layers) < 0 or max(layers) > count:
             continue
