@@ -40,7 +40,7 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
 
 def is_intact(folder: Path, made_from: str) -> bool:
     """Whether a folder has this origin and all its files. What is in them is not read."""
-    with suppress(OSError, ValueError, TypeError, KeyError):  # missing or unreadable
+    with suppress(Exception):  # missing or unreadable
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["made_from"] == made_from and all((folder / name).stat().st_size for name in manifest["files"])
     return False

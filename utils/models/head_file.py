@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -106,8 +106,7 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         raise
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {os_reason(error)}.") from error
-    # RuntimeError includes RecursionError, of deeply nested brackets.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever damaged files lead to
         raise UserError(f"{folder} holds no readable head: fetch it again, or {REMEDY}.") from error
     check_finite(head, str(folder))
     return head, vocabulary.long()
