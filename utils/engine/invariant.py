@@ -84,12 +84,13 @@ class InvariantEngine:
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
+        every = selftest.EVERY_WIDTH
         tests = (
             # The layers of a drafter that was cut out of the target are tested with the target.
             selftest.width_dependence(
                 model,
                 thread_count,
-                every_width=index == 0 or not self._shares_weights_with_target(model),
+                widths=every if index == 0 or not self._shares_weights_with_target(model) else (),
                 complete=complete,
                 report=report,
             )

@@ -27,7 +27,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of parts of the inner dimension, 
 # Every block size, and numbers of rows that are padded to the next one.
 _TESTED_ROWS = (1, *BLOCK_SIZES[1:], 10, 13, 17, 25)
 TESTED_OUTPUTS = 4096  # of a weight with more outputs, every number of rows is tried on so many
-_CONFIRMED_ROWS = (2, 5, MAX_ROWS)  # and these on all of it, because how a sum is split may depend on the outputs
+_CONFIRMED_ROWS = (2, 5, UNPADDED_ROWS)  # and these on all of it, because how a sum is split may depend on the outputs
 
 
 class Kernel(Protocol):
@@ -134,10 +134,10 @@ def is_row_invariant(
     kernel: Kernel, inputs: int, thread_counts: Iterable[int], tested: Sequence[int] = _TESTED_ROWS
 ) -> bool:
     """Whether every row of these numbers of rows has the same bits as when it is computed alone."""
-    x = torch.randn(MAX_ROWS, inputs, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(max(tested), inputs, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     # Computed once, with the current number of threads, because the bits must not depend on that number either.
-    alone = torch.cat([kernel(x[row : row + 1]) for row in range(MAX_ROWS)])
+    alone = torch.cat([kernel(x[row : row + 1]) for row in range(len(x))])
     try:
         for count in thread_counts:
             torch.set_num_threads(count)

@@ -95,11 +95,14 @@ class OpenVinoEngine:
         return ""
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
-        """Test whole models, and the first layer of the target at every width."""
+        """Test whole models, and the first layer of the target at every number of rows that graphs compute: widths in
+        between are computed with the next one, and `chosen_attention` has tested every width of attention.
+        """
         self.set_threads(thread_count)
+        rows = self._segments[0].tested_rows
         tests = (
             selftest.width_dependence(
-                model, torch.get_num_threads(), every_width=index == 0, complete=complete, report=report
+                model, thread_count, widths=() if index else rows, complete=complete, report=report
             )
             for index, model in enumerate(self._models)
         )
@@ -154,7 +157,7 @@ class OpenVinoEngine:
         from utils.engine.openvino_segments import OpenVinoSegments  # takes half a second
 
         weights = self._weights if model is self._models[0] else self._weights.for_drafter()
-        return OpenVinoSegments(spec, weights=weights, threads=self._threads, report=report)
+        return OpenVinoSegments(spec, weights=weights, threads=self._threads, known=self.layouts, report=report)
 
     def _swap_helpers(self) -> None:
         from utils.engine.openvino_segments import OpenVinoKernel

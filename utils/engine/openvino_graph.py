@@ -148,7 +148,9 @@ class Constants:
     def _centred(self, weight: BlockWeight) -> Any:
         """The node (values - centre) * scales, shape (N, K)."""
         rows, inputs = weight.shape
-        signed = (weight.values.to(torch.int16) - _centre(weight)).to(torch.int8)
+        # Integers of 8 bits wrap around, so that unsigned ones become what they are above the centre.
+        signed = weight.values.view(torch.int8)
+        signed = signed - _centre(weight) if _centre(weight) else signed
         shape = (rows, inputs) if weight.group == inputs else (rows, inputs // weight.group, weight.group)
         integers = self._integers(signed.reshape(shape), four_bits=weight.bits <= 4)
         scales = self._memory((*shape[:-1], 1), torch.float32)

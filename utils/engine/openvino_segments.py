@@ -7,7 +7,9 @@ in chunks.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from utils.freed_memory import trim_allocator
 # OpenVINO keeps machine code for every number of rows, so there are few. In between, rows are added that nobody reads.
 BOUND_ROWS = (*range(1, 10), 12, 16, 24, 32, 48, 65)
 CHUNK_ROWS = (128, 192, 256, 384, 512)
+ALL_ROWS = (*BOUND_ROWS, *CHUNK_ROWS)
 PREFILL_ROWS = (32, 65, *CHUNK_ROWS)
 MAX_ROUNDING = 0.05  # of results with different numbers of rows, also in bfloat16. Lost weights differ by far more
 
@@ -196,10 +199,34 @@ def _are_rows_of(output: Any, expected: Any) -> bool:
     return bool(difference <= MAX_ROUNDING * np.linalg.norm(expected[:1]) * len(output) ** 0.5)
 
 
-def kind_of(graph: Any) -> tuple[Any, ...]:
-    """Return what decides how OpenVINO computes a graph: types and shapes of its constants."""
+class PackingRows:
+    """With which numbers of rows graphs must run before their constants are dropped: see `rows_that_pack`.
+
+    That depends on the types and shapes of a graph's constants and on the number of threads. So it is found out on one
+    graph, and holds for all graphs that have no other constants. known: what was found out, which is added to: bits of
+    the indices of ALL_ROWS by number of threads and constant.
+    """
+
+    def __init__(self, threads: int, known: dict[str, int]) -> None:
+        self._threads, self._known, self._lock = threads, known, Lock()
+
+    def of(self, graph: Any, sizes: Sequence[int], made: Callable[[Sequence[int]], tuple[Any, Constants]]) -> list[int]:
+        """Return the numbers of rows for a graph that is not compiled yet. sizes, made: see `rows_that_pack`."""
+        keys = {f"{self._threads} {name}" for name in _constant_kinds(graph)}
+        with self._lock:  # a test uses all threads
+            if not keys <= self._known.keys():
+                needed = rows_that_pack(made, sizes)
+                bits = sum(1 << index for index, rows in enumerate(ALL_ROWS) if rows in needed)
+                self._known.update({key: bits | self._known.get(key, 0) for key in keys})
+            bits = reduce(or_, (self._known[key] for key in keys))
+        return [rows for index, rows in enumerate(ALL_ROWS) if bits >> index & 1]
+
+
+def _constant_kinds(graph: Any) -> set[str]:
+    """The types and shapes of the matrices of a graph."""
     constants = (part for part in graph.get_ordered_ops() if part.get_type_name() == "Constant")
-    return tuple((str(part.get_element_type()), tuple(part.get_output_shape(0))) for part in constants)
+    kinds = ((part.get_element_type(), tuple(part.get_output_shape(0))) for part in constants)
+    return {f"{kind} {shape}" for kind, shape in kinds if len(shape) > 1}
 
 
 def bound_rows(*, integers: bool) -> tuple[int, ...]:
@@ -285,17 +312,27 @@ BUILT_AT_ONCE = 2  # graphs, each of which holds the weights of a layer a second
 
 
 class OpenVinoSegments:
-    """`Segments` of a decoder on the CPU. The weights of the spec are read only when graphs are built."""
+    """`Segments` of a decoder on the CPU. The weights of the spec are read only when graphs are built.
+
+    known: what `PackingRows` found out on this machine, which is added to.
+    """
 
     prefill_rows = PREFILL_ROWS
     row_threads: int | None = 1  # two pools of threads that take turns would wait for each other
 
     def __init__(
-        self, spec: DecoderSpec, *, weights: EngineWeights = LOADED, threads: int, report: Report = unreported
+        self,
+        spec: DecoderSpec,
+        *,
+        weights: EngineWeights = LOADED,
+        threads: int,
+        known: dict[str, int] | None = None,
+        report: Report = unreported,
     ) -> None:
         self._sizes, self._spec, self._weights = DecoderSizes.of(spec), spec, weights
-        self._threads = threads
+        self._threads, self._known = threads, {} if known is None else known
         self._bound_rows = bound_rows(integers=weights.format not in ("float32", "bfloat16"))
+        self.tested_rows = tuple(rows for rows in self._bound_rows if rows > 1)
         self._build(report)
 
     def set_threads(self, count: int, report: Report = unreported) -> None:
@@ -306,21 +343,23 @@ class OpenVinoSegments:
 
     def _build(self, report: Report) -> None:
         self._bound: dict[int, BoundRequests] = {}  # by the number of rows
-        self._packed_by: dict[tuple[Any, ...], tuple[int, ...]] = {}  # numbers of rows by kind of graph
+        self._packing = PackingRows(self._threads, self._known)
         self._graphs: list[Any] = []  # releases the former ones before others are compiled
         self._constants: list[Constants] = []  # whose addresses compiled graphs still refer to
         self._logits = torch.empty(BOUND_ROWS[-1], self._sizes.vocabulary)  # pages that are not written take no memory
         count = len(self._spec.layers) + 2
+        made = {1: self._made(1)}  # a whole layer, so that no test is necessary for the part that begins the first one
         with ThreadPoolExecutor(BUILT_AT_ONCE) as pool:
             try:
-                for graph, constants in pool.map(self._made, range(count)):
-                    self._graphs.append(graph)
-                    self._constants.append(constants)
+                others = [index for index in range(count) if index not in made]
+                for index, part in zip(others, pool.map(self._made, others), strict=True):
+                    made[index] = part
                     trim_allocator()  # what was read and rounded on the way
-                    report(f"packing the weights: part {len(self._graphs)} of {count}")
+                    report(f"packing the weights: part {len(made)} of {count}")
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        self._graphs, self._constants = ([made[index][side] for index in range(count)] for side in (0, 1))
         self._blocks = ChunkRequests(self._graphs, self._sizes, self._bound_rows)
         self._chunks = ChunkRequests(self._graphs, self._sizes, CHUNK_ROWS)
 
@@ -328,11 +367,10 @@ class OpenVinoSegments:
         """A compiled graph that holds its weights in OpenVINO's layout alone."""
         builder = GraphBuilder(self._spec, self._weights)
         model = builder.build(index)
-        if (kind := kind_of(model)) not in self._packed_by:
-            # No prompt passes through the output head.
-            sizes = self._bound_rows if index > len(self._spec.layers) else (*self._bound_rows, *CHUNK_ROWS)
-            self._packed_by[kind] = rows_that_pack(partial(self._sample, index), sizes)
-        return self._packed(builder, model, self._packed_by[kind]), builder.constants
+        # No prompt passes through the output head.
+        sizes = self._bound_rows if index > len(self._spec.layers) else (*self._bound_rows, *CHUNK_ROWS)
+        rows = self._packing.of(model, sizes, partial(self._sample, index))
+        return self._packed(builder, model, rows), builder.constants
 
     def _sample(self, index: int, rows: Sequence[int]) -> tuple[Any, Constants]:
         """The same graph again, to find out with which numbers of rows it must run."""

@@ -4,7 +4,7 @@ It runs on this machine with the loaded weights. The first layers are compared w
 first layer and the output head are tested at every verify width, whole models at a few widths and in one prefill.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ PREFIX = 13  # cached tokens before the tested positions
 LONG_PREFIX = MAX_WIDTH + 3  # more than a verify pass has rows, so that it is a prefill
 POSITIONS = 12  # tested positions
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of a whole model
+EVERY_WIDTH = range(2, MAX_WIDTH + 1)
 START_POSITIONS, START_WIDTHS = 5, (2, 5)  # of a whole model at a start
 COMPARED_LAYERS = 2
 MAX_DEVIATION = 0.1  # of rounded weights: the norm of the difference of logits over that of the logits
@@ -35,28 +36,32 @@ def width_dependence(
     model: PreTrainedModel,
     thread_count: int,
     *,
-    every_width: bool,
+    widths: Sequence[int] = EVERY_WIDTH,
     complete: bool = False,
     report: Report = unreported,
 ) -> str:
     """Describe the first logits that differ from those of single decode steps. Empty if there are none.
 
-    every_width: also test the first layer and the output head at every width. complete: test whole models at more
-    positions and widths.
+    widths: at which the first layer and the output head are tested, in ascending order. complete: test them at every
+    width, and whole models at more positions and widths.
     """
+    widths = EVERY_WIDTH if complete and widths else widths
     before = torch.get_num_threads()
     torch.set_num_threads(thread_count)
     try:
-        for part, positions in _tested_parts(model, every_width, complete):
+        for part, positions, tested in _tested_parts(model, widths, complete):
             context = sample_context(model, PREFIX + positions)
             prefix = min(PREFIX, len(context) // 2)
-            # (positions, V), by decode steps
-            alone = logits_by_width(_session_after(part, context[:prefix]), context, len(context) - prefix, 1)
+            session, count = _session_after(part, context[:prefix]), len(context) - prefix
+            alone = logits_by_width(session, context, count, 1)  # (positions, V), by decode steps
             threads = f"{thread_count} thread{'s' if thread_count > 1 else ''}"
-            for name, logits in _wide_passes(part, context, prefix, positions):
+            for name, logits in _wide_passes(session, context, count, tested):
                 report(f"testing the engine: {name}, {threads}")
                 if not torch.equal(logits, alone[: len(logits)]):
                     return f"{name} differs from single decode steps ({threads})"
+            report(f"testing the engine: a prefill, {threads}")
+            if not torch.equal(ModelSession(part).feed(context, keep=count), alone):
+                return f"a prefill differs from single decode steps ({threads})"
     finally:
         torch.set_num_threads(before)
     return ""
@@ -143,33 +148,30 @@ def read_weights(part: PreTrainedModel, weights: EngineWeights) -> None:
     vars(part)["_in_files"] = False
 
 
-def _tested_parts(model: PreTrainedModel, every_width: bool, complete: bool) -> Iterator[tuple[PreTrainedModel, int]]:
-    """Yield each model to test with the number of its tested positions."""
-    if every_width:
+def _tested_parts(
+    model: PreTrainedModel, widths: Sequence[int], complete: bool
+) -> Iterator[tuple[PreTrainedModel, int, Sequence[int]]]:
+    """Yield each model to test with the number of its tested positions and the widths."""
+    if widths:
         try:
-            # The other layers usually have the same shapes, so every width is tested on one of them only.
-            yield first_layers(model, 1), MAX_WIDTH
-        except UserError:  # it cannot be cut, so all of it is tested at every width
-            yield model, MAX_WIDTH
+            # The other layers usually have the same shapes, so most widths are tested on one of them only.
+            yield first_layers(model, 1), widths[-1], widths
+        except UserError:  # it cannot be cut, so all of it is tested at these widths
+            yield model, widths[-1], widths
             return
-    yield model, POSITIONS if complete else START_POSITIONS
+    yield model, *((POSITIONS, WIDTHS) if complete else (START_POSITIONS, START_WIDTHS))
 
 
 def _wide_passes(
-    part: PreTrainedModel, context: list[int], prefix: int, positions: int
+    session: ModelSession, context: list[int], count: int, widths: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a name and the logits of the positions after the prefix:
-
-    verify passes of each tested width, and one prefill.
-    """
-    session, count = _session_after(part, context[:prefix]), len(context) - prefix
-    if positions == MAX_WIDTH:
-        for width in range(2, count + 1):
+    """Yield a name and the logits of verify passes of each width over the last tokens, which the session lacks."""
+    prefix = len(context) - count
+    for width in (width for width in widths if width <= count):
+        if widths[-1] > POSITIONS:  # one pass for each of many widths, otherwise passes over all positions
             yield f"a verify pass of {width} tokens", session.fork().feed(context[: prefix + width], keep=width)
-    else:
-        for width in WIDTHS if positions == POSITIONS else START_WIDTHS:
+        else:
             yield f"a verify pass of {width} tokens", logits_by_width(session, context, count, width)
-    yield "a prefill", ModelSession(part).feed(context, keep=count)
 
 
 def _session_after(part: PreTrainedModel, prefix: list[int]) -> ModelSession:

@@ -22,6 +22,9 @@ class WeightSource(Protocol):
     def read(self) -> Tensor:
         """Return the weight (N, K) in the model's number format. Raises UserError if its file has changed."""
 
+    def stored(self) -> Tensor:
+        """Return the same values in the file's number format if that holds them. They may be a mapping of the file."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowsOf:
@@ -36,6 +39,9 @@ class RowsOf:
 
     def read(self) -> Tensor:
         return self.source.read()[self.rows].clone()
+
+    def stored(self) -> Tensor:
+        return self.source.stored()[self.rows]
 
 
 def placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
@@ -60,6 +66,12 @@ def data(weight: Tensor) -> Tensor:
     """Return a weight, which is read if it is a placeholder."""
     source = source_of(weight)
     return weight.detach() if source is None else source.read()
+
+
+def stored_data(weight: Tensor) -> Tensor:
+    """Like `data`, but in the number format of its file, so that what is converted anyway is not converted twice."""
+    source = source_of(weight)
+    return weight.detach() if source is None else source.stored()
 
 
 def with_placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-REPEATS = 3  # of each number
+REPEATS, ENOUGH = 3, 1.0  # of each number; two if all take longer than these seconds
 WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 
 _AVAILABLE = torch.get_num_threads()  # at import: the number of cores, or OMP_NUM_THREADS
@@ -48,14 +48,19 @@ def step_seconds(
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     # Numbers take turns, so that other load on the machine affects all of them alike. Every other round is reversed,
     # because a change of the number can be slow.
+    spent = 0.0
     for repeat in range(REPEATS + 1):
         for count in counts if repeat % 2 else reversed(counts):
             use(count)
-            step()  # wakes the threads after a change
+            if spent < ENOUGH:
+                step()  # wakes the threads after a change
             start = clock()
             step()
+            spent += clock() - start
             if repeat:  # the first round is a warm-up
                 seconds[count].append(clock() - start)
+        if repeat > 1 and spent > ENOUGH:
+            break
     return {count: median(values) for count, values in seconds.items()}
 
 

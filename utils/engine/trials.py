@@ -27,13 +27,13 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
-EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so many, and at most
+EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so many, and at most
 EVICTED = 1 << 28  # bytes that are read before each pass
 WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
 ENOUGH_STEPS = 0.3
-MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 3.0  # turns of all engines; further ones do not begin after these seconds
+MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 2.0  # turns of all engines; further ones do not begin after these seconds
 LARGE = 1 << 26  # bytes of a block from which a pass waits for memory, whatever engine computes it
-SLOW_PREFILL = 0.3  # seconds
+SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
 PLAIN = "plain"
@@ -169,12 +169,18 @@ class Trials:
     def _fastest_for_memory(self) -> int:
         """The number of threads for all engines, measured without one. Some engines take long to change the number.
 
-        Verify passes and prefills use more threads than decode steps, which mostly wait for memory.
+        A decode step mostly waits for memory, so that one thread may be as fast as several. Wide verify passes and
+        prefills are not.
         """
         self.report("engines: measuring numbers of threads")
         assert self._read is not None
         probe = self.meter.probe(self._read, PLAIN)
-        return threads.fastest_count(lambda: probe.forward(COMPARED_WIDTHS[1]), self.thread_counts)
+
+        def passes() -> None:
+            probe.forward(1)
+            probe.forward(probe.max_width)
+
+        return threads.fastest_count(passes, self.thread_counts)
 
     def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
         """The result of a step, or None if the engine raised an error, which is noted."""
@@ -295,13 +301,14 @@ class Trials:
         self._table[candidate.name] = replace(row, step_seconds=step, costs=costs, prefill=rate)
 
     def _prefill_seconds(self, probe: ForwardProbe) -> float:
-        """Seconds of a prefill of PREFILL_TOKENS, the better of two unless the first one is slow."""
-        times: list[float] = []
-        while not times or (len(times) < 2 and times[0] < SLOW_PREFILL):
-            start = self.meter.clock()
-            tokens = probe.prefill(PREFILL_TOKENS)
-            times.append((self.meter.clock() - start) * PREFILL_TOKENS / tokens)
-        return min(times)
+        """Seconds of a prefill of PREFILL_TOKENS, from fewer tokens if these take long."""
+        seconds = 0.0
+        for count in (FEWER_TOKENS, PREFILL_TOKENS):
+            if seconds < SLOW_PREFILL:
+                start = self.meter.clock()
+                tokens = probe.prefill(count)
+                seconds = (self.meter.clock() - start) * PREFILL_TOKENS / tokens
+        return seconds
 
 
 def install_compared(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import cache_bytes
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_weights import RowsOf, data, source_of
+from utils.engine.stored_weights import RowsOf, data, source_of, stored_data
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 from utils.text import byte_size
 
@@ -40,14 +40,15 @@ class EngineWeights:
         return EngineWeights("int8" if self.drafter_blocks is None else "gguf", self.drafter_blocks)
 
     def form(self, name: str, weight: Tensor, *, is_head: bool) -> Tensor | BlockWeight:
-        """Return a weight (N, K) as it is computed in this format. It is read if it is in a file.
+        """Return a weight (N, K) as it is computed in this format. It is read if it is in a file, and weights that are
+        computed in float32 may be in another format that holds the same values.
 
         name: of the layer; a part of a fused parameter has its row range appended, as in "qkv_proj[0:64]".
         """
         if self.format == "gguf":
             shipped = self._shipped(name, weight)
             return data(weight) if shipped is None else shipped
-        loaded = data(weight)
+        loaded = stored_data(weight)
         if self.format == "int8" or (self.format == "int4" and (is_head or loaded.shape[1] % INT4_GROUP)):
             return round_int8(loaded)  # the output head decides the tokens, so it keeps 8 bits
         if self.format == "int4":

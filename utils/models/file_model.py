@@ -46,12 +46,19 @@ class FileTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
+        # A copy ends the mapping of the file, so that its pages do not count as memory of this process.
+        return self._mapped().to(self.dtype, copy=True)
+
+    def stored(self) -> Tensor:
+        mapped = self._mapped()
+        return mapped if torch.promote_types(mapped.dtype, self.dtype) == self.dtype else mapped.to(self.dtype)
+
+    def _mapped(self) -> Tensor:
         if has_changed(self.path, self.state):
             raise UserError(CHANGED.format(self.path))
-        # Closing the file ends its mapping, so that its pages do not count as memory of this process.
         with safe_open(self.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(self.key)
-            return tensor.to(self.dtype, copy=True)
+            return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ class BlockSource(NamedTuple):
     def read(self) -> Tensor:
         return self.blocks[self.name].dense()
 
+    def stored(self) -> Tensor:
+        return self.read()
+
 
 class InBlocks(NamedTuple):
     """A model whose linear weights are in a file, its tokenizer and these weights."""

@@ -10,7 +10,7 @@ from tiny import tiny_llama
 from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import machine, openvino_engine
+from utils.engine import machine, openvino_engine, openvino_segments, selftest
 from utils.engine.openvino_engine import OpenVinoEngine, unsupported
 from utils.engine.selftest import read_weights
 from utils.engine.weight_format import EngineWeights
@@ -55,6 +55,41 @@ def test_passes_of_every_number_of_rows_have_all_weights(name: str) -> None:
             session = ModelSession(model)
             session.feed(ids[:3], keep=1)
             assert (session.feed(ids, keep=count)[-3:] - reference).norm() <= 0.1 * reference.norm(), count
+
+
+@RUNS_HERE
+def test_numbers_of_rows_that_pack_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a whole layer and for the output head, and not again by a later engine with the same number of threads."""
+    found, find = list[tuple[int, ...]](), openvino_segments.rows_that_pack
+
+    def counted(made: Any, sizes: Any) -> Any:
+        found.append(sizes)
+        return find(made, sizes)
+
+    monkeypatch.setattr(openvino_segments, "rows_that_pack", counted)
+    model = tiny_llama(num_hidden_layers=3, vocab_size=104)
+    first, later = (OpenVinoEngine([model], [], EngineWeights()) for _ in range(2))
+    assert first.install([1]) == ""
+    assert found == [openvino_segments.ALL_ROWS, openvino_segments.BOUND_ROWS]
+    first.remove()
+    later.layouts |= first.layouts
+    assert later.install([1]) == "" and len(found) == 2
+    later.set_threads(2 if torch.get_num_threads() == 1 else 1)
+    assert len(found) == 4
+
+
+@RUNS_HERE
+def test_the_first_layer_is_tested_at_every_number_of_rows_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, rows = list[str](), [rows for rows in openvino_segments.BOUND_ROWS if rows > 1]
+    model = tiny_llama()
+    engine = OpenVinoEngine([model], [], EngineWeights())
+    assert engine.install([1]) == "" and engine.self_test(1, texts.append) == ""
+    widths = [*rows, *selftest.START_WIDTHS]
+    assert [int(text.split()[7]) for text in texts if "verify" in text] == widths
+    texts.clear()
+    assert engine.self_test(1, texts.append, complete=True) == ""
+    widths = [*selftest.EVERY_WIDTH, *selftest.WIDTHS]
+    assert [int(text.split()[7]) for text in texts if "verify" in text] == widths
 
 
 @RUNS_HERE

@@ -87,11 +87,11 @@ def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monk
 
 
 def recorded_tests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool, bool]]:
-    """The model, `every_width` and `complete` of each self-test, which passes."""
+    """The model, whether every width was tested, and `complete` of each self-test, which passes."""
     tested: list[tuple[Any, bool, bool]] = []
 
-    def record(model: Any, count: int, *, every_width: bool, complete: bool, report: Any) -> str:
-        tested.append((model, every_width, complete))
+    def record(model: Any, count: int, *, widths: Any, complete: bool, report: Any) -> str:
+        tested.append((model, widths == selftest.EVERY_WIDTH, complete))
         return ""
 
     monkeypatch.setattr(selftest, "width_dependence", record)
@@ -117,7 +117,7 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
     engine = invariant.InvariantEngine([model], [], EngineWeights())
     engine.set_threads(1)
     assert engine.install([1]) == ""
-    assert selftest.width_dependence(model, 1, every_width=True, complete=complete, report=texts.append) == ""
+    assert selftest.width_dependence(model, 1, complete=complete, report=texts.append) == ""
     every = [f"testing the engine: a verify pass of {width} tokens, 1 thread" for width in range(2, MAX_WIDTH + 1)]
     few = [every[width - 2] for width in (selftest.WIDTHS if complete else selftest.START_WIDTHS)]
     prefill = "testing the engine: a prefill, 1 thread"

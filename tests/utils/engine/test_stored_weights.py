@@ -21,6 +21,7 @@ from utils.engine.layer_engine import unreported
 from utils.engine.openvino_engine import unsupported
 from utils.engine.stored_results import ResultFile
 from utils.engine.stored_weights import fill, in_files, release, source_of
+from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights, tensor_bytes
 from utils.errors import UserError
 from utils.pairs.pair import Pair
@@ -84,6 +85,20 @@ def test_a_stored_format_is_converted_to_that_of_the_model(tmp_path: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = computed(model, "invariant", EngineWeights())
     assert torch.equal(computed(loaded(tmp_path), "invariant", EngineWeights()), expected)
+
+
+def test_rounded_weights_are_those_of_the_format_of_the_model(tmp_path: Path) -> None:
+    """Files in float32 are first rounded to the model's bfloat16. The values of bfloat16 files need no conversion."""
+    build = partial(tiny_model, "llama with biases")
+    for stored, own in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        folder = tmp_path / str(own)
+        build().to(stored).save_pretrained(folder)
+        model, expected = loaded(folder, own), AutoModelForCausalLM.from_pretrained(folder, dtype=own)
+        name, layer = next((name, part) for name, part in model.named_modules() if name.endswith("up_proj"))
+        form = EngineWeights("int8").form(name, layer.weight, is_head=False)
+        exact = EngineWeights("int8").form(name, expected.get_submodule(name).weight, is_head=False)
+        assert isinstance(form, BlockWeight) and isinstance(exact, BlockWeight)
+        assert torch.equal(form.values, exact.values) and torch.equal(form.scales, exact.scales)
 
 
 @torch.no_grad()
