@@ -7,7 +7,7 @@ LongestMatch is prompt lookup (Saxena 2023, "Prompt Lookup Decoding"). SuffixAut
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from sampling.adaptive_gamma import AdaptiveGamma, Bucket
+from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.drafts import Draft, DraftEvidence, Verified, matching_prefix
 
 RECENT = 256  # earlier occurrences that are compared, the most recent ones

@@ -9,8 +9,8 @@ from typing import Any
 
 from ngram_assisted.match_drafter import Match, buckets_of
 from ngram_assisted.ngram_storage import NGramStorage
-from sampling.adaptive_gamma import AdaptiveGamma
 from sampling.debug import traced
+from sampling.drafters.adaptive_gamma import AdaptiveGamma
 from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
 from utils.bounds import FILLER_TOP_K

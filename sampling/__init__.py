@@ -6,13 +6,13 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from sampling.adaptive_gamma import AdaptiveGamma
 from sampling.autoregressive import (
     autoregressive_generate,
     autoregressive_generate_encoder_decoder,
     autoregressive_steps,
 )
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
+from sampling.drafters.adaptive_gamma import AdaptiveGamma
 from sampling.drafters.chain import ChainDrafter
 from sampling.drafters.feature_sessions import HeadSession
 from sampling.drafters.head import FreeHead, HeadDrafter

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from fakes import Screen, constant_costs, constant_drafter
+from fakes import Screen, constant_costs, constant_drafter, with_costs_of
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
@@ -35,9 +35,8 @@ def session_of(pair: Pair, view: Screen, file: Path, *, measured: bool = False) 
         mock.patch.object(engine, "verify_costs", constant_costs).start()
         mock.patch.object(engine.ForwardProbe, "longer", lambda probe: None).start()
         mock.patch.object(warm_up, "draft_seconds", constant_drafter(lambda job: 1e-4)).start()
-    return ReplSession(
-        pair, SessionTools(default_registry(), view.renderer, RecordFile(file)), Settings(engine="invariant")
-    )
+    tools = SessionTools(default_registry(), view.renderer, RecordFile(file))
+    return with_costs_of(ReplSession(pair, tools, Settings(engine="invariant")))
 
 
 def share_embedded_model() -> None:

@@ -139,7 +139,14 @@ def open_session(
         mock.patch.object(warm_up, "draft_seconds", constant_drafter(draft_seconds)).start()
     mock.patch.object(engine, "verify_costs", constant_costs).start()
     mock.patch.object(ForwardProbe, "longer", lambda probe: None).start()
-    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=8))
+    return with_costs_of(ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=8)))
+
+
+def with_costs_of(session: ReplSession) -> ReplSession:
+    """A session whose costs are measured, as they are behind the first prompt."""
+    if session.harness.has_pair:
+        session._loaded.settings.measure_costs(lambda: False)
+    return session
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -160,11 +167,9 @@ def with_speculative(steps: Any) -> tuple[Strategy, ...]:
 
 
 class Restless(torch.nn.Module):
-    """A model whose logits depend on the call, the verify width, the batch or the cache."""
+    """A model whose logits depend on the call, the verify width or the cache."""
 
-    def __init__(
-        self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_batch: float = 0, by_cache: float = 0
-    ) -> None:
+    def __init__(self, model: Any, *, by_call: float = 0, by_rows: float = 0, by_cache: float = 0) -> None:
         super().__init__()
         self.inner, self.config, self.generation_config, self.device = (
             model,
@@ -172,7 +177,7 @@ class Restless(torch.nn.Module):
             model.generation_config,
             model.device,
         )
-        self._moves, self._calls = (by_call, by_rows, by_batch, by_cache), 0
+        self._moves, self._calls = (by_call, by_rows, by_cache), 0
 
     def forward(
         self, input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **arguments: Any
@@ -182,7 +187,7 @@ class Restless(torch.nn.Module):
         )
         self._calls += 1
         moved = torch.arange(output.logits.shape[-1]) % 7
-        causes = (self._calls % 5, input_ids.shape[-1] > 1, len(input_ids) > 1, past_key_values is not None)
+        causes = (self._calls % 5, input_ids.shape[-1] > 1, past_key_values is not None)
         output.logits = output.logits + moved * sum(
             move * cause for move, cause in zip(self._moves, causes, strict=True)
         )

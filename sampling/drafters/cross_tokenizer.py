@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from sampling.adaptive_gamma import AdaptiveGamma, Bucket
+from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.drafts import NO_DRAFT, Draft, Verified, matching_prefix
 from utils.decode.model_session import ModelSession
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sampling.adaptive_gamma import AdaptiveGamma
+from sampling.drafters.adaptive_gamma import AdaptiveGamma
 from sampling.drafters.feature_sessions import FeatureSession, HeadSession
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sampling.adaptive_gamma import AdaptiveGamma, Bucket
+from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import NO_DRAFT, Draft, DraftEvidence, Verified, matching_prefix
 from utils.decode.noise import Domain

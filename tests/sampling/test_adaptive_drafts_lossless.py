@@ -14,7 +14,7 @@ from toys import decoding, joint_probs, opposed, session, toy
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
 from sampling import RULES, AdaptiveGamma, ChainDrafter, ModelDrafter, speculative_steps
-from sampling.adaptive_gamma import Bucket
+from sampling.drafters.adaptive_gamma import Bucket
 from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise

@@ -16,7 +16,7 @@ from sampling import (
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.adaptive_gamma import ThroughputEstimate
+from sampling.drafters.adaptive_gamma import ThroughputEstimate
 from utils.bounds import RULES as RULE_NAMES
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Verified

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sampling import AdaptiveGamma
-from sampling.adaptive_gamma import Bucket
+from sampling.drafters.adaptive_gamma import Bucket
 from utils.bounds import AUTO_GAMMA
 from utils.metrics.costs import Costs
 

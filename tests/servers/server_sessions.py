@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fakes import Screen, constant_costs, constant_drafter
+from fakes import Screen, constant_costs, constant_drafter, with_costs_of
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
@@ -25,4 +25,4 @@ def server_session(
         monkeypatch.setattr(engine.ForwardProbe, "longer", lambda probe: None)
     file = None if records is None else RecordFile(records)
     tools = SessionTools(default_registry(), view.renderer, file)
-    return ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=6), servers)
+    return with_costs_of(ReplSession(pair, tools, Settings(engine="plain", gamma=4, length=6), servers))

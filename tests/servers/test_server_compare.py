@@ -9,7 +9,7 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.comparison.measurements import read_measurements
+from utils.comparison.recorded_runs import read_records
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 
@@ -47,5 +47,5 @@ def test_damaged_records_of_servers_are_named(change: dict[str, Any], view: Scre
         session.handle("two")
     good, other = records_of(tmp_path / "a")
     (tmp_path / "b").write_text(f"{json.dumps(good | change)}\n{json.dumps(other)}\n")
-    found = read_measurements(tmp_path / "b")
-    assert [one.prompt for one in found.measurements] == ["two"] and "damaged" in found.left_out[0]
+    found = read_records(tmp_path / "b")
+    assert [one.prompt for one in found.runs] == ["two"] and "damaged" in found.left_out[0]

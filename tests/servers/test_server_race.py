@@ -10,7 +10,7 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.experiments.verdict import passes
+from utils.commands.verdicts import passes
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
@@ -122,7 +122,7 @@ def test_the_local_target_as_baseline(
 def test_the_local_target_takes_turns_at_going_first(
     command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.commands.servers import server_race
+    from utils.commands.experiments import server_race
     from utils.servers.connection import Connection
 
     order: list[str] = []

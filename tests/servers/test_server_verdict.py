@@ -11,7 +11,7 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.experiments.verdict import passes, timing
+from utils.commands.verdicts import passes, timing
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection

@@ -1,26 +1,26 @@
 """Slash commands: one module for each group. `default_registry` holds all of them."""
 
-from utils.commands.experiments.audit import AUDIT
-from utils.commands.experiments.compare import COMPARE
-from utils.commands.experiments.lossless import LOSSLESS
-from utils.commands.experiments.race import RACE
-from utils.commands.experiments.replay import REPLAY
-from utils.commands.experiments.sweep import SWEEP
-from utils.commands.experiments.verdict.command import VERDICT
-from utils.commands.experiments.whatif import WHATIF
-from utils.commands.experiments.why import WHY
+from utils.commands.audit import AUDIT
+from utils.commands.compare import COMPARE
 from utils.commands.explain import EXPLAIN
 from utils.commands.export import EXPORT
 from utils.commands.help import help_command
+from utils.commands.lossless import LOSSLESS
 from utils.commands.ngram import NGRAM_COMMANDS
-from utils.commands.outcomes import Outcome
 from utils.commands.pairs import PAIR_COMMANDS
-from utils.commands.registry import Command, CommandContext, Registry
-from utils.commands.servers.server_command import SERVER
+from utils.commands.race import RACE
+from utils.commands.replay import REPLAY
+from utils.commands.server import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
-from utils.commands.settings import setting_commands
 from utils.commands.settings_files import FILE_COMMANDS
+from utils.commands.shared.outcomes import Outcome
+from utils.commands.shared.registry import Command, CommandContext, Registry
+from utils.commands.shared.setting_commands import setting_commands
+from utils.commands.sweep import SWEEP
 from utils.commands.texts import TEXTS
+from utils.commands.verdict import VERDICT
+from utils.commands.whatif import WHATIF
+from utils.commands.why import WHY
 
 __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry"]
 

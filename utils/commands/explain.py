@@ -2,8 +2,8 @@
 
 import re
 
-from utils.commands.outcomes import Outcome, ShowRows
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, ShowRows
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.glossary import FIGURES
 from utils.errors import check_choice
 

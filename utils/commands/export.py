@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from utils.commands.outcomes import Outcome, Reply
-from utils.commands.paths import output_in, write_output
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, Reply
+from utils.commands.shared.paths import output_in, write_output
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.session_state import ShownResult
 from utils.errors import UserError
 from utils.screen.renderer import picture

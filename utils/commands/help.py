@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from utils.commands.outcomes import Outcome, ShowRows
-from utils.commands.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
+from utils.commands.shared.outcomes import Outcome, ShowRows
+from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
 from utils.errors import UserError
 
 EVERYTHING = "all"

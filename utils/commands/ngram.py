@@ -8,10 +8,10 @@ from heapq import nlargest
 
 from ngram_assisted import load_storage, save_storage
 from utils.bounds import WholeRange
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
-from utils.commands.paths import output_in, path_in
-from utils.commands.registry import CommandContext, CommandError
-from utils.commands.settings import set_or_show, setting_command
+from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
+from utils.commands.shared.paths import output_in, path_in
+from utils.commands.shared.registry import CommandContext, CommandError
+from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.setting_table import NGRAM_PARTS, setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.errors import UserError, check_choice

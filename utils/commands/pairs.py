@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from utils.commands.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.config.settings import Settings

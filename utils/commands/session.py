@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from utils.commands.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, ShowRows
-from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.settings import set_or_show, setting_command
+from utils.commands.shared.outcomes import ClearScreen, ForgetConversations, Outcome, Quit, Reply, ShowRows
+from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.setting_table import listed_settings, setting_fields
 from utils.prompts.conversation import format_turns
 

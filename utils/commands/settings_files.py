@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RunLines, UndoSettings
-from utils.commands.paths import output_in, path_in, write_output
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, RunLines, UndoSettings
+from utils.commands.shared.paths import output_in, path_in, write_output
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.config.setting_table import listed_settings, split_setting
 from utils.errors import UserError
 from utils.files import read_text

@@ -6,8 +6,8 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from utils.commands.outcomes import Outcome, Reply, RunReport, ShowTexts
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowTexts
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.last_prompt import ComparedRun, LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.records import divergence_figures, generation_records
 from utils.comparison.reports import Column, Finding, Report

@@ -188,5 +188,5 @@ FIGURES = (
         "acceptance length (al)",
         "/race and /verdict of SPEED-Bench files: the mean over prompts of new tokens / rounds",
     ),
-    Figure("ratio", "/replay: tokens/s now / tokens/s in the record"),
+    Figure("ratio", "B / A of /compare and /replay: tokens/s of B divided by those of A"),
 )

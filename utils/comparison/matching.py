@@ -1,7 +1,7 @@
-"""Matches the measurements of two files by prompt, strategy and task.
+"""Matches the runs of two files by prompt, strategy and task.
 
 The task decides how much work a run is: length, processor, seed and the prompt's form. Other settings, such as gamma,
-may differ; /compare reports these differences. A measurement without a counterpart is reported with the reason.
+may differ; /compare reports these differences. A run without a counterpart is reported with the reason.
 """
 
 from collections import Counter
@@ -11,8 +11,7 @@ from itertools import chain
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from utils.comparison.measurements import Measurement
-from utils.comparison.recorded_runs import CIRCUMSTANCES, shown_value
+from utils.comparison.recorded_runs import CIRCUMSTANCES, RecordedRun, shown_value
 from utils.comparison.server_records import SERVER
 
 COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "engine", "prompt_form")}
@@ -27,7 +26,7 @@ SHOWN_LINES = 8  # line numbers shown in a sentence
 
 
 class Problem(NamedTuple):
-    """Why a measurement of file A or B has no counterpart."""
+    """Why a run of file A or B has no counterpart."""
 
     file: str
     line: int
@@ -35,11 +34,12 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """Matching measurements of the first and the second file."""
+class RunMatch:
+    """Matching runs of the first and the second file. `notes` are further sentences on how they differ."""
 
-    first: tuple[Measurement, ...]
-    second: tuple[Measurement, ...]
+    first: tuple[RecordedRun, ...]
+    second: tuple[RecordedRun, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -69,10 +69,10 @@ def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
     return [other / one for one, other in zip(ours, theirs, strict=True)]
 
 
-def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[list[Match], list[str]]:
-    """The matches in the order of the first file, and a sentence for each group of unmatched measurements."""
+def match(first: Sequence[RecordedRun], second: Sequence[RecordedRun]) -> tuple[list[RunMatch], list[str]]:
+    """The matches in the order of the first file, and a sentence for each group of unmatched runs."""
     groups, by_prompt = (_groups(first), _groups(second)), (_by_prompt(first), _by_prompt(second))
-    matches: list[Match] = []
+    matches: list[RunMatch] = []
     problems: list[Problem] = []
     for key, ours in groups[0].items():
         theirs = groups[1].get(key, [])
@@ -86,10 +86,10 @@ def match(first: Sequence[Measurement], second: Sequence[Measurement]) -> tuple[
         if key not in groups[0]
         for one in theirs
     ]
-    return matches, _sentences(problems)
+    return matches, problem_sentences(problems)
 
 
-def _sentences(problems: Sequence[Problem]) -> list[str]:
+def problem_sentences(problems: Sequence[Problem]) -> list[str]:
     """Each reason once, with its line numbers."""
     lines: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
@@ -103,47 +103,47 @@ def _line_numbers(numbers: Sequence[int]) -> str:
     return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
-def _groups(measurements: Sequence[Measurement]) -> dict[tuple[Any, ...], list[Measurement]]:
-    groups: dict[tuple[Any, ...], list[Measurement]] = {}
-    for one in measurements:
+def _groups(runs: Sequence[RecordedRun]) -> dict[tuple[Any, ...], list[RecordedRun]]:
+    groups: dict[tuple[Any, ...], list[RecordedRun]] = {}
+    for one in runs:
         groups.setdefault((one.prompt, one.history, one.strategy, _values(one, TASK)), []).append(one)
     return groups
 
 
-def _values(one: Measurement, names: Sequence[str]) -> tuple[str, ...]:
+def _values(one: RecordedRun, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(repr(one.settings.get(name)) for name in names)
 
 
 def _match_group(
-    ours: Sequence[Measurement], theirs: Sequence[Measurement]
-) -> tuple[list[Match], list[Measurement], list[Measurement]]:
-    """The matches of one prompt, strategy and task, and the unmatched measurements of each file."""
+    ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]
+) -> tuple[list[RunMatch], list[RecordedRun], list[RecordedRun]]:
+    """The matches of one prompt, strategy and task, and the unmatched runs of each file."""
     left, right = (_by_method(part) for part in (ours, theirs))
-    matches = [Match(tuple(left.pop(method)), tuple(right.pop(method))) for method in [*left] if method in right]
-    if len(left) == len(right) == 1:  # one measurement left on each side: compare them although they differ
+    matches = [RunMatch(tuple(left.pop(method)), tuple(right.pop(method))) for method in [*left] if method in right]
+    if len(left) == len(right) == 1:  # one run left on each side: compare them although they differ
         (one,), (other,) = left.values(), right.values()
-        matches.append(Match(tuple(one), tuple(other)))
+        matches.append(RunMatch(tuple(one), tuple(other)))
         left, right = {}, {}
     return matches, list(chain(*left.values())), list(chain(*right.values()))
 
 
-def _by_method(measurements: Sequence[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
-    methods: dict[tuple[str, ...], list[Measurement]] = {}
-    for one in measurements:
+def _by_method(runs: Sequence[RecordedRun]) -> dict[tuple[str, ...], list[RecordedRun]]:
+    methods: dict[tuple[str, ...], list[RecordedRun]] = {}
+    for one in runs:
         names = () if one.strategy == TARGET_PART else DRAFTING
         methods.setdefault(_values(one, names), []).append(one)
     return methods
 
 
-def _by_prompt(measurements: Sequence[Measurement]) -> dict[Any, list[Measurement]]:
-    prompts: dict[Any, list[Measurement]] = {}
-    for one in measurements:
+def _by_prompt(runs: Sequence[RecordedRun]) -> dict[Any, list[RecordedRun]]:
+    prompts: dict[Any, list[RecordedRun]] = {}
+    for one in runs:
         prompts.setdefault((one.prompt, one.history), []).append(one)
     return prompts
 
 
-def _problem(one: Measurement, own: str, other: str, others: Mapping[Any, Sequence[Measurement]]) -> Problem:
-    """Why a measurement has no counterpart. `others` holds the measurements of the other file by prompt."""
+def _problem(one: RecordedRun, own: str, other: str, others: Mapping[Any, Sequence[RecordedRun]]) -> Problem:
+    """Why a run has no counterpart. `others` holds the runs of the other file by prompt."""
     same_prompt = others.get((one.prompt, one.history), ())
     same_strategy = [row for row in same_prompt if row.strategy == one.strategy]
     if not same_prompt:
@@ -160,18 +160,18 @@ def _problem(one: Measurement, own: str, other: str, others: Mapping[Any, Sequen
     return Problem(own, one.line, f"{other} has this prompt only with other settings ({settings}).")
 
 
-def differences(matches: Sequence[Match]) -> list[str]:
+def differences(matches: Sequence[RunMatch]) -> list[str]:
     """Each difference in versions, models, engine, machine and settings once, with its number of matches."""
     counts: Counter[str] = Counter()
     for found in matches:
-        counts.update(list(dict.fromkeys(_differences(found.first[0], found.second[0]))))
+        counts.update(list(dict.fromkeys((*found.notes, *_differences(found.first[0], found.second[0])))))
     return [
-        sentence + ("." if count == len(matches) else f" ({count} of {len(matches)} comparisons).")
+        sentence.removesuffix(".") + ("." if count == len(matches) else f" ({count} of {len(matches)} comparisons).")
         for sentence, count in counts.items()
     ]
 
 
-def _differences(one: Measurement, other: Measurement) -> Iterator[str]:
+def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     for part, names in COMPARED.items():
         ours, theirs = one.circumstances.get(part, {}), other.circumstances.get(part, {})
         yield from (

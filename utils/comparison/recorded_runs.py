@@ -1,16 +1,17 @@
-"""Reads generations that were recorded with --json, and reports how their circumstances differ from the present ones.
-
-A damaged file is refused as a whole, with the number of the damaged line. /replay runs the generations again.
+"""Runs that were recorded with --json: of generations, servers, /race and /verdict. /compare matches the runs of two
+files, and /replay runs generations again. Damaged lines are reported and skipped; the others can still be used.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from utils.comparison.charts import BASELINE, TARGET_ONLY
 from utils.comparison.records import SCHEMA
+from utils.comparison.server_records import SERVER, SERVER_GENERATION
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.files import read_text
@@ -36,139 +37,133 @@ CIRCUMSTANCES = {
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 MAX_RATE = 1e9
 NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_target")
-GENERATION = "generation"
+GENERATION, RACE, VERDICT = "generation", "race", "verdict"
+RECOMMENDED = "recommended"  # the strategy that a /verdict measured against the target
+DAMAGED = 'the record is damaged: its "{}" has an invalid value.'
+LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a meaningless ratio
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The record of a generation and its line number. Optional fields that are absent are None."""
+    """The figures of one record for one strategy and one prompt.
 
+    `record` is its kind. `speeds` are tokens per second of each run, `speedups` are relative to `baseline`. Fields from
+    `text` on are None if the record lacks them.
+    """
+
+    record: str
     line: int
     prompt: str
     strategy: str
-    drafter_kind: Any
-    text: str | None
-    tokens: list[int]
-    prompt_tokens: int
-    interrupted: bool
-    drafted: int | None
-    accepted: int | None
-    rounds: int | None
-    tokens_per_second: float | None
-    tokens_per_target_forward: float | None
-    speedup_vs_target: float | None
-    history: Turns
     settings: Mapping[str, Any]
     circumstances: Mapping[str, Mapping[str, Any]]
+    speeds: tuple[float, ...]
+    speedups: tuple[float, ...]
+    baseline: str = TARGET_ONLY
+    history: Turns = ()
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    prompt_tokens: int | None = None
+    accepted: int | None = None
+    drafted: int | None = None
+    drafter_kind: str | None = None
 
-    def differences(self, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-        """A sentence for each circumstance that differs from now."""
-        for part, names in CIRCUMSTANCES.items():
-            if not self.circumstances[part]:
-                yield f"{part}: not recorded"
-            for name in names:
-                # A field that the record lacks is not reported as a difference.
-                then = self.circumstances[part].get(name, now[part][name])
-                if then != now[part][name]:
-                    yield f"{part}, {name}: {shown_value(then)} then, {shown_value(now[part][name])} now"
-
-
-def shown_value(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))[:80] or "none"
-    return "none" if value is None else str(value)[:80]
-
-
-def read_recorded_runs(path: Path) -> tuple[list[RecordedRun], Counter[str]]:
-    """The generations of a file, and the number of its other records by kind.
-
-    Raises UserError for a file that cannot be read, is damaged, or holds no generation.
-    """
-    runs: list[RecordedRun] = []
-    others: Counter[str] = Counter()
-    for number, record in numbered_records(path):
-        if isinstance(record, UserError):
-            raise record
-        if record["record"] == GENERATION:
-            runs.append(recorded_run(record, number))
-        else:
-            others[record["record"]] += 1
-    if not runs:
-        raise UserError(f"{path} holds no record of a generation. --json FILE writes one for each.")
-    return runs, others
+    @property
+    def model(self) -> Any:
+        """The model that generated: the target, or a server's model."""
+        part, name = (SERVER, "model") if SERVER in self.circumstances else ("models", "target")
+        return self.circumstances.get(part, {}).get(name)
 
 
-def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | UserError]]:
-    """Each record with its line number. A damaged line yields an error instead of a record.
+@dataclass(slots=True)
+class RecordsFile:
+    """The runs of a file and why other lines were skipped. `others` counts records of other reports by name."""
 
-    Records of generations have been checked. Raises UserError for a file that cannot be read.
-    """
+    path: Path
+    runs: list[RecordedRun] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+
+
+def read_records(path: Path) -> RecordsFile:
+    """Read a file. Raises UserError if it cannot be read or holds no run."""
+    file = RecordsFile(path)
     # Not splitlines(): records hold raw Unicode, whose other line separators may occur inside a text.
-    lines = read_text(path, "The records file").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
+    for number, line in enumerate(read_text(path, "The records file").split("\n"), start=1):
         try:
-            record = _parsed(line, where)
-            if record["record"] == GENERATION:
-                check_generation(record, where)
+            if line.strip():
+                _add(file, _parsed(line), number)
         except UserError as error:
-            yield number, error
-        else:
-            yield number, record
+            file.left_out.append(f"{path}, line {number}: {error}")
+    if not file.runs:
+        problem = f" {file.left_out[0]}" if file.left_out else ""
+        raise UserError(f"{path} holds no run that can be compared. --json FILE records them.{problem}")
+    return file
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
+def _add(file: RecordsFile, record: dict[str, Any], line: int) -> None:
+    if reader := READERS.get(record["record"]):
+        file.runs += list(reader(record, line))
+    else:
+        file.others[record["record"]] += 1
+
+
+def _parsed(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: this is not valid JSON. Use a file that --json has written.") from error
+        raise UserError("this is not valid JSON. Use a file that --json has written.") from error
     if not isinstance(record, dict) or not isinstance(record.get("record"), str):
-        raise UserError(f"{where}: this is not a record. Use a file that --json has written.")
+        raise UserError("this is not a record. Use a file that --json has written.")
     if record.get("schema") != SCHEMA:
-        raise UserError(
-            f"{where}: schema {shown_value(record.get('schema'))} is not supported, only schema {SCHEMA} is."
-        )
+        raise UserError(f"schema {shown_value(record.get('schema'))} is not supported, only schema {SCHEMA} is.")
     return record
 
 
-def check_generation(record: dict[str, Any], where: str) -> None:
+def _generation(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
+    _check_generation(record)
+    if record["finish"] == FinishReason.INTERRUPTED:
+        raise UserError("the run was interrupted.")
+    speed, speedup, kind = (record.get(name) for name in ("tokens_per_second", "speedup_vs_target", "drafter_kind"))
+    if speed is None or speed < LEAST_SPEED:
+        raise UserError("the run has no speed.")
+    yield RecordedRun(
+        record["record"],
+        line,
+        record["prompt"],
+        record["strategy"],
+        record["settings"],
+        {part: record.get(part, {}) for part in CIRCUMSTANCES},
+        speeds=(speed,),
+        speedups=(speedup,) if speedup else (),
+        history=turns_from_messages(record.get("history") or ()),
+        text=record.get("text"),
+        tokens=tuple(record["token_ids"]),
+        prompt_tokens=record["prompt_tokens"],
+        accepted=record.get("accepted"),
+        drafted=record.get("drafted"),
+        drafter_kind=None if kind is None else str(kind),
+    )
+
+
+def _check_generation(record: dict[str, Any]) -> None:
     """Raises UserError for a field of a generation that is missing or has the wrong type."""
     for name, is_valid in _checks(record).items():
         if not is_valid:
             problem = "has an invalid value" if name in record else "is missing"
-            raise UserError(f'{where}: the record is damaged: its "{name}" {problem}.')
-
-
-def recorded_run(record: dict[str, Any], line: int) -> RecordedRun:
-    """The checked record of a generation."""
-    return RecordedRun(
-        line=line,
-        prompt=record["prompt"],
-        strategy=record["strategy"],
-        drafter_kind=record.get("drafter_kind"),
-        text=record.get("text"),
-        tokens=record["token_ids"],
-        prompt_tokens=record["prompt_tokens"],
-        interrupted=record["finish"] == FinishReason.INTERRUPTED,
-        **{name: record.get(name) for name in (*COUNTS, *NUMBERS)},
-        history=turns_from_messages(record.get("history") or ()),
-        settings=record["settings"],
-        circumstances={part: record.get(part, {}) for part in CIRCUMSTANCES},
-    )
+            raise UserError(f'the record is damaged: its "{name}" {problem}.')
 
 
 def _checks(record: dict[str, Any]) -> dict[str, bool]:
     """Whether each required field has a valid type."""
     return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
-        **{name: record.get(name) is None or is_count(record[name]) for name in COUNTS},
-        **{name: record.get(name) is None or is_number(record[name]) for name in NUMBERS},
+        **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
+        **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
         **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
         "text": record.get("text") is None or isinstance(record["text"], str),
-        "token_ids": isinstance(record.get("token_ids"), list) and all(map(is_count, record["token_ids"])),
-        "prompt_tokens": is_count(record.get("prompt_tokens")),
+        "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
+        "prompt_tokens": _is_count(record.get("prompt_tokens")),
         "settings": isinstance(record.get("settings"), dict),
         "history": _is_conversation(record.get("history") or []),
     }
@@ -183,11 +178,109 @@ def _is_conversation(messages: Any) -> bool:
     return [message.get("role") for message in messages] == ["user", "assistant"] * (len(messages) // 2)
 
 
-def is_count(value: Any) -> bool:
+def _server_generation(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
+    """An answer of a server, for which the local models and engine do not matter."""
+    server, ids, count = record.get("server"), record.get("token_ids"), record.get("prompt_tokens")
+    if not isinstance(server, dict):
+        raise UserError(DAMAGED.format("server"))
+    as_own = {
+        "token_ids": [] if ids is None else ids,
+        "prompt_tokens": 0 if count is None else count,
+        "speedup_vs_target": record.get("speedup_vs_baseline"),
+        "models": {},
+        "engine": {},
+    }
+    (one,) = _generation(record | as_own, line)
+    yield replace(
+        one,
+        circumstances={**one.circumstances, SERVER: server},
+        baseline=str(record.get("baseline")),
+        tokens=None if ids is None else one.tokens,
+        prompt_tokens=count,
+    )
+
+
+def _race(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
+    """The repeats of each strategy."""
+    if isinstance(record.get("settings"), dict) and record["settings"].get("turns") is True:
+        raise UserError("the race ran in a conversation, which its record does not have.")
+    settings, circumstances = _conditions(record, ("prompt",))
+    for row in _rows(record.get("findings"), ("tokens_per_second", "speedups")):
+        speeds, speedups = _positive(row["tokens_per_second"]), _positive(row["speedups"])
+        if speeds:
+            yield RecordedRun(
+                RACE, line, record["prompt"], str(row.get("strategy")), settings, circumstances, speeds, speedups
+            )
+
+
+def _verdict(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
+    """The runs of the recommended strategy and of the target alone, on each prompt."""
+    settings, circumstances = _conditions(record, ())
+    findings = record.get("findings")
+    last = findings[-1] if isinstance(findings, list) and findings else None
+    if not isinstance(last, dict):
+        raise UserError(DAMAGED.format("findings"))
+    length, gamma = last.get("length"), last.get("gamma")
+    settings = {**settings, "length": length, "gamma": "auto" if gamma is None else gamma}
+    for row in _rows(last.get("by_prompt"), ("tokens_per_second", "target_tokens_per_second", "speedups")):
+        prompt, speedups = str(row.get("prompt")), _positive(row["speedups"])
+        ours, target = _positive(row["tokens_per_second"]), _positive(row["target_tokens_per_second"])
+        if ours and target:
+            counts: dict[str, Any] = {
+                name: row[name] if _is_count(row.get(name)) else None for name in ("accepted", "drafted")
+            }
+            kind = str(last.get("drafter_kind"))
+            yield RecordedRun(
+                RACE, line, prompt, RECOMMENDED, settings, circumstances, ours, speedups, drafter_kind=kind, **counts
+            )
+            yield RecordedRun(VERDICT, line, prompt, BASELINE, settings, circumstances, target, ())
+
+
+def _conditions(record: dict[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The settings and circumstances of a report. The fields in `texts` must be strings."""
+    parts = {part: record.get(part, {}) for part in CIRCUMSTANCES}
+    wanted = {**dict.fromkeys(texts, str), "settings": dict, **dict.fromkeys(parts, dict)}
+    for name, kind in wanted.items():
+        if not isinstance(record.get(name, parts.get(name)), kind):
+            raise UserError(DAMAGED.format(name))
+    return record["settings"], parts
+
+
+def _rows(rows: Any, lists: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a report. The fields in `lists` must be lists of numbers."""
+    if not isinstance(rows, list) or not all(_is_row(row, lists) for row in rows):
+        raise UserError(DAMAGED.format("findings"))
+    return rows
+
+
+def _is_row(row: Any, lists: Sequence[str]) -> bool:
+    values = [row.get(name) for name in lists] if isinstance(row, dict) else [None]
+    return all(isinstance(value, list) and all(part is None or _is_number(part) for part in value) for value in values)
+
+
+def _positive(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values if value is not None and value >= LEAST_SPEED)
+
+
+def shown_value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))[:80] or "none"
+    return "none" if value is None else str(value)[:80]
+
+
+def _is_count(value: Any) -> bool:
     # Not isinstance: True is an int. The upper bound is that of int64.
     return type(value) is int and 0 <= value < 2**63
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether the value is a valid rate."""
     return type(value) in (int, float) and 0 <= value <= MAX_RATE  # false for NaN
+
+
+READERS: dict[str, Callable[[dict[str, Any], int], Iterator[RecordedRun]]] = {
+    GENERATION: _generation,
+    SERVER_GENERATION: _server_generation,
+    RACE: _race,
+    VERDICT: _verdict,
+}

@@ -76,11 +76,11 @@ class ModelSession:
             check_cache_support(model, lambda: self._fresh(True), verifies=rewinds)
             self._checkpoint = StateCheckpoint() if rewinds else None
 
-    def begin(self, prompt: list[int], others: Sequence[list[int]] = ()) -> list[int]:
+    def begin(self, prompt: list[int]) -> list[int]:
         """Start a run and return the decoder's first context.
 
-        `others` are encoder inputs of further rows, each as long as the prompt. Raises UserError for an empty prompt,
-        ids outside the vocabulary, or a prompt that leaves no room for a token or does not fit into memory.
+        Raises UserError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room for a token or
+        does not fit into memory.
         """
         check_prompt(prompt, self.model)
         check_memory([self.model], len(prompt), remedy="use a shorter prompt")
@@ -88,7 +88,7 @@ class ModelSession:
         self._origin = 1 if self.model.config.is_encoder_decoder else len(prompt)
         if not self.model.config.is_encoder_decoder:
             return list(prompt)
-        self._encoder_ids = self._upload([prompt, *others])
+        self._encoder_ids = self._upload([prompt])
         sources = (getattr(self.model, "generation_config", None), self.model.config)
         names = ("decoder_start_token_id", "bos_token_id")
         # Any decoder_start_token_id comes before any bos_token_id.

@@ -77,7 +77,8 @@ class Engine:
 
     table: the figures of the engines that were compared, and why others were not. workload: what the engines are
     compared for. report: shows how far a slow step has got. results: where results are stored and found again.
-    available: returns the bytes of memory that are free.
+    available: returns the bytes of memory that are free. defers_costs: whether the caller calls `measure` itself, after
+    an engine was chosen.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Engine:
         self.report: Report = unreported
         self.results: ResultFile | None = None
         self.available: Callable[[], int] = available_memory
+        self.defers_costs = False
         self.meter, self.workload = Meter(), TYPICAL
         self.table: dict[str, EngineFigures] = {}
         self._engine: LayerEngine = self._built(PLAIN)
@@ -276,7 +278,8 @@ class Engine:
                 self._engine = self._built(PLAIN)
                 if stored is None or not self._restored(stored):
                     self._chosen(name, thread_count, complete=complete)
-                    self.measure()
+                    if not self.defers_costs:
+                        self.measure()
         except KeyboardInterrupt:
             self._use_plain(INTERRUPTED)
             raise
@@ -347,6 +350,8 @@ class Engine:
         trials = Trials(self._target, builders, self._weights, counts, self.report, self.meter)
         figures = trials.run()
         release_memory()  # the few layers of all engines
+        if trials.reference is not None:
+            self._references = [(self._target, trials.reference)]
         self._layouts |= trials.layouts
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 
@@ -362,12 +367,8 @@ class Engine:
         engine = self._built(name)
         engine.layouts |= self._layouts.get(name, {})
         try:
-            if name != PLAIN and not self._references:
-                own = [model for model in self._models[1:] if not _shares_weights(model, self._target)]
-                self._references = [
-                    (model, selftest.Reference.of(model, self._weights)) for model in (self._target, *own)
-                ]
-                release_memory()  # the layers that they were computed with
+            if name != PLAIN:
+                self._add_references()
             engine.set_threads(count)
             self.report(f"engine {name}: installing")
             install = partial(
@@ -391,6 +392,15 @@ class Engine:
         else:
             self._engine, self._layouts[name] = engine, engine.layouts
         return failure
+
+    def _add_references(self) -> None:
+        """Compute the logits of models with weights of their own that are not known yet."""
+        known = [model for model, _ in self._references]
+        own = [model for model in self._models[1:] if not _shares_weights(model, self._target)]
+        for model in (self._target, *own):
+            if not any(model is other for other in known):
+                self._references.append((model, selftest.Reference.of(model, self._weights)))
+                release_memory()  # the layers that they were computed with
 
     def _differs(self) -> str:
         """How logits of the first layers differ from those of transformers."""

@@ -115,8 +115,9 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
-    threads to measure. layouts: what the engines found out, for their installation on whole models. evicts: whether
-    caches are emptied before each pass, as the other layers of a whole model do.
+    threads to measure. layouts: what the engines found out, for their installation on whole models. reference: what
+    they were compared with, if that is the beginning of the model. evicts: whether caches are emptied before each pass,
+    as the other layers of a whole model do.
     """
 
     model: PreTrainedModel
@@ -127,6 +128,7 @@ class Trials:
     meter: Meter = field(default_factory=Meter)
     evicts: bool = True
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    reference: selftest.Reference | None = None
     _table: dict[str, EngineFigures] = field(default_factory=dict)
     _read: PreTrainedModel | None = None
 
@@ -164,7 +166,12 @@ class Trials:
         part = self._plan.slice_of(self.model)
         selftest.read_weights(part, self.weights)
         self._read = part  # the plain engine computes it
-        return selftest.sample_logits(part) if set(self.builders) - {PLAIN} else torch.empty(0)
+        if not set(self.builders) - {PLAIN}:
+            return torch.empty(0)
+        logits, depth = selftest.sample_logits(part), len(self._plan.order)
+        if self._plan.order == (*range(depth),) and depth >= selftest.COMPARED_LAYERS:
+            self.reference = selftest.Reference(depth, logits, self.weights.as_loaded)
+        return logits
 
     def _fastest_for_memory(self) -> int:
         """The number of threads for all engines, measured without one. Some engines take long to change the number.
@@ -205,8 +212,8 @@ class Trials:
             return None
         probes = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(part).items()}
         candidate = _Candidate(name, engine, probes)
-        steps = dict(self._steps(candidate))
-        best = threads.fewest(steps)
+        measured, steps = self._steps(candidate)
+        best = threads.fewest(measured)
         engine.set_threads(best)
         self._table[name] = replace(
             row, promise=engine.promise, threads=best, steps=tuple(steps.items()), step_seconds=steps[best]
@@ -221,18 +228,20 @@ class Trials:
         differs = partial(selftest.deviation, part, reference, exact=self.weights.as_loaded)
         return install_compared(engine, part, partial(engine.install, counts, self.report), differs)
 
-    def _steps(self, candidate: _Candidate) -> Iterator[tuple[int, float]]:
-        """Seconds of a decode step of the whole model by number of threads, in ascending order."""
-        best = float("inf")
+    def _steps(self, candidate: _Candidate) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds of a decode step by number of threads, in ascending order: of all measured layers, and estimated for
+        the whole model. The estimate multiplies the noise of a layer by the number of layers.
+        """
+        measured, steps = dict[int, float](), dict[int, float]()
         for count in self.thread_counts:
             self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
             candidate.engine.set_threads(count)
-            seconds = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
-            total = self._plan.total({depth: lower_quartile(times) for depth, times in seconds.items()})
-            yield count, total
-            best = min(best, total)
-            if total > MORE_THREADS * best:
-                return
+            samples = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
+            seconds = {depth: lower_quartile(times) for depth, times in samples.items()}
+            measured[count], steps[count] = seconds[max(seconds)], self._plan.total(seconds)
+            if measured[count] > MORE_THREADS * min(measured.values()):
+                break
+        return measured, steps
 
     def _step_samples(self, probe: ForwardProbe) -> list[float]:
         """Seconds of a few decode steps."""

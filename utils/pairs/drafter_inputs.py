@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ngram_assisted import NGramStorage, SuffixAutomaton
 from sampling import AdaptiveGamma
-from sampling.adaptive_gamma import ThroughputEstimate
+from sampling.drafters.adaptive_gamma import ThroughputEstimate
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
 from utils.decode.model_session import ModelSession

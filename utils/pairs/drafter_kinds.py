@@ -10,7 +10,7 @@ from functools import partial
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, SuffixAutomaton
 from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDrafter
-from sampling.adaptive_gamma import ThroughputEstimate
+from sampling.drafters.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
 from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import MaskedSession

@@ -59,17 +59,23 @@ class LoadedPair:
     warming: BackgroundTask
 
     @classmethod
-    def prepare(cls, pair: Pair | None, tools: SessionTools, settings: Settings) -> "LoadedPair":
-        """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used."""
+    def prepare(
+        cls, pair: Pair | None, tools: SessionTools, settings: Settings, *, defers_costs: bool = False
+    ) -> "LoadedPair":
+        """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used.
+
+        `defers_costs` leaves the measurement of costs to `warming`.
+        """
         if pair is None:
             return cls._without_models(tools, settings)
         pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
         limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
         pair.engine.workload = _workload(harness, settings)
-        fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
+        fitted = SessionSettings(harness, limits, settings, tools.renderer.note, defers_costs=defers_costs)
 
         def warmed(stopped: Callable[[], bool]) -> None:
+            fitted.measure_costs(stopped)
             warm_up(harness, fitted.current, stopped)
             if not stopped():
                 fitted.refresh_costs(stopped)

@@ -7,7 +7,7 @@ this package load pairs, change settings, and run prompts and reports.
 from collections.abc import Callable, Sequence
 
 from utils.commands import CommandContext, Outcome, Registry
-from utils.commands.outcomes import (
+from utils.commands.shared.outcomes import (
     ChangeSettings,
     Effect,
     ForgetConversations,
@@ -55,7 +55,7 @@ class ReplSession:
         self._tools, self._renderer = tools, tools.renderer
         self._lone_word_noted = False
         self._nested_files = 0  # /run files that are being processed
-        self._loaded = LoadedPair.prepare(pair, tools, settings)
+        self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
         self.harness.state.servers.use(servers)
 
     @property

@@ -37,8 +37,19 @@ def _raise_if_stopped(stopped: Callable[[], bool], text: str) -> None:
 class SessionSettings:
     """The settings in use for one loaded pair, and their earlier values for /undo."""
 
-    def __init__(self, harness: Harness, limits: Limits, requested: Settings, note: Callable[[str], None]) -> None:
-        """Reset what this pair does not support, and start the engine. Raises UserError if the engine is not usable."""
+    def __init__(
+        self,
+        harness: Harness,
+        limits: Limits,
+        requested: Settings,
+        note: Callable[[str], None],
+        *,
+        defers_costs: bool = False,
+    ) -> None:
+        """Reset what this pair does not support, and start the engine. Raises UserError if the engine is not usable.
+
+        `defers_costs` leaves costs that are neither typed nor stored to `measure_costs`.
+        """
         self._harness, self._note = harness, note
         self._earlier: list[Settings] = []
         shortened = replace(requested, length=min(requested.length, limits.context))
@@ -50,11 +61,13 @@ class SessionSettings:
         # Decided for each tokenizer: a target without a template must not turn it off for the next one.
         template = has_chat_template(harness.pair.tokenizer)
         settings = replace(reset_unsupported(shortened, limits), chat_template=template)
+        harness.pair.engine.defers_costs = defers_costs and settings.costs is None
         harness.start_engine(settings)
+        harness.pair.engine.defers_costs = False
         if found := settle_reading(harness.pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
             note(found)  # before any measurement with it
         self._conventions = self._read_now()
-        self.current = self._with_costs(settings)
+        self.current = settings if self._lacks_costs(settings) else self._with_costs(settings)
         self._first_costs = None if requested.costs else self.current.costs
         if requested.uses_chat != settings.uses_chat:
             note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
@@ -103,6 +116,12 @@ class SessionSettings:
         drafter = self._harness.pair.drafter if self._harness.has_pair else None
         return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
 
+    def measure_costs(self, stopped: Callable[[], bool]) -> None:
+        """Measure the costs that were deferred. `stopped` returns True to end early."""
+        if self._lacks_costs(self.current):
+            self._measure_all(stopped)
+            self._first_costs = self.current.costs
+
     def refresh_costs(self, stopped: Callable[[], bool]) -> None:
         """Measure stale costs of an earlier start again, because the machine may have been busy.
 
@@ -111,8 +130,14 @@ class SessionSettings:
         engine = self._harness.pair.engine
         if not engine.has_stored_costs or self._first_costs is None or self.current.costs != self._first_costs:
             return
-        if not engine.costs_are_stale():
-            return
+        if engine.costs_are_stale():
+            self._measure_all(stopped)
+
+    def _lacks_costs(self, settings: Settings) -> bool:
+        return settings.costs is None and not self._harness.pair.engine.step_seconds
+
+    def _measure_all(self, stopped: Callable[[], bool]) -> None:
+        engine = self._harness.pair.engine
         report = engine.report
         try:
             with suppress(_Stopped):

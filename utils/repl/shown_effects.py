@@ -1,6 +1,6 @@
 """The effects of a command that only show something."""
 
-from utils.commands.outcomes import ClearScreen, Effect, Reply, ShowRows, ShowTable, ShowTexts
+from utils.commands.shared.outcomes import ClearScreen, Effect, Reply, ShowRows, ShowTable, ShowTexts
 from utils.screen.renderer import Renderer
 
 

@@ -19,7 +19,7 @@ from sampling import (
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.adaptive_gamma import Bucket, ThroughputEstimate
+from sampling.drafters.adaptive_gamma import Bucket, ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession

@@ -9,8 +9,8 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_mamba
 
-from utils.commands.experiments.audit import EQUAL_TEXTS
-from utils.commands.experiments.lossless import NO_DIFFERENCE
+from utils.commands.audit import EQUAL_TEXTS
+from utils.commands.lossless import NO_DIFFERENCE
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.repl.runner import Verdict
@@ -23,10 +23,10 @@ def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> N
     record = checked(session, file, "/processor multinomial 0.9", "/beams 2", "/gamma 6", "/audit 3")
     assert record["record"] == "audit" and record["finished"] and record["prompt"].startswith("Repeat this list")
     rows = {row["mode"]: row for row in record["findings"]}
-    assert list(rows) == ["repeat", "order", "width", "prefix", "batch"]
+    assert list(rows) == ["repeat", "order", "width", "prefix"]
     assert all(row["trials"] == 3 and row["unique_outputs"] == 1 for row in rows.values())
     assert list(rows["repeat"]["unique_by_strategy"]) == ["speculative", "ngram", "target", "beam"]
-    for mode in ("width", "prefix", "batch"):
+    for mode in ("width", "prefix"):
         assert rows[mode]["largest_logit_difference"] < 1e-3 and rows[mode]["argmax_flips"] == 0
         assert rows[mode]["positions"] >= 3
     assert rows["width"]["widest_window"] == 7
@@ -77,15 +77,12 @@ def test_a_strategy_whose_text_depends_on_the_order_of_runs_is_detected(view: Sc
     assert "(order)" in record["conclusion"][0]
 
 
-@pytest.mark.parametrize(("mode", "move"), [("batch", {"by_batch": 0.5}), ("prefix", {"by_cache": 0.5})])
-def test_batches_and_caches_that_move_logits_are_detected(
-    mode: str, move: dict[str, float], view: Screen, tmp_path: Path
-) -> None:
+def test_caches_that_move_logits_are_detected(view: Screen, tmp_path: Path) -> None:
     file, pair = tmp_path / "runs.jsonl", tiny_pair()
-    pair.target = Restless(pair.target, **move)
+    pair.target = Restless(pair.target, by_cache=0.5)
     record = checked(open_session(view, pair, records=file), file, "/audit 2")
     rows = {row["mode"]: row for row in record["findings"]}
-    assert rows[mode]["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
+    assert rows["prefix"]["largest_logit_difference"] == pytest.approx(3.0, abs=0.01)
     assert rows["repeat"]["unique_outputs"] == 1
 
 
@@ -124,7 +121,7 @@ def test_a_recurrent_target_is_audited_without_the_modes_that_rewind(view: Scree
     pair.target = tiny_mamba(seed=0, vocab_size=300)
     session = open_session(view, pair, records=file)
     record = checked(session, file, "/ngram off", "/audit 2")
-    assert [row["mode"] for row in record["findings"]] == ["repeat", "order", "batch"]
+    assert [row["mode"] for row in record["findings"]] == ["repeat", "order"]
     assert all(row["unique_outputs"] == 1 for row in record["findings"])
     messages = view.take()[1]
     assert "width: left out" in messages and "prefix: left out" in messages and "recurrent" in messages

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
-from utils.commands.outcomes import ChangeSettings
-from utils.commands.settings import NO_EFFECT
+from utils.commands.shared.outcomes import ChangeSettings
+from utils.commands.shared.setting_commands import NO_EFFECT
 from utils.comparison.harness import Harness
 from utils.config.processor_spec import GREEDY, ProcessorSpec
 from utils.config.setting_table import as_json

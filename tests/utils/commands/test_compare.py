@@ -11,9 +11,9 @@ from fakes import Screen, open_session, records_of
 from recordings import Row, recorded
 from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
-from utils.commands.experiments.compare import AT_OTHER_TIMES, NOT_COMPARED, SAME
+from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
 from utils.comparison.matching import match
-from utils.comparison.measurements import read_measurements
+from utils.comparison.recorded_runs import read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict
 
@@ -221,7 +221,7 @@ def test_real_records_match(view: Screen, tmp_path: Path) -> None:
     assert all(row["same_text"] for row in report["findings"])
     assert [len(row["tokens_per_second"][0]) for row in report["findings"]] == [3, 3, 3, 1, 1, 1]
     assert "whatif 2" in " ".join(report["conclusion"])
-    matches, problems = match(*(read_measurements(file).measurements for file in (first, second)))
+    matches, problems = match(*(read_records(file).runs for file in (first, second)))
     assert len(matches) == 6 and not problems
 
 

@@ -11,7 +11,7 @@ from fakes import Screen, open_session, records_of, table_pair, tiny_pair
 from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
-from utils.commands.experiments import sweep
+from utils.commands import sweep
 from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime
 from utils.comparison.warm_up import draft_seconds
 from utils.config.processor_spec import ProcessorSpec

@@ -14,11 +14,11 @@ from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.experiments.verdict import measurement, passes, record
-from utils.commands.experiments.verdict.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
-from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
-from utils.commands.experiments.verdict.wording import answer, tasks
-from utils.comparison.measurements import RECOMMENDED, read_measurements
+from utils.commands.verdicts import measurement, passes, record
+from utils.commands.verdicts.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
+from utils.commands.verdicts.elsewhere import equivalent_lines, equivalents
+from utils.commands.verdicts.wording import answer, tasks
+from utils.comparison.recorded_runs import RECOMMENDED, read_records
 from utils.config.arguments import parse_arguments
 from utils.decode.steps import FinishReason, Step
 from utils.engine import Engine
@@ -43,7 +43,7 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
     assert "assistant_model=" in shown and '"method": "draft_model"' in shown and "--spec-draft-n-max" in shown
     assert max(length for _, length, _ in runs.made) <= 12
     assert "speed-up over target-only, one dot per prompt" in shown and "story" in shown
-    measurements = read_measurements(tmp_path / "records.jsonl").measurements
+    measurements = read_records(tmp_path / "records.jsonl").runs
     assert [one.strategy for one in measurements] == [RECOMMENDED, "target"] * 6
     assert {one.prompt for one in measurements} <= set(TEXTS) and all(one.speedups for one in measurements[::2])
     before = session.settings

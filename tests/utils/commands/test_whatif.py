@@ -10,7 +10,7 @@ import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.predicted_speed import TargetTiming
-from utils.commands.experiments.whatif import ESTIMATE, EXACT, _charts, conclusion
+from utils.commands.whatif import ESTIMATE, EXACT, _charts, conclusion
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
 from utils.decode.steps import FinishReason, Step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.experiments.why import HEADINGS, RunCosts, advice, best_gamma, limit
+from utils.commands.why import TABLE, RunCosts, advice, best_gamma, limit
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
@@ -112,7 +112,7 @@ def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
     for line in ("/length 16", "/gamma 2", "Hello", "/why"):
         assert session.handle(line) is Verdict.DONE, view.take()
     shown = view.take()[0]
-    assert all(words in shown for words in (*HEADINGS, "speculative: ", "ngram: ", "/whatif"))
+    assert all(words in shown for words in (*TABLE.headings, "speculative: ", "ngram: ", "/whatif"))
     report = records_of(tmp_path / "records.jsonl")[-1]
     rows = report["findings"]
     assert [row["strategy"] for row in rows] == ["speculative", "ngram"] and all(row["predicted"] > 0 for row in rows)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.experiments.verdict import timing
+from utils.commands.verdicts import timing
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings

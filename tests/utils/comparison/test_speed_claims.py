@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.commands.experiments import race
+from utils.commands import race
 from utils.commands.experiments.suite_conclusion import task_sentence
 from utils.commands.experiments.sweep_conclusion import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence

@@ -13,7 +13,7 @@ from fakes import Screen, open_session, table_pair, tiny_pair
 from turns import START, A, handled, jobs_of, rendered
 
 from utils.commands.session import FORGOTTEN, NO_CONVERSATION
-from utils.commands.settings import NO_EFFECT
+from utils.commands.shared.setting_commands import NO_EFFECT
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.decode.steps import Step

@@ -9,9 +9,12 @@ from unittest import mock
 import pytest
 from fakes import Screen, open_session
 
+from utils.config.settings import Settings
+from utils.config.value_types import Limits
 from utils.engine import engine
 from utils.metrics.costs import Costs
 from utils.repl.repl_session import ReplSession
+from utils.repl.session_settings import SessionSettings
 
 
 @pytest.fixture
@@ -92,3 +95,24 @@ def test_the_warm_up_does_it(view: Screen, monkeypatch: pytest.MonkeyPatch) -> N
     session._loaded.warming.start()
     session._loaded.warming.wait()
     assert session.pair.engine.step_seconds == 2e-3
+
+
+def test_an_interactive_start_measures_costs_behind_the_prompt(
+    session: ReplSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, own = list[bool](), session.pair.engine
+    monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
+
+    def start(settings: Settings, *, anew: bool = False) -> None:
+        measured.append(not own.defers_costs)
+        own.step_seconds, own.costs = (1e-3, (0.1, 0.2)) if measured[-1] else (0.0, ())
+
+    harness = mock.Mock(wraps=session.harness, has_pair=True, pair=session.pair, state=session.harness.state)
+    harness.start_engine = start
+    typed = Costs.of((0.9,), {})
+    for defers, costs in ((False, None), (True, typed), (True, None)):
+        settings = SessionSettings(harness, Limits(), Settings(costs=costs), lambda line: None, defers_costs=defers)
+    assert measured == [True, True, False] and settings.current.costs is None and not own.defers_costs
+    settings.measure_costs(lambda: False)
+    assert settings.current.costs is not None and settings.current.costs.verify == (0.5, 0.6)
+    settings.measure_costs(lambda: pytest.fail("they are known"))

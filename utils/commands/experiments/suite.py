@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
+from utils.commands.experiments.server_race import server_race
 from utils.commands.experiments.suite_conclusion import suite_conclusion
 from utils.commands.experiments.suite_figures import HEADINGS, OPTIONAL, Result, charts, findings_of, results_of
 from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_turns, turn_runs
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.paths import path_in
-from utils.commands.registry import CommandContext
-from utils.commands.servers.server_race import server_race
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
+from utils.commands.shared.registry import CommandContext
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent

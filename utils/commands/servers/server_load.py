@@ -11,10 +11,10 @@ from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.experiments.repeated_runs import rotated, then_findings
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import CommandContext
-from utils.commands.servers.server_race import OTHER_REASON
+from utils.commands.experiments.server_race import OTHER_REASON
 from utils.commands.servers.server_words import parse_words
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import CommandContext
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent

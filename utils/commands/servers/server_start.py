@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from utils.bounds import WholeRange
-from utils.commands.outcomes import Outcome, Reply, RunReport, UseServers
-from utils.commands.registry import CommandContext
 from utils.commands.servers.server_words import parse_words
+from utils.commands.shared.outcomes import Outcome, Reply, RunReport, UseServers
+from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of

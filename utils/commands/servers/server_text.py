@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import CommandContext
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import CommandContext
 from utils.comparison.countdown import Countdown
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.server_requests import request_maker

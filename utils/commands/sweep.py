@@ -17,8 +17,8 @@ from utils.commands.experiments.repeated_runs import (
     then_findings,
 )
 from utils.commands.experiments.sweep_conclusion import conclusion
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt

@@ -1,25 +1,30 @@
 """/audit: checks what is deterministic here, and which texts must be equal for these models on this device.
 
-The modes follow the tests of batch-invariant inference engines (single, mixed, prefix). This module repeats and
-reorders whole runs; utils.commands.experiments.logit_trials compares logits.
+The modes follow the tests of batch-invariant inference engines. `repeat` and `order` repeat and reorder whole runs.
+`width` and `prefix` cut the text at random positions and compare the logits before the cut: by verify width, and with
+and without a cached prefix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from random import Random
-from typing import Any
+
+from torch import Tensor
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.logit_trials import MODES, TrialText, logit_events
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.config.setting_table import setting_fields
+from utils.decode.logit_drift import LogitDrift, logits_by_width
+from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
@@ -31,12 +36,20 @@ ANSWER = 8  # maximum number of new tokens of each run
 LONGEST_PROMPT = 512  # tokens of the prompt for which logits are computed
 SMALL_DRIFT = 0.01  # a difference of logits below this seldom changes a token
 OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
-HEADINGS = ("mode", "trials", "unique outputs", "logit difference", "argmax flips")
 EQUAL_TEXTS = (
     "the speculative, n-gram assisted and target-only texts are the same under greedy (with any rule), "
     "and with sampling under /verify coupled"
 )
-Row = dict[str, Any]  # the figures of a finding
+TABLE = ResultTable(
+    figure("mode", "mode"),
+    figure("trials", "trials"),
+    figure("unique outputs", "unique_outputs"),
+    figure("logit difference", "largest_logit_difference", "{:.2g}"),
+    TableColumn(
+        "argmax flips",
+        lambda row: f"{row['argmax_flips']} of {row['positions']}" if "argmax_flips" in row else NOTHING,
+    ),
+)
 
 
 def _audit(argument: str, context: CommandContext) -> Outcome:
@@ -50,7 +63,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     else:
         text, job = OWN_PROMPT, harness.job(harness.prompt_ids(OWN_PROMPT, settings), short)
     events, conclude = _events(harness, job, trials), partial(_conclusion, harness.pair)
-    return [RunReport(Report("audit", text, settings, HEADINGS, events, conclude))]
+    return [RunReport(Report("audit", text, settings, TABLE.headings, events, conclude))]
 
 
 def _events(harness: Harness, job: Job, trials: int) -> Iterator[ReportEvent]:
@@ -67,7 +80,7 @@ def _events(harness: Harness, job: Job, trials: int) -> Iterator[ReportEvent]:
     yield from texts.collect("order", [random.sample(enabled, len(enabled)) for _ in range(trials)])
     trial_text = TrialText.of(harness, replace(job, prompt=job.prompt[:LONGEST_PROMPT]), trials, random)
     for mode in MODES:
-        yield from logit_events(mode, harness, trial_text)
+        yield from _logit_events(mode, harness, trial_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +116,130 @@ class _Texts:
 
     def _finding(self, mode: str, done: int) -> Finding:
         unique = {name: len(texts) for name, texts in self.seen.items() if texts}
-        figures = {
-            "mode": mode,
-            "trials": done,
-            "tokens": max(len(text) for texts in self.seen.values() for text in texts),
-            "unique_outputs": max(unique.values()),
-            "unique_by_strategy": unique,
-        }
-        return Finding((mode, str(done), str(figures["unique_outputs"]), "-", "-"), figures)
+        return TABLE.finding(
+            {
+                "mode": mode,
+                "trials": done,
+                "tokens": max(len(text) for texts in self.seen.values() for text in texts),
+                "unique_outputs": max(unique.values()),
+                "unique_by_strategy": unique,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrialText:
+    """The text of the trials. `job` has the prompt, `context` the decoder's tokens, and `random` picks the cuts."""
+
+    job: Job
+    trials: int
+    random: Random
+    context: list[int]
+
+    @classmethod
+    def of(cls, harness: Harness, job: Job, trials: int, random: Random) -> "TrialText":
+        """The prompt and the target's answer, with the prompt repeated until two verify passes fit."""
+        session = job.session("target", rewinds=False)
+        context = [*session.begin(job.prompt), *tokens_of(harness.baseline.steps(job))]
+        # A short answer would leave no room for random cuts at the largest verify width.
+        room, missing = session.room(context), max(0, 2 * (job.settings.max_drafts + 1) - len(context))
+        context += islice(cycle(job.prompt), missing if room is None else min(missing, room))
+        return cls(job, trials, random, context)
+
+    @property
+    def width(self) -> int:
+        """The maximum verify width: all drafts of a round and one token."""
+        return self.job.settings.max_drafts + 1
+
+    def cuts(self) -> Iterator[tuple[list[int], int]]:
+        """The text up to a cut, and the number of positions to compare before it, for each trial."""
+        for _ in range(self.trials):
+            end = self.random.randint(min(self.width + 1, len(self.context)), len(self.context))
+            yield self.context[:end], max(1, min(self.width, end - 1))
+
+    def session(self, *, cache: bool | None = None) -> ModelSession:
+        """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""
+        settings = self.job.settings if cache is None else replace(self.job.settings, cache=cache)
+        session = replace(self.job, settings=settings).session("target")
+        session.begin(self.job.prompt)
+        return session
+
+    def choices(self, logits: Tensor, end: int) -> tuple[int, ...]:
+        """The tokens drawn from logits (k, V) under the current processor and seed."""
+        decoding = self.job.decoding
+        return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One cut. `versions` has logits (k, V) of the same positions, one tensor per way to compute them. `end` is the
+    length of the text, `width` the largest verify width.
+    """
+
+    versions: list[Tensor]
+    end: int
+    width: int = 0
+
+
+def widths(text: TrialText) -> Iterator[Trial]:
+    """Logits by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
+    for context, count in text.cuts():
+        base = text.session()
+        if len(context) > count:
+            base.feed(context[:-count], keep=1)
+        versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
+        yield Trial([*versions, text.session().feed(context, keep=count)], len(context), width=count)
+
+
+def prefixes(text: TrialText) -> Iterator[Trial]:
+    """Logits with a cached prefix, after other drafts were rewound, and without a cache."""
+    for context, count in text.cuts():
+        known = len(context) - count
+        cached = text.session(cache=True)
+        if known:
+            # Any other tokens serve as drafts: a rewind must remove them completely.
+            cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
+            cached.rewind(known)
+        sessions = (cached, text.session(cache=False))
+        yield Trial([session.feed(context, keep=count) for session in sessions], len(context))
+
+
+MODES: dict[str, Callable[[TrialText], Iterator[Trial]]] = {"width": widths, "prefix": prefixes}
+
+
+def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[ReportEvent]:
+    """One finding for the trials of a mode. Ctrl-C keeps the finished trials."""
+    yield Progress(f"{mode}: {count_of(text.trials, 'position')} in {count_of(len(text.context), 'token')} ...")
+    drift, unique, done, width = LogitDrift(0.0, 0, 0), 0, 0, 0
+    countdown = Countdown()
+    try:
+        for trial in MODES[mode](text):
+            drift += LogitDrift.of(trial.versions)
+            unique = max(unique, len({text.choices(version, trial.end) for version in trial.versions}))
+            width = max(width, trial.width)
+            done += 1
+            yield from countdown.at(done / text.trials, f"{mode}: {done} of {text.trials} positions")
+    except UserError as error:
+        yield Note(f"{mode}: left out. {error}")
+    finally:  # Ctrl-C is raised again once the finding is consumed
+        if done:
+            harness.state.rounding = max(harness.state.rounding, drift.difference)
+            yield TABLE.finding(
+                {
+                    "mode": mode,
+                    "trials": done,
+                    "unique_outputs": unique,
+                    "largest_logit_difference": drift.difference,
+                    "argmax_flips": drift.flips,
+                    "positions": drift.positions,
+                    **({"widest_window": width} if width else {}),
+                }
+            )
 
 
 def _conclusion(pair: Pair, findings: Sequence[Finding]) -> list[str]:
     """Which texts are guaranteed to be equal."""
-    rows: dict[str, Row] = {finding.figures["mode"]: finding.figures for finding in findings}
+    rows = {row["mode"]: row for row in figures_of(findings)}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
     # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
@@ -170,7 +294,7 @@ AUDIT = Command(
     _audit,
     group="checks",
     page=Page(
-        f"Check with N trials of five kinds (default {TRIALS}) what is deterministic here, and which texts are "
+        f"Check with N trials of four kinds (default {TRIALS}) what is deterministic here, and which texts are "
         "guaranteed to be equal.",
         ("> /audit 10", "Deterministic here: float32, cpu"),
         see_also=("lossless", "engine", "texts"),

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import ResultTable, TableColumn, by_strategy, figure, rate_of
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
 from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
@@ -23,14 +24,28 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.text import count_of
 
-HEADINGS = ("strategy", "gamma", "rounds", "accepted", "acceptance", "tokens/forward", "tokens/s", "speed-up")
-OPTIONAL = ("accepted", "rounds")
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
 EXACT = "Rounds and acceptance are those of real runs. Speeds are predicted from measured costs (/costs)."
 ESTIMATE = "An estimate for /verify coupled. Other rules use other random numbers and accept slightly more drafts."
 NEXT = "Next:"
 UNLISTED = "A gamma that is not listed accepts the same drafts as the one above it."
 Row = dict[str, Any]  # the figures of a finding
+
+
+def _shown(gamma: int | None) -> str:
+    return "auto" if gamma is None else str(gamma)
+
+
+TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    TableColumn("gamma", lambda row: _shown(row["gamma"])),
+    figure("rounds", "rounds", drop=2),
+    TableColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
+    rate_of("acceptance", "accepted", "drafted"),
+    figure("tokens/forward", "tokens_per_target_forward", "{:.2f}"),
+    figure("tokens/s", "tokens_per_second", "{:.1f}"),
+    figure("speed-up", "speedup", "{:.2f}x"),
+)
 
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
@@ -40,7 +55,9 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     findings = _findings(harness, _rerun_job(last, harness, settings), last, timing)
     conclude = partial(_conclusion, context.settings.gamma)
-    report = Report("whatif", last.text, settings, HEADINGS, findings, conclude, charts=_charts, optional=OPTIONAL)
+    report = Report(
+        *("whatif", last.text, settings, TABLE.headings, findings, conclude), charts=_charts, optional=TABLE.optional
+    )
     return [RunReport(report)]
 
 
@@ -82,7 +99,7 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
             "measured_speedup": measured.get(kind) if gamma == last.job.settings.gamma else None,
             "exact": strategy.repeats_target(job.settings),
         }
-        yield Finding(() if _repeats(row, above) else _cells(row), row)
+        yield Finding((), row) if _repeats(row, above) else TABLE.finding(row)
         above = row
 
 
@@ -110,32 +127,8 @@ def _round_figures(steps: Sequence[Step]) -> Row:
     }
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row["strategy"],
-        _shown(row["gamma"]),
-        str(row["rounds"]),
-        f"{row['accepted']}/{row['drafted']}",
-        f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else "-",
-        f"{row['tokens_per_target_forward']:.2f}",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['speedup']:.2f}x",
-    )
-
-
-def _shown(gamma: int | None) -> str:
-    return "auto" if gamma is None else str(gamma)
-
-
-def _by_strategy(findings: Sequence[Finding]) -> dict[str, list[Row]]:
-    rows: dict[str, list[Row]] = {}
-    for finding in findings:
-        rows.setdefault(finding.figures["strategy"], []).append(finding.figures)
-    return rows
-
-
 def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
-    lines = conclusion(list(_by_strategy(findings).values()), gamma)
+    lines = conclusion(list(by_strategy(findings).values()), gamma)
     exact = all(finding.figures["exact"] for finding in findings)
     unlisted = [UNLISTED] if not all(finding.cells for finding in findings) else []
     following = [line for line in lines if line.startswith(NEXT)]  # the next command comes last
@@ -172,7 +165,7 @@ def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list
 
 def _charts(findings: Sequence[Finding]) -> list[LineChart]:
     """The predicted speed-up over gamma, up to the gamma from which rounds no longer change."""
-    rows = _by_strategy(findings)
+    rows = by_strategy(findings)
     fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
     measured = [row["gamma"] for of_kind in fixed.values() for row in of_kind if row["measured_speedup"] is not None]
     last = max([*map(_last_change, fixed.values()), *measured])

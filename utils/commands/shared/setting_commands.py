@@ -6,8 +6,8 @@
 from collections.abc import Iterator
 from functools import partial
 
-from utils.commands.outcomes import ChangeSettings, Outcome, Reply, RetestEngine, ShowTable
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, RetestEngine, ShowTable
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.engine_page import HEADINGS, engine_notes, engine_rows
 from utils.config.setting_table import SAMPLING_PARTS, Setting, setting_fields
 from utils.config.settings import Settings

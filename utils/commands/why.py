@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
@@ -22,20 +23,6 @@ from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 from utils.text import count_of
 
-HEADINGS = (
-    "strategy",
-    "measured speed-up",
-    "predicted speed-up",
-    "tokens/round",
-    "drafts/round",
-    "draft cost",
-    "verify cost",
-    "by position",
-    "rounds without drafts",
-    "drafting",
-    "verifying",
-    "other",
-)
 SHOWN_POSITIONS = 4
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 MUCH_OVERHEAD = 0.1  # share of time outside the models above which it can be the limit
@@ -44,6 +31,32 @@ FEW_ACCEPTED = 0.5
 MIN_TRIALS = 4  # rounds that must have reached a position before its acceptance is used
 MIN_GAIN = 1.02  # predicted improvement from which another gamma is recommended
 REPEATS = 9  # of each verify width, when costs are measured
+
+
+def _seconds_column(part: str) -> TableColumn:
+    """The seconds of one part of the run, and their share."""
+
+    def shown(row: Row) -> str:
+        total = sum(row["seconds"].values())
+        return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
+
+    return TableColumn(part, shown)
+
+
+TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    figure("measured speed-up", "speedup", "{:.2f}x"),
+    figure("predicted speed-up", "predicted", "{:.2f}x"),
+    figure("tokens/round", "tokens_per_round", "{:.2f}"),
+    figure("drafts/round", "drafts_per_round", "{:.1f}"),
+    figure("draft cost", "draft_cost", "{:.3f}"),
+    TableColumn("verify cost", lambda row: f"{1 + row['window_cost']:.2f}"),
+    TableColumn(
+        "by position", lambda row: " ".join(f"{rate:.2f}" for rate in row["by_position"][:SHOWN_POSITIONS]) or NOTHING
+    ),
+    TableColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
+    *map(_seconds_column, ("drafting", "verifying", "other")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,9 @@ def _why(argument: str, context: CommandContext) -> Outcome:
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
     events = _events(last, TargetTiming.of(target), context)
-    report = Report("why", last.text, last.job.settings, HEADINGS, events, _conclusion, charts=_charts, transposed=True)
+    report = Report(
+        *("why", last.text, last.job.settings, TABLE.headings, events, _conclusion), charts=_charts, transposed=True
+    )
     return [RunReport(report)]
 
 
@@ -101,8 +116,7 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
         strategy, run, _ = compared
         if strategy.drafts and run.timings:
             row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing, prompt=len(last.job.prompt))
-            row["gamma"] = last.job.settings.gamma
-            yield Finding(_cells(row, run), row)
+            yield TABLE.finding(row | {"gamma": last.job.settings.gamma})
 
 
 def _expected(engine: Engine) -> str:
@@ -130,6 +144,10 @@ def _figures(
         "window_cost": costs.verify_cost(round(run.drafts_per_round or 0)),
         "by_position": [accepted / tried for accepted, tried in run.accepted_by_position if tried],
         "declined": run.declined_rounds / len(run.steps),
+        "declined_rounds": run.declined_rounds,
+        "rounds": len(run.steps),
+        "tokens_per_round": len(run.tokens) / len(run.steps),
+        "drafts_per_round": run.drafts_per_round or 0.0,
         "seconds": _seconds(run),
         "binds": limit(spent, run, costs, draft_cost),
         "best_gamma": best,
@@ -142,22 +160,6 @@ def _seconds(run: Generation) -> dict[str, float]:
     parts = ((timing.drafting, timing.verifying, timing.total) for timing in run.timings)
     drafting, verifying, total = map(sum, zip(*parts, strict=True))
     return {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying}
-
-
-def _cells(row: dict[str, Any], run: Generation) -> tuple[str, ...]:
-    total = sum(row["seconds"].values())
-    return (
-        row["strategy"],
-        "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
-        f"{row['predicted']:.2f}x",
-        f"{len(run.tokens) / len(run.steps):.2f}",
-        f"{run.drafts_per_round or 0:.1f}",
-        f"{row['draft_cost']:.3f}",
-        f"{1 + row['window_cost']:.2f}",
-        " ".join(f"{rate:.2f}" for rate in row["by_position"][:SHOWN_POSITIONS]) or "-",
-        f"{run.declined_rounds}/{len(run.steps)}",
-        *(f"{seconds:.2f} s, {seconds / total:.0%}" if total else "-" for seconds in row["seconds"].values()),
-    )
 
 
 def limit(spent: RunCosts, run: Generation, costs: Costs, draft_cost: float) -> str:
@@ -217,9 +219,8 @@ def advice(row: dict[str, Any]) -> str:
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = [finding.figures for finding in findings]
     return [
-        *(f"{row['strategy']}: {row['binds']}. {advice(row)}." for row in rows),
+        *(f"{row['strategy']}: {row['binds']}. {advice(row)}." for row in figures_of(findings)),
         "Unit of the costs: one target forward over one token, measured just now. /whatif and auto gamma use the "
         "earlier measurement that /costs shows.",
         "Next: /whatif predicts every gamma for this text.",
@@ -227,7 +228,7 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
 
 
 def _charts(findings: Sequence[Finding]) -> list[Chart]:
-    rows = {finding.figures["strategy"]: finding.figures for finding in findings}
+    rows = {row["strategy"]: row for row in figures_of(findings)}
     rates = {name: row["by_position"] for name, row in rows.items()}
     return [*acceptance_chart(rates), *time_chart({name: row["seconds"] for name, row in rows.items()})]
 

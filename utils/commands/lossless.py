@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
@@ -26,10 +27,20 @@ from utils.text import count_of
 
 DRAWS, MAX_DRAWS = 200, 1_000_000
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
-HEADINGS = ("strategy", "draws", "cells", "chi-square", "p-value", "matches", "verdict")
-OPTIONAL = ("cells", "draws")
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
 OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
+TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    figure("draws", "draws", drop=2),
+    figure("cells", "cells", drop=1),
+    TableColumn(
+        "chi-square",
+        lambda row: NOTHING if row["statistic"] is None else f"{row['statistic']:.1f} ({row['freedom']} df)",
+    ),
+    figure("p-value", "p_value", "{:.2g}"),
+    TableColumn("matches", lambda row: f"{row['matches']}/{row['draws']}" if row["statistic"] is None else NOTHING),
+    figure("verdict", "verdict"),
+)
 GREEDY = (
     "greedy decoding is deterministic, so there is no distribution to test. Type /processor multinomial 1 first, "
     "or /audit to check that texts are equal."
@@ -45,7 +56,8 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     if is_greedy(settings):
         raise UserError(GREEDY)
     events = _events(context.harness, last.job, settings, strategies, draws=draws)
-    return [RunReport(Report("lossless", last.text, settings, HEADINGS, events, _conclusion, optional=OPTIONAL))]
+    report = Report("lossless", last.text, settings, TABLE.headings, events, _conclusion, optional=TABLE.optional)
+    return [RunReport(report)]
 
 
 def _events(
@@ -109,17 +121,7 @@ def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
 
 
 def _finding(strategy: Strategy, result: Fit) -> Finding:
-    verdict = _verdict(strategy, result)
-    cells = (
-        strategy.name,
-        str(result.draws),
-        str(result.cells),
-        "-" if result.statistic is None else f"{result.statistic:.1f} ({result.freedom} df)",
-        "-" if result.p_value is None else f"{result.p_value:.2g}",
-        f"{result.matches}/{result.draws}" if result.statistic is None else "-",
-        verdict,
-    )
-    return Finding(cells, {"strategy": strategy.name, **asdict(result), "verdict": verdict})
+    return TABLE.finding({"strategy": strategy.name, **asdict(result), "verdict": _verdict(strategy, result)})
 
 
 def _verdict(strategy: Strategy, result: Fit) -> str:
@@ -135,7 +137,7 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return conclusion([finding.figures for finding in findings])
+    return conclusion(figures_of(findings))
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -12,17 +12,7 @@ from typing import Any
 
 from utils.bounds import MAX_SEED
 from utils.commands.experiments.repeated_runs import rotated, then_findings
-from utils.commands.experiments.verdict.passes import MOST_PASSES, Passes, ends_first_pass, interval_so_far
-from utils.commands.experiments.verdict.plan import PromptPlan
-from utils.commands.experiments.verdict.timing import (
-    SELECTION_SECONDS,
-    TOTAL_SECONDS,
-    Stopwatch,
-    run_length,
-    run_seconds,
-)
-from utils.commands.experiments.verdict.wording import answer, more_prompts, tasks, without_blanks
-from utils.commands.servers.server_race import (
+from utils.commands.experiments.server_race import (
     HEADINGS,
     MOST_FAILURES,
     OPTIONAL,
@@ -37,6 +27,16 @@ from utils.commands.servers.server_race import (
     warm_up_arms,
     with_target,
 )
+from utils.commands.verdicts.passes import MOST_PASSES, Passes, ends_first_pass, interval_so_far
+from utils.commands.verdicts.plan import PromptPlan
+from utils.commands.verdicts.timing import (
+    SELECTION_SECONDS,
+    TOTAL_SECONDS,
+    Stopwatch,
+    run_length,
+    run_seconds,
+)
+from utils.commands.verdicts.wording import answer, more_prompts, tasks, without_blanks
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.comparable_servers import comparable_servers

@@ -1,80 +1,62 @@
-"""/compare: two --json files, prompt by prompt: two machines, two drafters, two versions or two settings.
+"""What is shown of matched runs: a row for each, sentences by strategy, and a chart. /compare matches two files, and
+/replay a file with its runs of now.
 
-Nothing is run. Speeds of the same prompt are compared, so differences in difficulty of the prompts do not count. The
-verdict is a confidence interval over prompts (`utils.metrics.intervals`).
+Speeds of the same prompt are compared, so differences in difficulty of the prompts do not count. The verdict is a
+confidence interval over prompts (`utils.metrics.intervals`).
 """
 
-import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.paths import path_in
-from utils.commands.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, by_strategy, figure
 from utils.comparison.charts import BASELINE, DotChart, DotRow
-from utils.comparison.matching import Match, differences, match
-from utils.comparison.measurements import read_measurements
-from utils.comparison.reports import Finding, Report, ReportEvent, shortened
-from utils.errors import UserError
+from utils.comparison.matching import RunMatch, differences
+from utils.comparison.reports import Finding, shortened
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import first_difference
 
-EXAMPLE = "/compare a.jsonl b.jsonl"
-HEADINGS = ("prompt", "strategy", "runs", "tokens/s A -> B", "B / A", "acceptance A -> B", "text")
-OPTIONAL = ("runs", "acceptance A -> B")
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
 MIN_PROMPTS = 3  # fewer prompts show no interval in the chart
-AT_OTHER_TIMES = "The files were recorded at different times: other load on the machines is part of the difference."
-SAME = "Versions, models, engine, machine and settings are the same in both files."
+AT_OTHER_TIMES = "A and B were recorded at different times: other load on the machines is part of the difference."
+SAME = "Versions, models, engine, machine and settings are the same in A and B."
 NOT_COMPARED = "Not compared:"
-DIFFERENT = "What differs between the files:"
+DIFFERENT = "What differs between A and B:"
 Row = dict[str, Any]  # the figures of a finding
 
 
-def _compare(argument: str, context: CommandContext) -> Outcome:
-    first, second = (read_measurements(path_in(name, EXAMPLE)) for name in _names(argument))
-    matches, problems = match(first.measurements, second.measurements)
-    if not matches:
-        raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
-    conclude = partial(
-        _conclusion, matches, [*first.left_out, *second.left_out, *problems], first.others + second.others
-    )
-    title = f"/compare: A is {first.path}, B is {second.path}"
-    report = Report(
-        "compare",
-        f"{first.path} {second.path}",
-        context.settings,
-        HEADINGS,
-        _findings(matches),
-        conclude,
-        charts=_charts,
-        optional=OPTIONAL,
-        title=title,
-    )
-    return [RunReport(report)]
+def _acceptance(row: Mapping[str, Any]) -> str:
+    accepted, drafted = row["accepted"], row["drafted"]
+    if None in accepted or None in drafted:
+        return NOTHING
+    return " -> ".join(f"{part}/{whole}" for part, whole in zip(accepted, drafted, strict=True))
 
 
-def _names(argument: str) -> list[str]:
-    try:
-        names = shlex.split(argument)
-    except ValueError as error:
-        raise UserError(f"a quotation mark is missing; an example: {EXAMPLE}.") from error
-    if len(names) != 2:
-        raise UserError(f"give two files, for example: {EXAMPLE}.")
-    return names
+def _text(row: Mapping[str, Any]) -> str:
+    if row["same_text"] is None:
+        return NOTHING
+    if row["same_text"]:
+        return "same"
+    place = row["first_difference"]
+    return "differs" if place is None else f"differs at token {place + 1}"
 
 
-def _findings(matches: Sequence[Match]) -> Iterator[ReportEvent]:
-    for number, found in enumerate(matches):
-        row = _figures(found)
-        # A finding without cells is only recorded.
-        yield Finding(_cells(row) if number < MAX_ROWS else (), row)
+TABLE = ResultTable(
+    TableColumn("prompt", lambda row: shortened(row["prompt"], SHOWN_PROMPT)),
+    figure("strategy", "strategy"),
+    TableColumn("runs", lambda row: " -> ".join(str(len(part)) for part in row["tokens_per_second"]), drop=1),
+    TableColumn(
+        "tokens/s A -> B",
+        lambda row: " -> ".join(f"{geometric_mean(part):.1f}" for part in row["tokens_per_second"]),
+    ),
+    TableColumn("B / A", lambda row: f"{geometric_mean(row['ratios']):.2f}x"),
+    TableColumn("acceptance A -> B", _acceptance, drop=2),
+    TableColumn("text", _text),
+)
 
 
-def _figures(found: Match) -> Row:
+def match_figures(found: RunMatch) -> Row:
     """The figures of a match. Lists of two are [A, B]."""
     sides = (found.first, found.second)
     known = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
@@ -102,45 +84,17 @@ def _figures(found: Match) -> Row:
     return row
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    speeds = row["tokens_per_second"]
-    return (
-        shortened(row["prompt"], SHOWN_PROMPT),
-        row["strategy"],
-        " -> ".join(str(len(part)) for part in speeds),
-        " -> ".join(f"{geometric_mean(part):.1f}" for part in speeds),
-        f"{geometric_mean(row['ratios']):.2f}x",
-        _acceptance(row["accepted"], row["drafted"]),
-        _text(row),
-    )
+def match_finding(found: RunMatch, number: int) -> Finding:
+    """The row of a match, the `number` of which counts from 0. Rows beyond the first MAX_ROWS are only recorded."""
+    row = match_figures(found)
+    return TABLE.finding(row) if number < MAX_ROWS else Finding((), row)
 
 
-def _acceptance(accepted: Sequence[int | None], drafted: Sequence[int | None]) -> str:
-    if None in accepted or None in drafted:
-        return "-"
-    return " -> ".join(f"{part}/{whole}" for part, whole in zip(accepted, drafted, strict=True))
-
-
-def _text(row: Row) -> str:
-    if row["same_text"] is None:
-        return "-"
-    if row["same_text"]:
-        return "same"
-    place = row["first_difference"]
-    return "differs" if place is None else f"differs at token {place + 1}"
-
-
-def _by_strategy(findings: Sequence[Finding]) -> dict[str, list[Row]]:
-    rows: dict[str, list[Row]] = {}
-    for finding in findings:
-        rows.setdefault(finding.figures["strategy"], []).append(finding.figures)
-    return rows
-
-
-def _conclusion(
-    matches: Sequence[Match], problems: Sequence[str], others: Counter[str], findings: Sequence[Finding]
+def comparison_lines(
+    matches: Sequence[RunMatch], problems: Sequence[str], others: Counter[str], findings: Sequence[Finding]
 ) -> list[str]:
-    lines = [line for name, rows in _by_strategy(findings).items() for line in _verdict(name, rows)]
+    """The sentences below the table. `problems` are runs without a counterpart, `others` other records by kind."""
+    lines = [line for name, rows in by_strategy(findings).items() for line in _verdict(name, rows)]
     if len(findings) > MAX_ROWS:
         lines.append(
             f"{len(findings) - MAX_ROWS} more rows are not shown, but they count, and /export FILE.json has them."
@@ -150,6 +104,8 @@ def _conclusion(
         lines += [f"and {len(problems) - SHOWN_LINES} more."] if len(problems) > SHOWN_LINES else []
     if others:
         lines.append(f"Records of other reports are not compared: {', '.join(f'{n} {c}' for n, c in others.items())}.")
+    if not matches:
+        return lines
     found = differences(matches)
     return [*lines, AT_OTHER_TIMES, *([DIFFERENT, *found] if found else [SAME])]
 
@@ -193,33 +149,15 @@ def _relation(ratios: Sequence[Sequence[float]]) -> str:
     )
 
 
-def _charts(findings: Sequence[Finding]) -> list[DotChart]:
+def comparison_charts(findings: Sequence[Finding]) -> list[DotChart]:
     """A dot for each prompt and the interval over prompts."""
     rows = []
-    for name, of_name in _by_strategy(findings).items():
+    for name, of_name in by_strategy(findings).items():
         ratios = _by_prompt(of_name, "ratios")
         interval = speedup_interval(ratios)
         means = [geometric_mean(of_prompt) for of_prompt in ratios]
         shown = (interval.low, interval.high) if len(ratios) >= MIN_PROMPTS else None
         rows.append(DotRow(name, means, shown, figure=f"{interval.estimate:.2f}x"))
+    if not rows:
+        return []
     return [DotChart("speed of B over speed of A, one dot per prompt", "B / A", rows, 1.0, "no difference")]
-
-
-COMPARE = Command(
-    "compare",
-    "A B",
-    "two files of --json, prompt by prompt",
-    _compare,
-    group="results",
-    page=Page(
-        "Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
-        "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
-        (
-            "> /compare a.jsonl b.jsonl",
-            "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
-            "1.38 over 12 prompts).",
-        ),
-        see_also=("replay", "export"),
-    ),
-    files=("",),
-)

@@ -7,16 +7,16 @@ from typing import Any
 
 from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.experiments.turn_runs import ONLY_FIRST_TURNS, has_skipped_turns
-from utils.commands.experiments.verdict import wording
-from utils.commands.experiments.verdict.elsewhere import equivalent_lines, equivalents
-from utils.commands.experiments.verdict.measurement import Measurement
-from utils.commands.experiments.verdict.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
-from utils.commands.experiments.verdict.record import Measured, Row
-from utils.commands.experiments.verdict.selection import Selection
-from utils.commands.experiments.verdict.timing import Stopwatch, run_length, run_seconds
-from utils.commands.outcomes import ChangeSettings, Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.servers.server_verdict import server_verdict
+from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.verdicts import wording
+from utils.commands.verdicts.elsewhere import equivalent_lines, equivalents
+from utils.commands.verdicts.measurement import Measurement
+from utils.commands.verdicts.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
+from utils.commands.verdicts.record import Measured, Row
+from utils.commands.verdicts.selection import Selection
+from utils.commands.verdicts.server_verdict import server_verdict
+from utils.commands.verdicts.timing import Stopwatch, run_length, run_seconds
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.comparable_servers import comparable_servers

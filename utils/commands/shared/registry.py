@@ -1,6 +1,6 @@
 """The registry of slash commands: it finds a command by its name, runs it and lists commands for /help.
 
-A command is a function of its argument and a CommandContext. It returns an Outcome (`utils.commands.outcomes`) or
+A command is a function of its argument and a CommandContext. It returns an Outcome (see `outcomes`) or
 raises a UserError with one sentence.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from utils.commands.outcomes import Outcome
+from utils.commands.shared.outcomes import Outcome
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings
 from utils.config.value_types import Limits

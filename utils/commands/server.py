@@ -5,12 +5,12 @@ A new subcommand is one row of the table.
 
 from collections.abc import Callable, Mapping
 
-from utils.commands.outcomes import Outcome, Reply, ShowTable, UseServers
-from utils.commands.registry import Command, CommandContext, Page
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start, stop
 from utils.commands.servers.server_sweep import sweep
 from utils.commands.servers.server_text import text
+from utils.commands.shared.outcomes import Outcome, Reply, ShowTable, UseServers
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.errors import check_choice
 from utils.servers.address import (
     ADD_EXAMPLE,

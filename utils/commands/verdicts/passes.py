@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from utils.commands.experiments.verdict.timing import TOTAL_SECONDS
+from utils.commands.verdicts.timing import TOTAL_SECONDS
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.metrics.intervals import Interval, speedup_interval
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.commands.experiments.repeated_runs import PairedRun
-from utils.commands.experiments.verdict.analysis import draft_figures, geometric, run_figures, same_texts
-from utils.commands.experiments.verdict.candidates import best_of_each, kind_name
-from utils.commands.experiments.verdict.measurement import Measurement
-from utils.commands.experiments.verdict.plan import PromptPlan
-from utils.commands.experiments.verdict.selection import Selection
+from utils.commands.verdicts.analysis import draft_figures, geometric, run_figures, same_texts
+from utils.commands.verdicts.candidates import best_of_each, kind_name
+from utils.commands.verdicts.measurement import Measurement
+from utils.commands.verdicts.plan import PromptPlan
+from utils.commands.verdicts.selection import Selection
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.harness import Harness
 from utils.comparison.speed_claims import NO_GAIN

@@ -17,10 +17,10 @@ from utils.commands.experiments.repeated_runs import (
     repeat_in_turns,
     then_findings,
 )
+from utils.commands.experiments.server_race import server_race
 from utils.commands.experiments.suite import suite
-from utils.commands.outcomes import Outcome, RunReport
-from utils.commands.registry import Command, CommandContext, Page
-from utils.commands.servers.server_race import server_race
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.last_prompt import LastPrompt

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from utils.bounds import MAX_SEED
 from utils.commands.experiments.repeated_runs import PairedRun
 from utils.commands.experiments.turn_runs import turn_runs
-from utils.commands.experiments.verdict.candidates import Candidate
-from utils.commands.experiments.verdict.passes import (
+from utils.commands.verdicts.candidates import Candidate
+from utils.commands.verdicts.passes import (
     MOST_PASSES,
     Passes,
     ends_first_pass,
     interval_so_far,
 )
-from utils.commands.experiments.verdict.plan import ReadyPrompt
-from utils.commands.experiments.verdict.timing import TOTAL_SECONDS, Stopwatch
+from utils.commands.verdicts.plan import ReadyPrompt
+from utils.commands.verdicts.timing import TOTAL_SECONDS, Stopwatch
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Progress
 from utils.config.settings import Settings

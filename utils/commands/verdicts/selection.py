@@ -11,9 +11,9 @@ from statistics import mean
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost
 from utils.commands.experiments.repeated_runs import rotated
-from utils.commands.experiments.verdict.candidates import Candidate, best_of_each, drafting_strategies, kind_name
-from utils.commands.experiments.verdict.plan import ReadyPrompt
-from utils.commands.experiments.verdict.timing import SELECTION_SECONDS, Stopwatch, run_length
+from utils.commands.verdicts.candidates import Candidate, best_of_each, drafting_strategies, kind_name
+from utils.commands.verdicts.plan import ReadyPrompt
+from utils.commands.verdicts.timing import SELECTION_SECONDS, Stopwatch, run_length
 from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness

@@ -1,0 +1,63 @@
+"""Tables of results as rows of columns: a heading, what a cell shows, and when a narrow screen drops it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from utils.comparison.reports import Finding
+
+Row = Mapping[str, Any]  # the figures of a finding
+NOTHING = "-"  # a cell without a value
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """One column. `shown` makes the cell from the figures of a row. A narrow screen drops the columns with a `drop`
+    above 0, the smallest first.
+    """
+
+    heading: str
+    shown: Callable[[Row], str]
+    drop: int = 0
+
+
+def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: int = 0) -> TableColumn:
+    """A column that formats one figure, with a dash where the row has none. `scale` multiplies it first."""
+
+    def shown(row: Row) -> str:
+        value = row.get(key)
+        return NOTHING if value is None else form.format(value if scale == 1 else value * scale)
+
+    return TableColumn(heading, shown, drop)
+
+
+def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> TableColumn:
+    """A column with the ratio of two counts, with a dash where there is nothing to count."""
+    return TableColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
+
+
+class ResultTable:
+    """The columns of a report: `headings` and `optional` are those of the report."""
+
+    def __init__(self, *columns: TableColumn) -> None:
+        self._columns = columns
+        self.headings = tuple(column.heading for column in columns)
+        dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
+        self.optional = tuple(column.heading for column in dropped)
+
+    def finding(self, figures: dict[str, Any]) -> Finding:
+        """A row with its cells."""
+        return Finding(tuple(column.shown(figures) for column in self._columns), figures)
+
+
+def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The figures of findings."""
+    return [finding.figures for finding in findings]
+
+
+def by_strategy(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
+    """The figures of findings, grouped by strategy."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in figures_of(findings):
+        rows.setdefault(row["strategy"], []).append(row)
+    return rows
