@@ -85,6 +85,14 @@ def real_embedded_model() -> None:
     share_embedded_model()
 
 
+@pytest.fixture
+def readings_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that compare the same reading of a drafter with the same text share the result."""
+    from trained_drafter import remembered_hits  # torch comes with it
+
+    monkeypatch.setattr("utils.pairs.doctor.Examination.hits", remembered_hits)
+
+
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folders by name. Tests change only copies of them."""
