@@ -12,7 +12,8 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime
+from utils.commands.experiments.arms import ArmRun, PairedRuns
+from utils.commands.experiments.repeated_runs import RemainingTime
 from utils.comparison.warm_up import draft_seconds
 from utils.config.processor_spec import ProcessorSpec
 from utils.config.value_types import StorageSpec
@@ -38,10 +39,15 @@ def session_with_prompt(view: Screen, file: Path) -> ReplSession:
 
 
 def test_speeds_of_a_paired_run() -> None:
-    paired = PairedRun(generation(9, 2.5), generation(9, 5.0))
-    assert (paired.tokens_per_second, paired.speedup, paired.decode_tokens_per_second) == (3.6, 2.0, 4.0)
-    assert PairedRun(generation(9, 2.5), None).speedup is None
-    assert PairedRun(generation(1, 0.5), None).decode_tokens_per_second is None
+    fast, slow, short = (
+        ArmRun.local(generation(*run), "", drafts=False, uses_target=True) for run in ((9, 2.5), (9, 5.0), (1, 0.5))
+    )
+    arm: Any = None
+    paired = PairedRuns(arm, (fast,), (slow,), compares_speeds=True, compares_texts=True)
+    assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
+    assert paired.same and short.decode_tokens_per_second is None
+    assert PairedRuns(arm, (fast,), (slow,), compares_speeds=False, compares_texts=True).speedup is None
+    assert PairedRuns(arm, (fast,), None, compares_speeds=True, compares_texts=True).speedup is None
 
 
 def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.verdicts import timing
+from utils.commands.verdicts import measurement
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
@@ -68,7 +68,7 @@ class Runs:
         self.seeds: set[int] = set()
         self._known: dict[Any, Generation] = {}
         self.stop_after: Callable[[], bool] = lambda: False
-        monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(Harness, "run_alone", lambda *arguments, **options: self._run(*arguments, **options))
 
     def _decoded(self, harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings) -> Generation:
