@@ -6,25 +6,25 @@ target, the extra time of a wider verify pass, and the time of its drafts. Possi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log
-from statistics import mean, median
+from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
-from utils.commands.experiments.arms import ArmRun, PairedRuns, pooled_totals
+from utils.commands.experiments.arms import pooled_totals
 from utils.commands.experiments.predicted_speed import TargetTiming
+from utils.commands.experiments.race_figures import race_row, race_rows
 from utils.commands.verdicts.measurement import Measurement
 from utils.commands.verdicts.plan import PromptPlan
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.speed_claims import NO_GAIN
-from utils.comparison.text_relation import text_figures
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
-from utils.metrics.benchmark_figures import Repeat
 from utils.metrics.results import Generation, pooled
-from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.prompts.prompt_files import ALL_TASKS
 
 Row = dict[str, Any]
+TASK_FIGURES = ("prompts", "speedup", "speedups", "accepted")
+BENCHMARK_FIGURES = ("task", "strategy", "prompts", "drafted", "benchmark")
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 
 
@@ -117,27 +117,6 @@ def expected_tokens(rates: Sequence[float], run: Generation) -> float:
     return mean(sums[len(step.drafted)] for step in run.steps)
 
 
-def run_figures(runs: Sequence[ArmRun]) -> Row:
-    """The figures of all runs of one arm."""
-    total = pooled_totals(runs)
-    first = [run.first_seconds for run in runs if run.first_seconds is not None]
-    rates = [(run.decode_tokens_per_second, run.totals.seconds - (run.first_seconds or 0.0)) for run in runs]
-    later = [(rate, part) for rate, part in rates if rate is not None]
-    seconds = sum(part for _, part in later)
-    return {
-        "runs": len(runs),
-        "new_tokens": total.tokens,
-        "seconds": total.seconds,
-        "tokens_per_second": total.tokens_per_second,
-        "decode_tokens_per_second": sum(rate * part for rate, part in later) / seconds if seconds > 0 else None,
-        "first_token_seconds": median(first) if first else None,
-        "drafted": total.drafted,
-        "accepted": total.accepted,
-        "acceptance_rate": total.acceptance_rate,
-        "tokens_per_target_forward": total.tokens_per_forward,
-    }
-
-
 def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
     """Drafts, costs, limits, and the gain from a better drafter."""
     run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
@@ -173,39 +152,33 @@ def bottleneck(run: Generation, gains: dict[str, float]) -> str:
 
 def baseline_row(measurement: Measurement, name: str) -> Row:
     """The figures of the baseline. `name` is shown."""
-    runs = [run for pair in _in_order(measurement) for run in pair.theirs or ()]
-    return {"strategy": measurement.baseline.name, "name": name, "speedup": 1.0, **run_figures(runs)}
+    arm = measurement.baseline
+    own = [replace(one, runs=replace(one.runs, arm=arm, ours=one.runs.theirs or ())) for one in measurement.results]
+    return {**race_row(ALL_TASKS, own), "name": name, "runs": len(own)}
 
 
 def candidate_row(measurement: Measurement, plan: PromptPlan, settings: Settings) -> Row:
     """The figures that every candidate has. `settings` are the session's."""
-    interval, pairs = measurement.interval(), _in_order(measurement)
+    interval, results = measurement.interval(), measurement.results
     assert interval is not None
-    runs = run_figures([run for pair in pairs for run in pair.ours])
-    counted = {number: measurement.pairs[number] for number in sorted(measurement.pairs)}
-    prompts = dict(enumerate(plan.measured, start=1))
-    each = [_prompt_row(number, prompts[number], group) for number, group in counted.items()]
-    tasks: dict[str, list[Row]] = {}
-    for one in each:
-        tasks.setdefault(str(one["task"]), []).append(one)
+    sample = BenchmarkSample.chosen([one.item.prompt for one in results], plan.total)
+    by_task = list(race_rows(results, [measurement.candidate], sample))
+    whole = by_task[-1]
+    repeated = measurement.is_repeated or whole["prompts"] == 1
     return {
-        "strategy": measurement.candidate.name,
-        **runs,
+        **whole,
         "speedup": interval.estimate,
-        "speedups": [speedup for group in measurement.speedups for speedup in group],
-        "speedups_by_prompt": measurement.speedups,
         "interval": [interval.low, interval.high] if interval.is_bounded else None,
         "verdict": interval.verdict,
-        "without_gain": bool(runs["drafted"]) and (runs["tokens_per_target_forward"] or 1.0) < NO_GAIN,
-        "prompts": len(each),
-        "pairs": measurement.finished_pairs,
-        "passes": measurement.passes,
-        "interval_over": "repeats" if measurement.is_repeated or len(each) == 1 else "prompts",
-        **text_figures((number, pair.same) for number, group in counted.items() for pair in group),
-        "by_prompt": each,
-        "tasks": {task: _task_figures(group) for task, group in tasks.items()},
-        "conversations": sum(len(group[0].ours) > 1 for group in counted.values()),
-        "benchmark": _benchmark_rows([(prompts[number], group) for number, group in counted.items()], plan.total),
+        "without_gain": bool(whole["drafted"]) and (whole["tokens_per_target_forward"] or 1.0) < NO_GAIN,
+        "runs": sum(len(one.runs.ours) for one in results),
+        "pairs": len(results),
+        "passes": 1 + max(one.repeat for one in results),
+        "interval_over": "repeats" if repeated else "prompts",
+        "by_prompt": [_prompt_row(number, measurement) for number in sorted(measurement.pairs)],
+        "tasks": {one["task"]: _task_figures(one) for one in by_task[:-1] or by_task if one["speedup"]},
+        "conversations": len({one.item.number for one in results if len(one.runs.ours) > 1}),
+        "benchmark": [{name: row[name] for name in BENCHMARK_FIGURES} for row in by_task] if sample.name else None,
         "divided": plan.divided,
         "source": plan.source,
         "left_out": plan.left_out,
@@ -216,13 +189,13 @@ def candidate_row(measurement: Measurement, plan: PromptPlan, settings: Settings
     }
 
 
-def _in_order(measurement: Measurement) -> list[PairedRuns]:
-    return [pair for number in sorted(measurement.pairs) for pair in measurement.pairs[number]]
+def _task_figures(row: Row) -> Row:
+    return {name: row[name] for name in TASK_FIGURES} | {"accepted": row["accepted"] or 0}
 
 
 def generations(measurement: Measurement) -> list[tuple[Generation, Generation]]:
     """The local runs of each turn with the target's, because each turn of a conversation has its own prefill."""
-    turns = (zip(pair.ours, pair.theirs or (), strict=False) for pair in _in_order(measurement))
+    turns = (zip(one.runs.ours, one.runs.theirs or (), strict=False) for one in measurement.results)
     return [
         (ours.generation, theirs.generation)
         for pair in turns
@@ -231,8 +204,9 @@ def generations(measurement: Measurement) -> list[tuple[Generation, Generation]]
     ]
 
 
-def _prompt_row(number: int, prompt: Prompt, pairs: Sequence[PairedRuns]) -> Row:
+def _prompt_row(number: int, measurement: Measurement) -> Row:
     """The figures of one prompt."""
+    prompt, pairs = measurement.prompts[number], measurement.pairs[number]
     total = pooled_totals([run for pair in pairs for run in pair.ours])
     known = [pair.same for pair in pairs if pair.same is not None]
     baselines = [pair.baseline_totals for pair in pairs]
@@ -247,38 +221,3 @@ def _prompt_row(number: int, prompt: Prompt, pairs: Sequence[PairedRuns]) -> Row
         "accepted": total.accepted,
         "drafted": total.drafted,
     }
-
-
-def _benchmark_rows(groups: Sequence[tuple[Prompt, Sequence[PairedRuns]]], total: int) -> list[Row] | None:
-    """The figures of each task and of all prompts by a benchmark's own definitions, or None without a benchmark."""
-    sample = BenchmarkSample.chosen([prompt for prompt, _ in groups], total)
-    if not sample.name:
-        return None
-    tasks = list(dict.fromkeys(prompt.task for prompt, _ in groups))
-    rows = []
-    for task in [*tasks, ALL_TASKS] if len(tasks) > 1 else tasks:
-        chosen = [pairs for prompt, pairs in groups if task in (prompt.task, ALL_TASKS)]
-        repeats: list[Repeat] = [
-            [(pairs[one].totals, pairs[one].baseline_totals) for pairs in chosen if len(pairs) > one]
-            for one in range(max(map(len, chosen)))
-        ]
-        drafted = sum(ours.drafted or 0 for repeat in repeats for ours, _ in repeat)
-        strategy = groups[0][1][0].arm.name
-        counts = {"prompts": len(chosen), "drafted": drafted}
-        rows.append({"task": task, "strategy": strategy, **counts, "benchmark": sample.figures(repeats)})
-    return rows
-
-
-def _task_figures(group: Sequence[Row]) -> Row:
-    means = [geometric(known) for one in group if (known := [speed for speed in one["speedups"] if speed])]
-    return {
-        "prompts": len(group),
-        "speedup": geometric(means) if means else 1.0,
-        "speedups": means,
-        "accepted": sum(one["accepted"] or 0 for one in group),
-    }
-
-
-def geometric(values: Sequence[float]) -> float:
-    """The geometric mean."""
-    return exp(mean(map(log, values)))

@@ -5,13 +5,14 @@ turns of a conversation are run one after the other.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
 
 from utils.bounds import MAX_SEED
 from utils.commands.experiments.arms import Arm, ArmRun, LocalArm, PairedRuns, all_turns
+from utils.commands.experiments.race_runs import MOST_FAILURES, RaceItem, RaceResult
 from utils.commands.experiments.repeated_runs import rotated
 from utils.comparison.reports import Note, Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
@@ -31,7 +32,6 @@ LONGEST_SECONDS = 2 * TOTAL_SECONDS  # limit for a first pass with ENOUGH_PROMPT
 NARROW = 1.06  # an interval is narrow if the ratio of its ends is below this
 MIN_PASSES = 2  # minimum for several prompts if the answer is for these prompts only
 MOST_PASSES = 20
-MOST_FAILURES = 2  # after this many prompts in a row without an answer, a server is considered gone
 PROVISIONAL = 3  # prompts or repeats needed to show an interval
 WARM_UP_TOKENS = 2
 GONE = f"{MOST_FAILURES} prompts in a row have no answer, so the measurement ended here."
@@ -76,18 +76,19 @@ def run_length(step: float, longest: int, *, seconds: float = RUN_SECONDS, lengt
 class Measurement:
     """The runs so far. `pairs` has those of each pass by the prompt's number.
 
-    `label` names the candidate. `prompts` are those that still run, by number. `divided` is True if the answer holds
-    for other prompts of this kind, not only for these. `problems` has a sentence for each prompt that was left out.
+    `label` names the candidate. `divided` is True if the answer holds for other prompts of this kind, not only for
+    these. `dropped` are prompts that cannot be run any more, and `problems` has a sentence for each of them.
     """
 
     candidate: Arm
     baseline: Arm
     label: str
     settings: Settings
-    prompts: dict[int, Prompt]
+    prompts: Mapping[int, Prompt]
     divided: bool
     clock: VerdictClock
     pairs: dict[int, list[PairedRuns]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -95,8 +96,18 @@ class Measurement:
         return sum(map(len, self.pairs.values()))
 
     @property
-    def passes(self) -> int:
-        return max(map(len, self.pairs.values()), default=0)
+    def running(self) -> list[int]:
+        """The numbers of the prompts that can still be run."""
+        return [number for number in self.prompts if number not in self.dropped]
+
+    @property
+    def results(self) -> list[RaceResult]:
+        """The finished pairs as results of the candidate, in the order of the prompts."""
+        return [
+            RaceResult(RaceItem(number, prompt, prompt.task, self.settings, (self.candidate,)), repeat, pair)
+            for number, prompt in self.prompts.items()
+            for repeat, pair in enumerate(self.pairs.get(number, ()))
+        ]
 
     @property
     def is_repeated(self) -> bool:
@@ -123,15 +134,15 @@ class Measurement:
         began = self.clock.seconds
         for number in range(MOST_PASSES):
             failures = 0
-            for place, index in enumerate(list(self.prompts)):
+            for place, index in enumerate(self.running):
                 if not number and self._ends_first_pass():
                     return
                 yield Progress(self._progress(number, place, began))
                 problems = self._measure(index, number, place)
                 yield from map(Note, problems)
                 failures = failures + 1 if problems else 0
-                if not self.prompts or (failures == MOST_FAILURES and not isinstance(self.candidate, LocalArm)):
-                    yield self._end(GONE if self.prompts else NONE_LEFT)
+                if not self.running or (failures == MOST_FAILURES and not isinstance(self.candidate, LocalArm)):
+                    yield self._end(GONE if self.running else NONE_LEFT)
                     return
             if not self.speedups:
                 raise UserError(NO_SPEEDUP.format(self.label))
@@ -176,7 +187,7 @@ class Measurement:
                 problems.append(f"{arm.name}: prompt {number} is left out. {error}")
         # Only complete pairs are added, so Ctrl-C cannot leave a single run.
         if problems:
-            del self.prompts[number]
+            self.dropped.add(number)
             self.problems += problems
         else:
             self.pairs.setdefault(number, []).append(PairedRuns.of(self.candidate, runs, settings))
@@ -184,7 +195,7 @@ class Measurement:
 
     def _progress(self, number: int, place: int, began: float) -> str:
         """The current prompt, the interval so far, and an estimate of the remaining time."""
-        prompts = len(self.prompts)
+        prompts = len(self.running)
         again = f", pass {number + 1}" if number else ""
         where = f"prompt {place + 1} of {prompts}{again}" if prompts > 1 else f"repeat {number + 1}"
         parts = [*self._so_far(), f"{self.label}, {where}"]

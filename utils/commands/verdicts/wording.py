@@ -1,6 +1,7 @@
 """The sentences of a verdict. They depend on its figures alone, so a record yields the same sentences as the screen."""
 
 from utils.commands.experiments.race_conclusion import other_reason, prompt_numbers
+from utils.commands.experiments.race_figures import spread
 from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure
 from utils.comparison.speed_claims import TOO_FEW, baseline_name
 from utils.metrics.intervals import FASTER, SLOWER
@@ -24,8 +25,8 @@ def verdict_table(*, servers: bool) -> ResultTable:
     return ResultTable(
         figure("", "name"),
         TableColumn("whole run", _whole_run),
-        figure("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
-        figure("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
+        spread("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
+        spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
         TableColumn("acceptance", _acceptance),
         figure("tokens per forward", "tokens_per_target_forward", "{:.2f}"),
         *memory,
@@ -33,9 +34,9 @@ def verdict_table(*, servers: bool) -> ResultTable:
 
 
 def _whole_run(row: Row) -> str:
-    if row["tokens_per_second"] is None:
+    if row["pooled_tokens_per_second"] is None:
         return NOTHING
-    speed = f"{row['tokens_per_second']:.1f} tokens/s"
+    speed = f"{row['pooled_tokens_per_second']:.1f} tokens/s"
     return f"{speed}, {row['speedup']:.2f}x" if "candidate" in row else speed
 
 
