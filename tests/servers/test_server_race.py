@@ -113,7 +113,7 @@ def test_the_local_target_as_baseline(
     for line in ("/speculative off", "/ngram off", "Hello", "/race 2"):
         assert session.handle(line) is Verdict.DONE, view.take()
     kinds = [row["record"] for row in records_of(tmp_path / "r.jsonl")]
-    assert kinds == ["generation", "server_generation", "race", "server_race"]
+    assert kinds == ["generation", "generation", "race", "server_race"]
     row = rows_of(tmp_path / "r.jsonl")["all", "server own"]
     assert len(row["speedups"]) == 2 and row["baseline"] == "target" and row["compared_texts"] == 1
 
