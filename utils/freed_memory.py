@@ -10,15 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
-# The files of a container's memory limit, usage and statistics, for version 2 and 1 of control groups.
-CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
+CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# A group's files with its limit and its usage, in version 2 and 1 of control groups.
+LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def release_memory() -> None:
@@ -42,12 +36,26 @@ def available_memory() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of a container leave. Cached files count as free."""
-    for limit, usage, statistics in CONTROL_GROUPS:
-        try:
-            maximum, used = (int(Path(path).read_text()) for path in (limit, usage))
-            values = dict(line.split() for line in Path(statistics).read_text().splitlines())
-        except (OSError, ValueError):  # the group does not exist, or has no limit
-            continue
-        files = sum(int(values.get(name, values.get(f"total_{name}", 0))) for name in ("inactive_file", "active_file"))
-        yield max(0, maximum - used + files)
+    """Yield the memory that the limits of control groups leave. Cached files count as free."""
+    for group in _control_groups():
+        for limit, usage in LIMIT_FILES:
+            try:
+                maximum, used = (int((group / name).read_text()) for name in (limit, usage))
+                values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # the file does not exist, or there is no limit
+                continue
+            names = ("inactive_file", "active_file")
+            files = sum(int(values.get(f"total_{name}", values.get(name, 0))) for name in names)
+            yield max(0, maximum - used + files)
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the folders of this process's control groups and of those above them, whose limits hold as well."""
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                root = CONTROL_GROUPS / controllers
+                group = root / path.strip("/")
+                # In a container the path may be that of the host, and the limit that of the root.
+                yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))

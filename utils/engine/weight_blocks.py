@@ -6,7 +6,6 @@ GGUF files are read by `utils.models.gguf_blocks`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,40 +114,46 @@ def round_int4(weight: Tensor) -> BlockWeight:
 def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The values (N, K), scales and minimums (N, K / group) of rows (N, K)."""
     groups = rows.float().unflatten(1, (-1, INT4_GROUP))  # (N, K / group, group)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    best = _on_grid(groups, (high - low) / 15, low)
+    low, high, mean = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True), groups.mean(-1, keepdim=True)
+    scales, minimums = _representable((high - low) / 15, low)
+    error = _error(groups, scales, minimums)
     for width in _RANGES:
         middle, half = (low + high) / 2, width * (high - low) / 2
-        fitted = _on_grid(groups, *_least_squares(groups, _integers(groups, 2 * half / 15, middle - half)))
-        better = fitted.error < best.error
-        best = _Grid(*(torch.where(better, new, old) for new, old in zip(fitted, best, strict=True)))
-    return best.values.to(torch.uint8).flatten(1), best.scales[..., 0], best.minimums[..., 0]
+        fitted = _representable(*_least_squares(groups, mean, _integers(groups, 2 * half / 15, middle - half)))
+        fitted_error = _error(groups, *fitted)
+        better = fitted_error < error
+        scales, minimums, error = (
+            torch.where(better, new, old)
+            for new, old in zip((*fitted, fitted_error), (scales, minimums, error), strict=True)
+        )
+    values = _integers(groups, scales, minimums).to(torch.uint8)
+    return values.flatten(1), scales[..., 0], minimums[..., 0]
 
 
-class _Grid(NamedTuple):
-    """Rounded groups: values (N, G, group); scales, minimums and squared errors (N, G, 1)."""
-
-    values: Tensor
-    scales: Tensor
-    minimums: Tensor
-    error: Tensor
+# Scales, minimums and errors have the shape (N, K / group, 1) below.
 
 
-def _on_grid(groups: Tensor, scales: Tensor, minimums: Tensor) -> _Grid:
+def _representable(scales: Tensor, minimums: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest scales and minimums whose scales and middles are values of bfloat16."""
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny).bfloat16().float()
-    minimums = (minimums + 8 * scales).bfloat16().float() - 8 * scales
-    values = _integers(groups, scales, minimums)
-    return _Grid(values, scales, minimums, (values * scales + minimums - groups).square().sum(-1, keepdim=True))
+    return scales, (minimums + 8 * scales).bfloat16().float() - 8 * scales
 
 
 def _integers(groups: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    return ((groups - minimums) / scales).round_().clamp_(0, 15)
+    return (groups - minimums).div_(scales).round_().clamp_(0, 15)
 
 
-def _least_squares(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minimums with which values * scales + minimums is closest to the groups."""
-    mean, centred = groups.mean(-1, keepdim=True), values - values.mean(-1, keepdim=True)
+def _error(groups: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
+    """The squared error of rounding."""
+    rounded = _integers(groups, scales, minimums).mul_(scales).add_(minimums)
+    return rounded.sub_(groups).square_().sum(-1, keepdim=True)
+
+
+def _least_squares(groups: Tensor, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and minimums with which values * scales + minimums is closest to the groups. mean: of the groups."""
+    middle = values.mean(-1, keepdim=True)
+    centred = values.sub_(middle)
     spread = centred.square().sum(-1, keepdim=True).clamp(min=1)  # zero only for constant groups
-    scales = (centred * groups).sum(-1, keepdim=True) / spread
-    return scales, mean - scales * values.mean(-1, keepdim=True)
+    scales = centred.mul_(groups).sum(-1, keepdim=True) / spread
+    return scales, mean - scales * middle

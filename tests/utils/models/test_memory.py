@@ -81,13 +81,25 @@ def test_a_model_that_does_not_fit_is_refused_with_a_smaller_form(
     assert load(shelf / "target").memory >= full
 
 
-def test_the_limit_of_a_container_counts_and_cached_files_are_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/", "", freed_memory.LIMIT_FILES[0]),
+        ("0::/user.slice/run.scope", "user.slice/run.scope", freed_memory.LIMIT_FILES[0]),
+        ("0::/user.slice/run.scope", "user.slice", freed_memory.LIMIT_FILES[0]),
+        ("0::/of/the/host", "", freed_memory.LIMIT_FILES[0]),
+        ("8:pids:/a\n4:memory:/a/b", "memory/a", freed_memory.LIMIT_FILES[1]),
+    ],
+)
+def test_limits_of_control_groups_count_and_cached_files_are_free(
+    line: str, folder: str, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limit, usage, stat = (tmp_path / name for name in ("max", "current", "stat"))
-    monkeypatch.setattr(
-        freed_memory, "CONTROL_GROUPS", ((str(limit), str(usage), str(stat)), ("/none", "/none", "/none"))
-    )
+    """Of the group of the process, and of those above it."""
+    (tmp_path / "own").write_text(f"12:cpu:/other\n{line}\n")
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(freed_memory, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(freed_memory, "OWN_GROUPS", tmp_path / "own")
+    limit, usage, stat = (tmp_path / folder / name for name in (*names, "memory.stat"))
     set_free_memory(monkeypatch, 10_000)
     assert memory.free_bytes("cpu") == 10_000
     usage.write_text("900\n")
