@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.arms import Arm, LocalArm, local_arms, server_arms
+from utils.commands.experiments.paired_runs import local_arms, server_arms
 from utils.commands.experiments.race_conclusion import (
     REPEATS,
     file_conclusion,
@@ -23,10 +23,12 @@ from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import TARGET_ONLY
 from utils.comparison.reports import Note, Report, ReportEvent, shortened
 from utils.errors import UserError
+from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt, limited, read_prompts
 
 MAX_REPEATS = 1000
@@ -47,6 +49,7 @@ class _Race:
     title: str
     sample: BenchmarkSample = NO_SAMPLE
     note: str = ""
+    history: Turns = ()
 
     def local(self, record: str, arms: Sequence[Arm], conclude: Conclude) -> Report:
         """The report of the local strategies."""
@@ -56,7 +59,7 @@ class _Race:
         """The report of the servers."""
         harness = self.context.harness
         arms = server_arms(harness, list(harness.state.servers))
-        servers = [arm for arm in arms if not isinstance(arm, LocalArm)]
+        servers = [arm for arm in arms if arm.strategy is None]
         report = self._report("server_race", arms, servers, server_conclusion, over="the baseline")
         return replace(report, title=f"{self.title}, on servers")
 
@@ -64,7 +67,7 @@ class _Race:
         self, record: str, arms: Sequence[Arm], shown: Sequence[Arm], conclude: Conclude, *, over: str = TARGET_ONLY
     ) -> Report:
         settings, sample = self.context.settings, self.sample
-        items = [RaceItem(number, prompt, prompt.task, settings, arms) for number, prompt in self.prompts]
+        items = [RaceItem(number, prompt, prompt.task, settings, arms, self.history) for number, prompt in self.prompts]
         race = ArmRace(self.context.harness, items, self.repeats)
         table = race_table(items, servers=over != TARGET_ONLY)
         return Report(
@@ -93,14 +96,16 @@ def _race(argument: str, context: CommandContext) -> Outcome:
 def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
     """The last prompt, by the local strategies and by the servers that have answered it."""
     harness, settings = context.harness, context.settings
-    sent = harness.state.last_servers if harness.state.servers else None
-    if sent is None or (harness.state.last is not None and harness.runs_locally(settings)):
-        last = harness.last()
-        race = _Race(context, [(1, Prompt(last.text))], repeats, last.text, _title(repeats, last.text))
-        arms = local_arms(harness, settings, last.job)
-        yield race.local("race", arms, repeats_conclusion)
-    if sent is not None:
-        yield _Race(context, [(1, Prompt(sent.text))], repeats, sent.text, _title(repeats, sent.text)).on_servers()
+    last = harness.state.last
+    on_servers = (
+        last is not None and bool(harness.state.servers) and any(arm.strategy is None for arm, _ in last.planned)
+    )
+    if not on_servers or (last is not None and last.is_local and harness.runs_locally(settings)):
+        own = harness.last()  # raises UserError if no local strategy ran it
+        race = _Race(context, [(1, Prompt(own.text))], repeats, own.text, _title(repeats, own.text))
+        yield replace(race, history=own.job.history).local("race", local_arms(harness, settings), repeats_conclusion)
+    if last is not None and on_servers:
+        yield _Race(context, [(1, Prompt(last.text))], repeats, last.text, _title(repeats, last.text)).on_servers()
 
 
 def _title(repeats: int, text: str) -> str:

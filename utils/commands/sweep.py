@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.arms import local_arms
+from utils.commands.experiments.paired_runs import local_arms
 from utils.commands.experiments.race_figures import race_row, range_text, spread
 from utils.commands.experiments.race_runs import ArmRace, RaceItem
 from utils.commands.experiments.repeated_runs import then_findings
@@ -65,7 +65,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     prompt = Prompt(last.text)
     # Arms of a value that cannot run are refused before anything runs.
     items = [
-        RaceItem(1, prompt, label, settings, local_arms(harness, settings, last.job))
+        RaceItem(1, prompt, label, settings, local_arms(harness, settings), last.job.history)
         for label, settings in (_value(name, word, context) for word in words)
     ]
     table = sweep_table(name)

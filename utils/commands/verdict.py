@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import mean
 from typing import Any
 
-from utils.commands.experiments.arms import Arm, ArmRun, LocalArm, PairedRuns, server_arms
+from utils.commands.experiments.paired_runs import PairedRuns, server_arms
 from utils.commands.experiments.race_runs import ONLY_FIRST_TURNS
 from utils.commands.experiments.repeated_runs import rotated, then_findings
 from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
@@ -19,18 +19,23 @@ from utils.commands.verdicts.figures import Row, baseline_row, candidate_row, dr
 from utils.commands.verdicts.measurement import SELECTION_SECONDS, Measurement, VerdictClock, run_length, run_seconds
 from utils.commands.verdicts.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
 from utils.commands.verdicts.selection import Selection, VerdictCandidate, best_of_each, kind_name
+from utils.comparison.arms import Arm, LocalArm, RunWatcher, complete
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.comparable_servers import comparable_servers
-from utils.comparison.harness import Harness
+from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent, ReportTable, shortened
+from utils.comparison.runs import Run
 from utils.comparison.speed_claims import SpeedClaim, baseline_name
 from utils.comparison.warm_up import shortened as shorter_settings
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
+from utils.decode.steps import Step
 from utils.errors import UserError
+from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.intervals import SLOWER
-from utils.metrics.stopwatch import Stopwatch
+from utils.metrics.stopwatch import RoundTiming
+from utils.prompts.conversation import Turns
+from utils.servers.kinds.completion import Piece
 
 APPLY = "apply"
 PROBE_TOKENS = 16
@@ -136,6 +141,24 @@ class _VerdictRun(ABC):
         return ""
 
 
+class _Unwatched:
+    """Watches nothing: a run is timed by its parts only if it has a watcher."""
+
+    def reading(self, done: int, total: int) -> None: ...
+
+    def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None: ...
+
+    def piece(self, piece: Piece) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedArm(LocalArm):
+    """The candidate, whose runs are timed by their parts."""
+
+    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
+        return LocalArm.run(self, text, replace(settings, debug="off"), history, watch or _Unwatched())
+
+
 @dataclass(slots=True)
 class _LocalVerdict(_VerdictRun):
     """A verdict on the drafters of the loaded pair."""
@@ -158,8 +181,8 @@ class _LocalVerdict(_VerdictRun):
         self.chosen = self.selection.chosen()
         length = run_length(self.selection.step, settings.length, seconds=run_seconds(len(measured)))
         self.measurement = Measurement(
-            LocalArm(self.harness, self.chosen.strategy, stopwatch=Stopwatch),
-            LocalArm(self.harness, self.harness.baseline),
+            _TimedArm(self.chosen.strategy, self.harness.pair, self.harness.state.caches.cut_models),
+            self.harness.arm(self.harness.baseline),
             self.chosen.short_label(self.harness.pair),
             self.chosen.settings(self.selection.settings, length),
             {ready.number: ready.prompt for ready in measured},
@@ -249,8 +272,8 @@ class _ServerVerdict(_VerdictRun):
         problems: list[str] = []
         for arm in arms:
             try:
-                arm.run(text, shorter_settings(settings))  # the first answer may be slow
-                steps.append(_step(arm.run(text, probe)))
+                complete(arm.run(text, shorter_settings(settings)))  # the first answer may be slow
+                steps.append(_step(complete(arm.run(text, probe))))
             except UserError as error:
                 problems.append(str(error))
         if not steps:
@@ -268,7 +291,7 @@ class _ServerVerdict(_VerdictRun):
                 name = pair[1].name
                 yield Progress(f"choosing a server: {name} on tuning prompt {turn + 1} of {len(self.plan.tuning)} ...")
                 try:
-                    runs = [(arm, (arm.run(prompt.text, used),)) for arm in rotated(pair, turn)]
+                    runs = [(arm, (complete(arm.run(prompt.text, used)),)) for arm in rotated(pair, turn)]
                 except UserError:
                     continue  # a server without an answer is not preferred
                 if speedup := PairedRuns.of(pair[1], runs, used).speedup:
@@ -284,18 +307,17 @@ class _ServerVerdict(_VerdictRun):
         return {
             "name": measurement.candidate.name,
             "candidate": measurement.candidate.name,
-            "baseline": measurement.candidate.baseline,
             **claim.figures,
             "considered": {name: exp(mean(map(log, known))) for name, known in self.considered.items() if known},
             "skipped": measurement.problems,
         }
 
 
-def _step(run: ArmRun) -> float:
+def _step(run: Run) -> float:
     """Seconds per token."""
     if run.decode_tokens_per_second:
         return 1 / run.decode_tokens_per_second
-    return run.totals.seconds / max(1, run.totals.tokens or 1)
+    return run.seconds / max(1, run.new_tokens or 1)
 
 
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.arms import ArmRun, PairedRuns
+from utils.commands.experiments.paired_runs import PairedRuns
 from utils.commands.experiments.repeated_runs import RemainingTime
+from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.processor_spec import ProcessorSpec
+from utils.config.settings import Settings
 from utils.config.value_types import StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
@@ -40,14 +43,22 @@ def session_with_prompt(view: Screen, file: Path) -> ReplSession:
 
 def test_speeds_of_a_paired_run() -> None:
     fast, slow, short = (
-        ArmRun.local(generation(*run), "", drafts=False, uses_target=True) for run in ((9, 2.5), (9, 5.0), (1, 0.5))
+        Run("target", "target", "", tuple(made.tokens), made.finish, made.seconds, 0.5, *_rates(made))
+        for made in (generation(9, 2.5), generation(9, 5.0), generation(1, 0.5))
     )
-    arm: Any = None
-    paired = PairedRuns(arm, (fast,), (slow,), compares_speeds=True, compares_texts=True)
+    arms: list[Any] = [object(), object()]
+    ours = replace(fast, name="ngram")
+    paired = PairedRuns.of(arms[0], [(arms[0], (ours,)), (arms[1], (slow,))], Settings())
     assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
     assert paired.same and short.decode_tokens_per_second is None
-    assert PairedRuns(arm, (fast,), (slow,), compares_speeds=False, compares_texts=True).speedup is None
-    assert PairedRuns(arm, (fast,), None, compares_speeds=True, compares_texts=True).speedup is None
+    alone = PairedRuns.of(arms[0], [(arms[0], (ours,))], Settings())
+    assert alone.speedup is None and alone.same is None
+    itself = PairedRuns.of(arms[1], [(arms[1], (slow,))], Settings())
+    assert itself.speedup == 1.0 and itself.same
+
+
+def _rates(made: Generation) -> tuple[int, float | None]:
+    return len(made.tokens), made.decode_tokens_per_second
 
 
 def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utils.comparison.server_summary import NO_BASELINE
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
@@ -14,6 +13,7 @@ from utils.comparison.speed_claims import (
     claim_text,
     speed_sentence,
 )
+from utils.comparison.summary import NO_BASELINE
 from utils.text import count_of
 
 REPEATS = 5  # of the last prompt

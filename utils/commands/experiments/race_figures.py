@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from utils.commands.experiments.arms import Arm, LocalArm, pooled_totals
+from utils.commands.experiments.paired_runs import pooled_totals
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
 from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
@@ -81,17 +82,18 @@ def race_rows(
 
 def race_row(task: str, group: Sequence[RaceResult], sample: BenchmarkSample = NO_SAMPLE) -> dict[str, Any]:
     """The figures of one arm."""
-    arm, settings = group[0].runs.arm, group[0].item.settings
+    arm, settings, first = group[0].runs.arm, group[0].item.settings, group[0].runs.ours[0]
+    lossless = arm.strategy is None or arm.strategy.lossless
     runs = [run for result in group for run in result.runs.ours]
     total, groups = pooled_totals(runs), speedups_by_prompt(group)
     speeds = (result.runs.totals.tokens_per_second for result in group)
     # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
-    forwards = total.tokens_per_forward if _drafts(arm, total.drafted) else None
-    is_baseline = arm.name == arm.baseline
+    drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
+    forwards = total.tokens_per_forward if drafts else None
     return {
         "task": task,
         "strategy": arm.name,
-        **({} if isinstance(arm, LocalArm) else {"baseline": arm.baseline}),
+        **({} if first.is_local else {"baseline": first.baseline}),
         "prompts": len({result.item.number for result in group}),
         "new_tokens": total.tokens,
         "seconds": total.seconds,
@@ -104,20 +106,16 @@ def race_row(task: str, group: Sequence[RaceResult], sample: BenchmarkSample = N
         "speedups": [speedup for speedups in groups for speedup in speedups],
         "speedups_by_prompt": groups,
         "decode_speedups_by_prompt": _by_prompt((one.item.number, one.runs.decode_speedup) for one in group),
-        **SpeedClaim.of(groups, baseline=is_baseline, tokens_per_forward=forwards).figures,
+        **SpeedClaim.of(groups, baseline=first.name == first.baseline, tokens_per_forward=forwards).figures,
         "drafted": total.drafted,
         "accepted": total.accepted,
         "acceptance_rate": total.acceptance_rate,
         "tokens_per_target_forward": total.tokens_per_forward,
-        "lossless": not isinstance(arm, LocalArm) or arm.strategy.lossless,
-        "must_be_the_targets": isinstance(arm, LocalArm) and arm.strategy.repeats_target(settings),
-        **text_figures((result.item.number, result.runs.same) for result in group),
+        "lossless": lossless,
+        "must_be_the_targets": arm.strategy is not None and arm.strategy.repeats_target(settings),
+        **text_figures((result.item.number, result.runs.same) for result in group if lossless),
         "benchmark": sample.figures(_by_repeat(group)),
     }
-
-
-def _drafts(arm: Arm, drafted: int | None) -> bool:
-    return arm.strategy.drafts if isinstance(arm, LocalArm) else bool(drafted)
 
 
 def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:

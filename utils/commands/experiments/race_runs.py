@@ -8,13 +8,16 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from utils.commands.experiments.arms import Arm, ArmRun, LocalArm, PairedRuns, ServerArm, all_turns, check_prompt
+from utils.commands.experiments.paired_runs import PairedRuns, all_turns, check_prompt
 from utils.commands.experiments.repeated_runs import RemainingTime, rotated
+from utils.comparison.arms import Arm, complete
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Note, Progress, ReportEvent
+from utils.comparison.runs import Run
 from utils.comparison.warm_up import shortened, warm_up
 from utils.config.settings import Settings
 from utils.errors import UserError
+from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
 from utils.text import count_of
 
@@ -27,13 +30,17 @@ ONLY_FIRST_TURNS = "Only the first turn of each prompt is run, because a convers
 
 @dataclass(frozen=True, slots=True)
 class RaceItem:
-    """A prompt and its settings. `number` is its place in the file, from 1. `group` is its task or the swept value."""
+    """A prompt and its settings. `number` is its place in the file, from 1. `group` is its task or the swept value.
+
+    `history` is the conversation that it continues.
+    """
 
     number: int
     prompt: Prompt
     group: str
     settings: Settings
     arms: Sequence[Arm]
+    history: Turns = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +106,29 @@ class ArmRace:
 
     def _warm_up(self) -> None:
         """Run every arm for a few tokens, because the first run may be slow."""
-        if any(isinstance(arm, LocalArm) and arm.job is None for arm in self.items[0].arms):
+        if self._has_file and any(arm.strategy is not None for arm in self.items[0].arms):
             warm_up(self.harness, self.items[0].settings)
         for item in self.items[:1] if self._has_file else self.items:
             for arm in item.arms:
-                if not isinstance(arm, LocalArm) or arm.job is not None:
+                if not self._has_file or arm.strategy is None:
                     with suppress(UserError):  # reported when the prompt is run
-                        arm.run(item.prompt.text, shortened(item.settings))
+                        complete(arm.run(item.prompt.text, shortened(item.settings), item.history))
 
     def _run(self, item: RaceItem, repeat: int) -> Generator[ReportEvent, None, float | None]:
         """Run an item by all arms that are present. Returns the seconds, or None without an answer."""
         try:
-            check_prompt(item.arms, item.prompt, item.settings)
+            if self._has_file and any(arm.strategy is not None for arm in item.arms):
+                check_prompt(self.harness, item.prompt, item.settings)
         except UserError as error:
             yield from self._notes_on([f"Prompt {item.number} is left out. {error}"])
             return None
         present = [arm for arm in item.arms if self.failures.get(arm.name, 0) < MOST_FAILURES]
         place = self.places.get(item.number, len(self.places))
-        runs: list[tuple[Arm, tuple[ArmRun, ...]]] = []
+        runs: list[tuple[Arm, tuple[Run, ...]]] = []
         problems: dict[str, str] = {}
         for arm in rotated(present, repeat + place):
             try:
-                runs.append((arm, all_turns(arm, item.prompt, item.settings)))
+                runs.append((arm, all_turns(arm, item.prompt, item.settings, item.history)))
             except UserError as error:
                 problems[arm.name] = str(error)
         yield from self._notes_on(
@@ -133,14 +141,13 @@ class ArmRace:
         in_order = sorted(runs, key=lambda pair: present.index(pair[0]))
         for arm, _ in in_order:
             self._add(RaceResult(item, repeat, PairedRuns.of(arm, in_order, item.settings)))
-        return sum(run.totals.seconds for _, turns in runs for run in turns) if runs else None
+        return sum(run.seconds for _, turns in runs for run in turns) if runs else None
 
     def _add(self, result: RaceResult) -> None:
         self.results.append(result)
-        arm = result.runs.arm
-        if isinstance(arm, ServerArm):
-            servers = self.harness.state.servers
-            servers.note_text(arm.connection.address.name, result.item.prompt.text, result.runs.first_text_is_same)
+        if (address := result.runs.ours[0].address) is not None and result.runs.comparisons:
+            first = result.runs.comparisons[0]
+            self.harness.state.servers.note_text(address.name, result.item.prompt.text, first.same)
 
     def _notes_on(self, sentences: Sequence[str]) -> Iterator[Note]:
         """Each sentence once. A file of prompts that are too long has only a few."""
@@ -152,7 +159,7 @@ class ArmRace:
     def _gone(self, present: Sequence[Arm], problems: dict[str, str]) -> Iterator[Note]:
         """Count the failures of servers, and report those that do not answer any more."""
         for arm in present:
-            if isinstance(arm, ServerArm):
+            if arm.strategy is None:
                 self.failures[arm.name] = self.failures.get(arm.name, 0) + 1 if arm.name in problems else 0
                 if self.failures[arm.name] == MOST_FAILURES:
                     yield Note(GONE.format(arm.name, MOST_FAILURES))

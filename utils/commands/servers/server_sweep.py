@@ -5,12 +5,12 @@ server runs as before.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.arms import Arm, ArmRun, PairedRuns, ServerArm
+from utils.commands.experiments.paired_runs import PairedRuns
 from utils.commands.experiments.race_figures import race_row, range_text, spread
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
 from utils.commands.experiments.repeated_runs import then_findings
@@ -18,11 +18,12 @@ from utils.commands.servers.server_words import parse_words
 from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
+from utils.comparison.arms import RunWatcher, ServerArm, complete
 from utils.comparison.charts import DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
+from utils.comparison.runs import Run
 from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, claim_text, interval_text, speedup_text
-from utils.comparison.strategies import is_greedy
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.models import Count
@@ -62,25 +63,21 @@ class DraftLength:
     harness: Harness
     server: str
     launch: Launch
-    runs: dict[tuple[int, int], ArmRun] = field(default_factory=dict)
+    runs: dict[tuple[int, int], Run] = field(default_factory=dict)
     failure: str = ""
 
     @property
     def name(self) -> str:
         return f"draft {self.launch.drafts}"
 
-    @property
-    def baseline(self) -> str | None:
-        return BASE
+    title = colour = ""
+    strategy = None
 
-    def run(self, text: str, settings: Settings, history: Turns = ()) -> ArmRun:
-        return ServerArm(self.harness, self.harness.state.servers.connections[self.server]).run(text, settings, history)
-
-    def compares_texts(self, settings: Settings) -> bool:
-        return is_greedy(settings)
-
-    def shares_host(self, other: Arm) -> bool:
-        return True
+    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
+        """The answer of the server as it runs now, which is compared with that of draft 0."""
+        connection = self.harness.state.servers.connections[self.server]
+        run = complete(ServerArm(connection, self.harness.loaded).run(text, settings, history, watch))
+        return replace(run, name=self.name, baseline=BASE)
 
 
 def sweep(argument: str, context: CommandContext) -> Outcome:
@@ -139,7 +136,7 @@ def _measured(
             if length.failure:
                 continue
             where = f"{item.group} with {length.name}, pass {number + 1} of {PASSES}"
-            runs: dict[tuple[int, int], ArmRun] = {}
+            runs: dict[tuple[int, int], Run] = {}
             try:
                 for line in servers.restart(item.group, length.launch):
                     yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")

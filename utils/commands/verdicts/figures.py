@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
-from utils.commands.experiments.arms import pooled_totals
+from utils.commands.experiments.paired_runs import PairedRuns, pooled_totals
 from utils.commands.experiments.predicted_speed import TargetTiming
 from utils.commands.experiments.race_figures import race_row, race_rows
 from utils.commands.verdicts.measurement import Measurement
@@ -152,8 +152,10 @@ def bottleneck(run: Generation, gains: dict[str, float]) -> str:
 
 def baseline_row(measurement: Measurement, name: str) -> Row:
     """The figures of the baseline. `name` is shown."""
-    arm = measurement.baseline
-    own = [replace(one, runs=replace(one.runs, arm=arm, ours=one.runs.theirs or ())) for one in measurement.results]
+    arm, settings = measurement.baseline, measurement.settings
+    own = [
+        replace(one, runs=PairedRuns.of(arm, [(arm, one.runs.theirs or ())], settings)) for one in measurement.results
+    ]
     return {**race_row(ALL_TASKS, own), "name": name, "runs": len(own)}
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.arms import Arm, ArmRun, LocalArm, PairedRuns, all_turns
+from utils.commands.experiments.paired_runs import PairedRuns, all_turns
 from utils.commands.experiments.race_runs import MOST_FAILURES, RaceItem, RaceResult
 from utils.commands.experiments.repeated_runs import rotated
+from utils.comparison.arms import Arm, complete
 from utils.comparison.reports import Note, Progress, ReportEvent
+from utils.comparison.runs import Run
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError
@@ -141,7 +143,7 @@ class Measurement:
                 problems = self._measure(index, number, place)
                 yield from map(Note, problems)
                 failures = failures + 1 if problems else 0
-                if not self.running or (failures == MOST_FAILURES and not isinstance(self.candidate, LocalArm)):
+                if not self.running or (failures == MOST_FAILURES and self.candidate.strategy is None):
                     yield self._end(GONE if self.running else NONE_LEFT)
                     return
             if not self.speedups:
@@ -172,13 +174,13 @@ class Measurement:
     def _measure(self, number: int, passed: int, place: int) -> list[str]:
         """Add a pair of runs of a prompt, or drop the prompt if it cannot be run. Returns the problems."""
         prompt = self.prompts[number]
-        if not passed and isinstance(self.candidate, LocalArm):
+        if not passed and self.candidate.strategy is not None:
             # The first prefill of a length may be slow, and must not count against the first run.
             with suppress(UserError):
-                self.candidate.run(prompt.text, replace(self.settings, length=WARM_UP_TOKENS))
+                complete(self.candidate.run(prompt.text, replace(self.settings, length=WARM_UP_TOKENS)))
         # Each pass has other random numbers: repeats of a sampled text must show how much such texts differ.
         settings = replace(self.settings, seed=(self.settings.seed + 1 + passed) % (MAX_SEED + 1))
-        runs: list[tuple[Arm, tuple[ArmRun, ...]]] = []
+        runs: list[tuple[Arm, tuple[Run, ...]]] = []
         problems = []
         for arm in rotated((self.baseline, self.candidate), place + passed):
             try:

@@ -15,6 +15,7 @@ from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_ru
 from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.verdicts.measurement import SELECTION_SECONDS, VerdictClock, run_length
 from utils.commands.verdicts.plan import ReadyPrompt
+from utils.comparison.arms import complete
 from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
@@ -225,24 +226,24 @@ class Selection:
     def _warm_up(self) -> None:
         """Run everything once, which also shows what cannot run, and choose the length of the runs."""
         self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
-        ids, probe = self.prompts[0].ids, min(self.settings.length, PROBE_TOKENS)
+        text, probe = self.prompts[0].prompt.text, min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
             try:
-                self._run(ids, strategy, probe)
+                self._run(text, strategy, probe)
             except UserError as error:
                 self.strategies.remove(strategy)
                 self.problems.setdefault(str(error), []).append(kind_name(strategy, self.harness.pair))
         if not self.strategies:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
-        self._run(ids, self.harness.baseline, probe)
-        timed = self._run(ids, self.harness.baseline, probe)
+        self._run(text, self.harness.baseline, probe)
+        timed = self._run(text, self.harness.baseline, probe)
         self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
         self.length = run_length(self.step, self.settings.length)
 
-    def _run(self, ids: list[int], strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
-        return self.harness.run_alone(
-            ids, strategy, VerdictCandidate(strategy, gamma, 1.0).settings(self.settings, length)
-        )
+    def _run(self, text: str, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
+        run = complete(self.harness.arm(strategy).run(text, replace(self.settings, gamma=gamma, length=length)))
+        assert run.generation is not None
+        return run.generation
 
     def _replay_all(self) -> Iterator[Progress]:
         for place, prompt in enumerate(self.prompts, start=1):
@@ -251,7 +252,7 @@ class Selection:
             where = f"choosing a drafter: replaying tuning prompt {place} of {len(self.prompts)}"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
-            run = self._run(prompt.ids, self.harness.baseline, length)
+            run = self._run(prompt.prompt.text, self.harness.baseline, length)
             if len(run.steps) > 1:
                 job = self.harness.job(prompt.ids, replace(self.settings, length=length))
                 scores = yield from self._replay(job, run, where)
@@ -295,6 +296,6 @@ class Selection:
             speeds: dict[int, float] = {}
             for index in rotated(range(len(self.tried)), turn):
                 one = self.tried[index]
-                run = self._run(prompt.ids, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
+                run = self._run(prompt.prompt.text, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
                 speeds[index] = run.tokens_per_second or 1e-9
             self.speeds.append([speeds[index] for index in sorted(speeds)])
