@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 from utils.config.arguments import parse_arguments
 from utils.files import user_folder
 from utils.pairs.request import request_from_flags
-from utils.screen.starting import clear_importing, show_importing
+from utils.screen import clear_importing, show_importing
 
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
@@ -41,14 +41,12 @@ from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
-from utils.repl.line_input import input_waits, piped_lines, typed_lines
-from utils.repl.loaded_pair import STARTING_ENGINE, announcer
+from utils.repl.line_input import LineHistory, history_path, input_waits, piped_lines, typed_lines
+from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
 from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of
-from utils.repl.tools import SessionTools
-from utils.screen.line_history import LineHistory, history_path
 from utils.screen.renderer import Renderer, make_renderer
 from utils.screen.writer import OutputError
 

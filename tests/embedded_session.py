@@ -16,8 +16,8 @@ from utils.engine import engine
 from utils.files import user_folder
 from utils.models.embedded import FOLDER, GGUF_FOLDER, embedded_folder, embedded_gguf
 from utils.pairs.pair import Pair
+from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession
-from utils.repl.tools import SessionTools
 
 PROMPTS = [
     "What is the capital of France?",

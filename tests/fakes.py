@@ -26,9 +26,9 @@ from utils.engine.forward_timing import WIDTHS, ForwardProbe
 from utils.pairs.compatibility import compare_models
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
+from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.tools import SessionTools
 from utils.screen.renderer import Renderer
 
 VOCABULARY = 300

@@ -10,8 +10,8 @@ from utils.comparison import warm_up
 from utils.comparison.records import RecordFile
 from utils.config.settings import Settings
 from utils.engine import engine
+from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession
-from utils.repl.tools import SessionTools
 from utils.servers.address import ServerAddress
 
 

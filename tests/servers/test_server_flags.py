@@ -17,10 +17,10 @@ from utils.config.config_file import read_config
 from utils.config.settings import Settings
 from utils.engine import engine
 from utils.errors import UserError
+from utils.repl.line_input import LineHistory
+from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.tools import SessionTools
-from utils.screen.line_history import LineHistory
 from utils.servers.address import ServerAddress
 
 URL = "http://127.0.0.1:800"

@@ -1,12 +1,14 @@
 """Reads lines: from an interactive prompt with history, completion and a toolbar, or from a pipe.
 
 Enter sends a line. Alt-Enter begins a new one, and so does Enter inside a block that starts with three quotation marks.
-Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and F1 explains the figures.
+Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and F1 explains the figures. A file keeps
+typed lines from one session to the next.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import TextIOWrapper
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -14,17 +16,20 @@ from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
-from prompt_toolkit.history import History
+from prompt_toolkit.history import FileHistory, History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.bindings.completion import generate_completions
 from prompt_toolkit.output import ColorDepth
 
 from utils.commands import Command, Registry
+from utils.files import PRIVATE_FILE, user_folder
 from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.status import SEPARATOR
+from utils.servers.address import may_hold_key
 from utils.text import QUOTES, quoted_text
 
 EXPLAIN = "/explain"  # what F1 types
+PRIVATE_FOLDER = 0o700
 
 
 class SlashCompleter(Completer):
@@ -115,6 +120,49 @@ def key_bindings() -> KeyBindings:
             buffer.validate_and_handle()
 
     return keys
+
+
+def history_path() -> Path:
+    """`$XDG_STATE_HOME/speculative-decoding/history`, by default below ~/.local/state."""
+    return user_folder("state") / "history"
+
+
+class LineHistory(FileHistory):
+    """The history of typed lines, in a file that only its owner can read.
+
+    If it cannot be read or written, `warn` receives one message, and the session keeps its own lines.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        super().__init__(str(path))
+        self._path, self._warn = path, warn
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
+            path.touch(mode=PRIVATE_FILE)
+            # touch sets the mode of new files only.
+            path.chmod(PRIVATE_FILE)
+        except OSError as error:
+            self._give_up("written", error)
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            # A list, because the file would otherwise be read, and fail, outside the try block.
+            return list(super().load_history_strings())
+        except OSError as error:
+            self._give_up("read", error)
+            return []
+
+    def store_string(self, string: str) -> None:
+        if may_hold_key(string):  # typed instead of the name of its variable
+            return
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self._give_up("written", error)
+
+    def _give_up(self, action: str, error: OSError) -> None:
+        warn, self._warn = self._warn, lambda text: None  # only the first failure is shown
+        warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
 
 
 def wrap_status(status: str, width: int) -> str:

@@ -1,34 +1,124 @@
-"""A loaded pair with its limits, its settings, and the harness that runs strategies on it.
+"""A loaded pair with its limits, its settings, its warm-up, and the harness that runs strategies on it.
 
 /load builds a new LoadedPair beside the current one, so that the session is unchanged if anything fails.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Event, Thread
 
 import torch
 
+from utils.commands import Registry
 from utils.comparison.engine_page import busy_notes
 from utils.comparison.harness import Harness
+from utils.comparison.records import RecordFile
+from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.engine.engine_choice import TYPICAL, Workload
+from utils.engine.stored_results import ResultFile
 from utils.models import Count
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
-from utils.pairs.request import PairRequest, option_changes
+from utils.pairs.request import PAIRS, PairRequest, PairSpec, option_changes
 from utils.prompts.conversation import format_turns
-from utils.repl.background import BackgroundTask
 from utils.repl.session_settings import SessionSettings
 from utils.repl.status import limits_of, pair_names
-from utils.repl.tools import SessionTools
 from utils.screen.renderer import Renderer
 
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
 STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
+POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTools:
+    """The parts of a session.
+
+    `records` is the file of --json. `interactive` is True if prompts are typed on the screen of the answers. `load`
+    loads other models and reports progress to its second argument. `pairs` can be loaded by name. `strategies` is the
+    table of strategies. `results` stores the engine's results between starts, if it is not None.
+    """
+
+    registry: Registry
+    renderer: Renderer
+    records: RecordFile | None = None
+    interactive: bool = True
+    load: Callable[[PairRequest, Callable[[str], None]], Pair] | None = None
+    pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
+    strategies: Sequence[Strategy] = STRATEGIES
+    results: ResultFile | None = None
+
+
+class BackgroundTask:
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` after `plan`.
+
+    While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
+
+    `work` receives a function that returns True if it should end early.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        self._work = work
+        self._thread: Thread | None = None
+        self._stopped = Event()
+        self._error: BaseException | None = None
+        self._is_planned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread is working."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether `finish` has work to do."""
+        return self._is_planned
+
+    def plan(self) -> None:
+        """Postpone the work to the next call of `finish`."""
+        self._is_planned = True
+
+    def start(self) -> None:
+        """Start the thread."""
+        # A daemon, so that a thread that hangs does not keep the program alive.
+        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread, if there is one. Raises the thread's error once."""
+        thread, error = self._thread, None
+        while thread is not None and thread.is_alive():
+            thread.join(POLL)
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the thread, or do the planned work."""
+        self.wait()
+        if self._is_planned:
+            self._work(lambda: False)
+            self._is_planned = False  # after the work, so that interrupted work starts again
+
+    def stop(self) -> None:
+        """End the thread as soon as possible."""
+        self._stopped.set()
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(POLL)
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error
 
 
 def announcer(renderer: Renderer) -> Callable[[str], None]:

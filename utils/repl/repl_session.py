@@ -9,12 +9,17 @@ from collections.abc import Callable, Sequence
 from utils.commands import CommandContext, Outcome, Registry
 from utils.commands.shared.outcomes import (
     ChangeSettings,
+    ClearScreen,
     Effect,
     ForgetConversations,
     Quit,
+    Reply,
     RetestEngine,
     RunLines,
     RunReport,
+    ShowRows,
+    ShowTable,
+    ShowTexts,
     UndoSettings,
     UsePair,
     UseServers,
@@ -27,13 +32,11 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.repl.first_screen import first_screen, server_screen
-from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, load_beside
+from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
 from utils.repl.report_runner import ReportRunner
 from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
-from utils.repl.shown_effects import show_effect
-from utils.repl.status import model_facts, status_line
-from utils.repl.tools import SessionTools
+from utils.repl.status import first_screen, model_facts, server_screen, status_line
+from utils.screen.renderer import Renderer
 from utils.servers.address import ServerAddress
 from utils.text import quoted_text, unescape
 
@@ -253,3 +256,21 @@ class ReplSession:
         """Use other models from now on. If they cannot be loaded or prepared, the session stays as it is."""
         self._loaded = load_beside(request, self._loaded, self._tools)
         release_memory()
+
+
+def show_effect(effect: Effect, renderer: Renderer) -> bool:
+    """Show the effect of a command if it only shows something. Returns whether it was shown."""
+    match effect:
+        case Reply(text):
+            renderer.reply(text)
+        case ShowRows(rows):
+            renderer.rows(rows)
+        case ShowTable(headings, rows):
+            renderer.table(headings, rows)
+        case ShowTexts(columns):
+            renderer.columns(columns)
+        case ClearScreen():
+            renderer.clear()
+        case _:
+            return False
+    return True

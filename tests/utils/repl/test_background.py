@@ -11,16 +11,16 @@ import pytest
 import torch
 from fakes import Screen, open_session, table_pair
 
+from utils import screen
 from utils.comparison import warm_up
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.engine import EngineState
 from utils.repl import loaded_pair
-from utils.repl.background import BackgroundTask
-from utils.repl.first_screen import EXAMPLE, first_screen
+from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen import starting
+from utils.repl.status import EXAMPLE, first_screen
 
 
 def steps_recorded(made: list[str], gate: Event, decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def test_the_line_during_the_imports_is_for_terminals_only(
         monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
         monkeypatch.setattr(f"sys.{name}", stream)
     monkeypatch.setenv("TERM", term)
-    starting.show_importing()
-    starting.clear_importing()
+    screen.show_importing()
+    screen.clear_importing()
     shown = terminal and term != "dumb"
-    assert streams[1].getvalue() == (starting.IMPORTING + starting.CLEAR_LINE if shown else "")
+    assert streams[1].getvalue() == (screen.IMPORTING + screen.CLEAR_LINE if shown else "")

@@ -18,9 +18,8 @@ from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label, surviving_kinds
-from utils.repl.first_screen import first_screen
 from utils.repl.runner import Verdict
-from utils.repl.status import model_facts
+from utils.repl.status import first_screen, model_facts
 
 
 def eagle3_pair(root: Path) -> Any:

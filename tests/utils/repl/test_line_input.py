@@ -20,8 +20,16 @@ from prompt_toolkit.output import DummyOutput
 
 from utils.commands import default_registry
 from utils.repl import line_input
-from utils.repl.line_input import SlashCompleter, is_open_block, piped_lines, split_lines, typed_lines, wrap_status
-from utils.screen.line_history import LineHistory, history_path
+from utils.repl.line_input import (
+    LineHistory,
+    SlashCompleter,
+    history_path,
+    is_open_block,
+    piped_lines,
+    split_lines,
+    typed_lines,
+    wrap_status,
+)
 
 
 def typed(keys: str) -> list[str]:

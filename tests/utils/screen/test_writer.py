@@ -10,7 +10,7 @@ from fakes import open_session, screen
 from rich.console import Console
 from terminal import Terminal
 
-from utils.repl.background import BackgroundTask
+from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.runner import Verdict
 from utils.screen.marked_text import Mark
 from utils.screen.renderer import Renderer, make_renderer
