@@ -20,7 +20,8 @@ import torch
 from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.verdicts import measurement
-from utils.comparison.arms import LocalArm, ids_of
+from utils.comparison import arms
+from utils.comparison.arms import LocalArm
 from utils.comparison.runs import Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
@@ -89,7 +90,7 @@ class Runs:
         assert run.generation is not None
         steps = run.generation.steps
         self.seeds.add(settings.seed)
-        self.made.append((arm.name, settings.length, tuple(ids_of(arm.pair, text, settings, history))))
+        self.made.append((arm.name, settings.length, tuple(arms.ids_of(arm.pair, text, settings, history))))
         factor = exp(self._noise * self._random.standard_normal())
         each = [factor * self._cost(arm.strategy, step) for step in steps]
         self.now += sum(each)
