@@ -12,19 +12,19 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
+from utils.comparison.runs import Run
 from utils.comparison.server_benchmark import ServerTurns, server_benchmark_figures
-from utils.comparison.server_runs import ServerRun
 from utils.decode.steps import FinishReason
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
-from utils.servers.connection import ServerAnswer
-from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 
 
-def run_of(tokens: int | None, seconds: float, acceptance: ServerAcceptance | None = None) -> ServerRun:
-    completion = ServerCompletion("x", (), FinishReason.LENGTH, "length", seconds, usage_tokens=tokens)
-    answer = ServerAnswer(ServerRequest("x", 8), completion, acceptance, "vllm", "tiny")
-    return ServerRun(ServerAddress("spec", "http://127.0.0.1:1"), answer)
+def run_of(tokens: int | None, seconds: float, acceptance: ServerAcceptance | None = None) -> Run:
+    answer = ServerCompletion(
+        "x", (), FinishReason.LENGTH, "length", seconds, usage_tokens=tokens, acceptance=acceptance
+    )
+    return Run.of_server(ServerAddress("spec", "http://127.0.0.1:1"), answer)
 
 
 def counts(*accepted: int, rounds: int, forwards: int, valid: bool = True) -> ServerAcceptance:

@@ -57,7 +57,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     harness.enabled(settings)  # raises UserError where nothing is enabled
     short = replace(settings, length=min(settings.length, ANSWER))
-    if last := harness.state.last:
+    if last := harness.last_local:
         # A new job, so that the storage and the conversations of the session stay as they are.
         text, job = last.text, harness.job(last.job.prompt, short, last.job.history)
     else:
@@ -69,7 +69,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
 def _events(harness: Harness, job: Job, trials: int) -> Iterator[ReportEvent]:
     settings, random = job.settings, Random(job.settings.seed)
     enabled, texts = harness.enabled(settings), _Texts(harness, job)
-    prompt = f"the last prompt ({count_of(len(job.prompt), 'token')})" if harness.state.last else f'"{OWN_PROMPT}"'
+    prompt = f"the last prompt ({count_of(len(job.prompt), 'token')})" if harness.last_local else f'"{OWN_PROMPT}"'
     yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
     runs = (
         f"{trials} x up to {count_of(settings.length, 'token')} by {', '.join(strategy.name for strategy in enabled)}"

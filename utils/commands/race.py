@@ -53,13 +53,13 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     if file or limit is not None:
         return suite(file, repeats or 1, context, limit=limit)
     repeats, harness = repeats or REPEATS, context.harness
-    asked = harness.state.last_servers
-    if asked is None or not harness.state.servers:
+    last = harness.state.last
+    if last is None or not harness.state.servers or not any(arm.strategy is None for arm, _ in last.planned):
         return _local(repeats, context)
-    title = f'/race {repeats} of "{shortened(asked.text)}"'
-    prompts = [(1, Prompt(asked.text))]
+    title = f'/race {repeats} of "{shortened(last.text)}"'
+    prompts = [(1, Prompt(last.text))]
     on_servers = RunReport(server_race(harness, context.settings, prompts, repeats=repeats, title=title))
-    runs_locally = harness.runs_locally(context.settings) and harness.state.last is not None
+    runs_locally = harness.runs_locally(context.settings) and last.is_local
     return [*(_local(repeats, context) if runs_locally else ()), on_servers]
 
 

@@ -20,8 +20,8 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
 from utils.comparison.matching import Problem, RunMatch, differences, problem_sentences
-from utils.comparison.recorded_runs import CIRCUMSTANCES, GENERATION, RecordedRun, RecordsFile, read_records
-from utils.comparison.records import circumstances
+from utils.comparison.recorded_runs import CIRCUMSTANCES, RecordedRun, RecordsFile, read_records
+from utils.comparison.records import GENERATION, circumstances
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened

@@ -19,8 +19,7 @@ from utils.commands.verdicts.server_verdict import server_verdict
 from utils.commands.verdicts.timing import Stopwatch, run_length, run_seconds
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.comparable_servers import comparable_servers
-from utils.comparison.harness import Harness
+from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.reports import Finding, Report, ReportEvent, ReportTable, shortened
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings

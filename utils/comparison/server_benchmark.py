@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from statistics import mean
 from typing import Any
 
-from utils.comparison.server_runs import ServerRun
+from utils.comparison.runs import Run
 from utils.metrics.benchmark_figures import mean_speed_ratio
 
 Place = tuple[int, int]  # the repeat and the number of the prompt
@@ -19,7 +19,7 @@ Place = tuple[int, int]  # the repeat and the number of the prompt
 class ServerTurns:
     """The answers of one server to all turns of a prompt in one repeat."""
 
-    runs: Sequence[ServerRun]
+    runs: Sequence[Run]
 
     @property
     def tokens(self) -> int | None:
@@ -29,8 +29,7 @@ class ServerTurns:
     @property
     def forwards(self) -> int | None:
         """Forward passes of the target in all turns."""
-        found = [run.answer.acceptance for run in self.runs]
-        return _total([None if one is None or not one.valid else one.forwards for one in found])
+        return _total([run.target_forwards for run in self.runs])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -60,14 +59,14 @@ def server_benchmark_figures(ours: Mapping[Place, ServerTurns], theirs: Mapping[
     }
 
 
-def _conditional(runs: Sequence[ServerRun]) -> list[float]:
+def _conditional(runs: Sequence[Run]) -> list[float]:
     """As `conditional_acceptance`, over verify passes with drafts. Empty if a server does not count by position."""
-    found = [run.answer.acceptance for run in runs]
-    valid = [one for one in found if one is not None and one.valid and (one.by_position or not one.drafted)]
-    rounds = _total([one.rounds for one in valid])
-    if len(valid) < len(found) or not rounds:
+    known = [run for run in runs if run.drafted is not None and (run.accepted_by_position or not run.drafted)]
+    rounds = _total([run.rounds for run in known])
+    if len(known) < len(runs) or not rounds:
         return []
-    positions = zip_longest(*([accepted for accepted, _ in one.by_position] for one in valid), fillvalue=0)
+    by_position = [run.accepted_by_position or () for run in known]
+    positions = zip_longest(*([accepted for accepted, _ in one] for one in by_position), fillvalue=0)
     return [now / before for before, now in pairwise([rounds, *map(sum, positions)]) if before]
 
 

@@ -10,32 +10,31 @@ from statistics import median
 from typing import Any
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
+from utils.comparison.arms import Arm, ServerArm, complete
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
+from utils.comparison.runs import Run, compare_run, row_name
 from utils.comparison.server_benchmark import Place, ServerTurns, server_benchmark_figures
-from utils.comparison.server_requests import request_maker
-from utils.comparison.server_runs import LocalRun, ServerComparison, ServerRun, compare_run, row_name
-from utils.comparison.server_summary import NO_BASELINE
 from utils.comparison.speed_claims import FASTER, Row, SpeedClaim, interval_text, speed_sentence, speedup_text
+from utils.comparison.summary import NO_BASELINE
 from utils.comparison.text_relation import text_figures
 from utils.comparison.warm_up import shortened as shorter_settings
 from utils.config.settings import Settings
-from utils.decode.steps import FinishReason
 from utils.errors import UserError
+from utils.metrics.results import Comparison
 from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
 from utils.servers.address import TARGET
-from utils.servers.connection import Connection, RequestFor
-from utils.text import count_of, decode
+from utils.servers.connection import Connection
+from utils.text import count_of
 
 RECORD = "server_race"
 GONE = "{} has not answered {} prompts in a row, so it is not asked again."
 MOST_FAILURES = 2  # after this many prompts in a row without an answer, a server is considered gone
 NO_ANSWER = "no server has answered any of the prompts."
 Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
-Arm = Connection | None  # a server, or None for the local target
 HEADINGS = (
     "task",
     "server",
@@ -63,8 +62,8 @@ class ServerResult:
 
     number: int
     task: str
-    run: ServerRun
-    comparison: ServerComparison
+    run: Run
+    comparison: Comparison
     repeat: int = 0
 
 
@@ -107,15 +106,15 @@ def _events(
     failures = dict.fromkeys((row_name(server.address.name) for server in servers), 0)
 
     def run(index: int, numbered: Numbered) -> Generator[ReportEvent, None, float | None]:
-        present = [arm for arm in arms if arm is None or failures[row_name(arm.address.name)] < MOST_FAILURES]
-        if not any(present):
+        present = [arm for arm in arms if failures.get(arm.name, 0) < MOST_FAILURES]
+        if not any(arm.strategy is None for arm in present):
             return None
         found, new = prompt_results(harness, settings, numbered, rotated(present, index))
         for note in sorted(new - notes):
             yield Note(note)
         notes.update(new)
         answered = {result.run.name for result in found}
-        for name in [row_name(arm.address.name) for arm in present if arm]:
+        for name in [arm.name for arm in present if arm.strategy is None]:
             failures[name] = 0 if name in answered else failures[name] + 1
             if failures[name] == MOST_FAILURES:
                 yield Note(GONE.format(name, MOST_FAILURES))
@@ -141,7 +140,8 @@ def _events(
 def with_target(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
     """The servers, after the local target if one of them is compared with it."""
     is_baseline = harness.has_pair and any(server.address.baseline == TARGET for server in servers)
-    return [None, *servers] if is_baseline else [*servers]
+    arms = [ServerArm(server, harness.loaded) for server in servers]
+    return [harness.arm(harness.baseline), *arms] if is_baseline else [*arms]
 
 
 def warm_up_arms(harness: Harness, settings: Settings, numbered: Numbered, arms: Sequence[Arm]) -> None:
@@ -160,45 +160,30 @@ def prompt_results(
     number, prompt = numbered
     results: list[ServerResult] = []
     notes: set[str] = set()
-    histories: dict[str, Turns] = {row_name(arm.address.name): () for arm in order if arm}  # of servers that answer
+    histories: dict[str, Turns] = {arm.name: () for arm in order if arm.strategy is None}  # of servers that answer
     for turn, text in enumerate((prompt.text, *prompt.later) if settings.uses_chat else (prompt.text,)):
-        target: LocalRun | None = None
-        runs: list[ServerRun] = []
-        for server in order:
-            if server is None:
-                target = None if turn else _target(harness, settings, text)
-                continue
-            if (name := row_name(server.address.name)) not in histories:
+        runs: list[Run] = []
+        for arm in order:
+            is_left_out = arm.name not in histories if arm.strategy is None else turn > 0
+            if is_left_out:
                 continue
             try:
-                runs.append(_ask(server, request_maker(harness, text, settings, histories[name])))
+                runs.append(complete(arm.run(text, settings, histories.get(arm.name, ()))))
             except UserError as error:
-                del histories[name]
-                notes.add(f"{name}: prompt {number} is left out. {error}")
-        for run in runs:
-            comparison = compare_run(run, runs, target, settings)
+                if arm.strategy is not None:
+                    raise
+                del histories[arm.name]
+                notes.add(f"{arm.name}: prompt {number} is left out. {error}")
+        answers = [run for run in runs if run.address is not None]
+        for run in answers:
+            comparison = compare_run(run, runs, settings)
             if comparison.baseline in histories and histories[comparison.baseline] != histories[run.name]:
                 comparison = replace(comparison, same=None, first_difference=None)
             results.append(ServerResult(number, prompt.task, run, comparison))
-            if not turn:
+            if run.address is not None and not turn:
                 harness.state.servers.note_text(run.address.name, text, comparison.same)
-        histories |= {run.name: (*histories[run.name], Turn(text, run.text)) for run in runs}
+        histories |= {run.name: (*histories[run.name], Turn(text, run.text)) for run in answers}
     return results, notes
-
-
-def _ask(server: Connection, request_for: RequestFor) -> ServerRun:
-    """One answer. Raises KeyboardInterrupt on Ctrl-C and UserError without an answer."""
-    run = ServerRun(server.address, server.ask(request_for))
-    # A stream turns Ctrl-C into a partial answer, but a report must end.
-    if run.finish is FinishReason.INTERRUPTED:
-        raise KeyboardInterrupt
-    return run
-
-
-def _target(harness: Harness, settings: Settings, text: str) -> LocalRun:
-    """The local target's run."""
-    run = harness.run_alone(harness.prompt_ids(text, settings), harness.baseline, settings)
-    return LocalRun(run, decode(harness.pair.tokenizer, run.tokens))
 
 
 def findings_of(
@@ -261,27 +246,27 @@ def _benchmark_figures(group: Sequence[ServerResult], results: Sequence[ServerRe
 
 def _turns(results: Sequence[ServerResult]) -> dict[Place, ServerTurns]:
     """The turns of each prompt in each repeat, by one server."""
-    runs: dict[Place, list[ServerRun]] = {}
+    runs: dict[Place, list[Run]] = {}
     for result in results:
         runs.setdefault((result.repeat, result.number), []).append(result.run)
     return {place: ServerTurns(turns) for place, turns in runs.items()}
 
 
-def _drafts(runs: Sequence[ServerRun]) -> tuple[int | None, int | None]:
+def _drafts(runs: Sequence[Run]) -> tuple[int | None, int | None]:
     """The drafts of all runs and how many of them were accepted.
 
     Both are None if nothing is known or if a run's figures are not its own. A run without figures among others with
     figures had no drafts.
     """
-    found = [run.answer.acceptance for run in runs if run.answer.acceptance is not None]
+    found = [run.acceptance for run in runs if run.acceptance is not None]
     if not found or not all(one.valid for one in found):
         return None, None
     return sum(one.drafted for one in found), sum(one.accepted for one in found)
 
 
-def _forwards(run: ServerRun) -> int | None:
+def _forwards(run: Run) -> int | None:
     """Forward passes of the target for one answer, as counted by the server: drafts after its end may be accepted."""
-    found = run.answer.acceptance
+    found = run.acceptance
     return run.new_tokens if found is None else found.forwards
 
 
@@ -292,7 +277,7 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def speedups_by_prompt(group: Sequence[ServerResult], ratio: str) -> list[list[float]]:
-    """The speed-ups of each prompt in its repeats. `ratio` is the field of ServerComparison."""
+    """The speed-ups of each prompt in its repeats. `ratio` is the field of Comparison."""
     by_prompt: dict[int, list[float]] = {}
     for result in group:
         if value := getattr(result.comparison, ratio):

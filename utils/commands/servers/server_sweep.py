@@ -14,11 +14,11 @@ from utils.commands.experiments.repeated_runs import median_text, range_text, th
 from utils.commands.servers.server_words import parse_words
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
+from utils.comparison.arms import request_maker
 from utils.comparison.charts import DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
-from utils.comparison.server_requests import request_maker
-from utils.comparison.server_runs import ServerRun
+from utils.comparison.runs import Run
 from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, SpeedClaim, interval_text, speedup_text
 from utils.comparison.strategies import is_greedy
 from utils.config.settings import Settings
@@ -59,7 +59,7 @@ class Length:
     """One draft length and its runs by pass. `failure` says why the server did not run with it."""
 
     launch: Launch
-    runs: list[list[ServerRun]] = field(default_factory=list)
+    runs: list[list[Run]] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -67,7 +67,7 @@ class Length:
         return self.launch.drafts
 
     @property
-    def all_runs(self) -> list[ServerRun]:
+    def all_runs(self) -> list[Run]:
         return [run for runs in self.runs for run in runs]
 
 
@@ -130,13 +130,13 @@ def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> 
 def _measured(
     harness: Harness, name: str, lengths: Sequence[Length], *, text: str, settings: Settings, repeats: int
 ) -> Iterator[ReportEvent]:
-    servers, make = harness.state.servers, request_maker(harness, text, settings)
+    servers, make = harness.state.servers, request_maker(harness.loaded, text, settings)
     for number in range(PASSES):
         for length in list(lengths)[:: -1 if number % 2 else 1]:
             if length.failure:
                 continue
             where = f"{name} with draft {length.draft}, pass {number + 1} of {PASSES}"
-            runs: list[ServerRun] = []
+            runs: list[Run] = []
             try:
                 for line in servers.restart(name, length.launch):
                     yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
@@ -144,7 +144,7 @@ def _measured(
                 connection.ask(make)  # the first answer includes the first use
                 for repeat in range(repeats):
                     yield Progress(f"{where}: run {repeat + 1} of {repeats} ...")
-                    run = ServerRun(connection.address, connection.ask(make))
+                    run = Run.of_server(connection.address, connection.ask(make))
                     if run.finish is FinishReason.INTERRUPTED:
                         raise KeyboardInterrupt
                     runs.append(run)
@@ -188,15 +188,15 @@ def _figures(length: Length, base: Length | None, *, greedy: bool) -> dict[str, 
     }
 
 
-def _pairs(length: Length, base: Length) -> list[tuple[ServerRun, ServerRun]]:
+def _pairs(length: Length, base: Length) -> list[tuple[Run, Run]]:
     """The runs and those of the base with the same number in the same pass. After Ctrl-C one list may be shorter."""
     passes = zip(length.runs, base.runs, strict=False)
     return [pair for ours, theirs in passes for pair in zip(ours, theirs, strict=False)]
 
 
-def _first_difference(ours: ServerRun, theirs: ServerRun) -> int | None:
+def _first_difference(ours: Run, theirs: Run) -> int | None:
     """The index of the first different token if both servers return ids, otherwise of the first different character."""
-    ids = ours.answer.completion.token_ids, theirs.answer.completion.token_ids
+    ids = ours.tokens, theirs.tokens
     if ids[0] is not None and ids[1] is not None:
         return first_difference(ids[0], ids[1])
     return first_difference(ours.text, theirs.text)
@@ -207,7 +207,7 @@ def _total(counts: Iterator[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _cells(row: dict[str, Any], runs: Sequence[ServerRun]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], runs: Sequence[Run]) -> tuple[str, ...]:
     decode = [speed for speed in row["decode_tokens_per_second"] if speed]
     same = {None: "-", True: "same", False: "differs"}[row["same_as_draft_0"]]
     return (

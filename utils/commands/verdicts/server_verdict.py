@@ -18,7 +18,6 @@ from utils.commands.experiments.server_race import (
     OPTIONAL,
     OTHER_REASON,
     SHOWN_PROMPTS,
-    Arm,
     Numbered,
     ServerResult,
     findings_of,
@@ -37,12 +36,12 @@ from utils.commands.verdicts.timing import (
     run_seconds,
 )
 from utils.commands.verdicts.wording import answer, more_prompts, tasks, without_blanks
+from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.comparable_servers import comparable_servers
-from utils.comparison.harness import Harness
+from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, ReportTable, shortened
-from utils.comparison.server_runs import ServerRun, row_name
+from utils.comparison.runs import Run, row_name
 from utils.comparison.speed_claims import FASTER, SpeedClaim
 from utils.comparison.strategies import is_greedy
 from utils.config.setting_table import setting_fields
@@ -120,7 +119,7 @@ class ServerVerdict:
     def _warm_up(self) -> None:
         """Send every server a request, and choose the length of the answers by the slowest of them."""
         first = (1, replace(self.plan.tuning[0], later=()))
-        arms = list({id(arm): arm for one in self.candidates for arm in self._arms(one)}.values())
+        arms = list({arm.name: arm for one in self.candidates for arm in self._arms(one)}.values())
         warm_up_arms(self.harness, self.settings, first, arms)
         probe = replace(self.settings, length=min(PROBE_TOKENS, self.settings.length))
         found, notes = prompt_results(self.harness, probe, first, arms)
@@ -269,7 +268,7 @@ class ServerVerdict:
         return sample.tables(rows, self.used.length) if sample.name else []
 
 
-def _step(run: ServerRun) -> float:
+def _step(run: Run) -> float:
     """Seconds per token."""
     if run.decode_tokens_per_second:
         return 1 / run.decode_tokens_per_second
