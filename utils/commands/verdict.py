@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import exp, log
 from statistics import mean
 from typing import Any
@@ -323,26 +322,12 @@ def _step(run: Run) -> float:
 def _charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each prompt, or of each run if the interval is over repeats: all prompts, then each task."""
     row = findings[-1].figures
-    per_prompt, each = row["interval_over"] == "prompts", row["by_prompt"]
-    names = ("speedup", "interval", "accepted", "without_gain")
-    claims = {row["name"]: {name: row[name] for name in names}}
-    groups = {row["name"]: each}
-    if len(row["tasks"]) > 1:
-        claims |= {task: {**figures, "interval": None} for task, figures in row["tasks"].items()}
-        groups |= {task: [one for one in each if str(one["task"]) == task] for task in row["tasks"]}
-    rows = [(name, _chart_row(group, claims[name], per_prompt=per_prompt)) for name, group in groups.items()]
-    return [repeats_chart(rows, "prompt" if per_prompt else "run", baseline_name(row))]
-
-
-def _chart_row(group: Sequence[Row], claim: Row, *, per_prompt: bool) -> Row:
-    known = [speedups for one in group if (speedups := [speedup for speedup in one["speedups"] if speedup])]
-    return {
-        "strategy": "recommended",
-        "speedups": list(chain(*known)),
-        "speedups_by_prompt": known if per_prompt else (),
-        "without_gain": claim["accepted"] == 0,
-        **claim,
-    }
+    per_prompt = row["interval_over"] == "prompts"
+    tasks = {task: {**one, "interval": None} for task, one in row["tasks"].items()} if len(row["tasks"]) > 1 else {}
+    rows = {row["name"]: row, **tasks}
+    if not per_prompt:
+        rows = {name: {**one, "speedups_by_prompt": ()} for name, one in rows.items()}
+    return [repeats_chart(list(rows.items()), "prompt" if per_prompt else "run", baseline_name(row))]
 
 
 VERDICT = Command(
