@@ -73,7 +73,7 @@ def test_the_greedy_text_of_every_strategy_is_that_of_generate(
         expected = whole[0, len(ids) :].tolist()
         for row in records_of(file)[runs * index : runs * (index + 1)]:
             assert row["token_ids"] == expected, (prompt, row["strategy"])
-            assert row["same_as_target"] is True
+            assert row["same_as_baseline"] is True
     # On a busy machine drafts may not pay where costs are measured.
     assert measured or any(row["drafter_kind"] == "head" and row["accepted"] for row in records_of(file))
 
@@ -108,7 +108,7 @@ def test_coupled_sampled_text_is_the_targets(pair: Pair, view: Screen, tmp_path:
         assert session.handle(line) is Verdict.DONE
     rows = records_of(file)
     assert len(rows) == 4 * 3
-    assert [row["divergence"] for row in rows if not row["same_as_target"]] == []
+    assert [row["divergence"] for row in rows if not row["same_as_baseline"]] == []
 
 
 @pytest.mark.full

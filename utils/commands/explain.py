@@ -15,7 +15,7 @@ def _explain(argument: str, context: CommandContext) -> Outcome:
         return [ShowRows([(figure.name, figure.meaning) for figure in FIGURES])]
     figure = FIGURES[FIGURE_NAMES.index(_figure_name(argument.lower()))]
     last = context.harness.state.last
-    values = [(compared.strategy.name, figure.fraction(*compared)) for compared in last.compared] if last else []
+    values = [(entry.run.name, figure.fraction(entry)) for entry in last.compared] if last else []
     return [ShowRows([(figure.name, figure.meaning), *((name, value) for name, value in values if value)])]
 
 

@@ -113,7 +113,7 @@ def _measured(last: LastPrompt) -> dict[str, float | None]:
     """The speed-up of the last prompt's own runs, by drafter kind."""
     return {
         str(strategy.drafter_label(last.job.pair)): comparison.speedup
-        for strategy, _, comparison in last.compared
+        for strategy, _, comparison in last.local
         if strategy.drafts
     }
 

@@ -6,75 +6,87 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from utils.comparison.strategies import Strategy
-from utils.metrics.results import Comparison, Generation
+from utils.comparison.arms import ComparedRun
+from utils.metrics.results import TOKEN
 from utils.text import count_of
 
-Fraction = Callable[[Strategy, Generation, Comparison], str]
+Fraction = Callable[[ComparedRun], str]
 SHOWN_POSITIONS = 6
 
 
-def _nothing(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+def _nothing(entry: ComparedRun) -> str:
     return ""
 
 
-def _ratio(part: float, whole: float, form: str, *, unit: str = "") -> str:
-    """A fraction and its value, with a dash for the value where the denominator is 0."""
+def _ratio(part: float | None, whole: float | None, form: str, *, unit: str = "") -> str:
+    """A fraction and its value, with a dash for the value where the denominator is 0. Empty if a part is unknown."""
+    if part is None or whole is None:
+        return ""
     fraction = f"{part:g}/{whole:g}" if isinstance(whole, int) else f"{part:g}/{whole:.2f}"
     return f"{fraction}{unit} = {part / whole:{form}}" if whole else f"{fraction}{unit} = -"
 
 
-def _seconds(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return f"{run.seconds:.3f} s, of which {run.first_seconds or 0:.3f} s until the first token"
+def _tokens(entry: ComparedRun) -> str:
+    return "" if entry.run.new_tokens is None else str(entry.run.new_tokens)
 
 
-def _speed(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _ratio(len(run.tokens), run.seconds, ".1f", unit=" s")
+def _seconds(entry: ComparedRun) -> str:
+    return f"{entry.run.seconds:.3f} s, of which {entry.run.first_seconds or 0:.3f} s until the first token"
 
 
-def _speedup(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    if comparison.speedup is None or run.tokens_per_second is None:
+def _speed(entry: ComparedRun) -> str:
+    return _ratio(entry.run.new_tokens, entry.run.seconds, ".1f", unit=" s")
+
+
+def _speedup(entry: ComparedRun) -> str:
+    ours, speedup = entry.run.tokens_per_second, entry.comparison.speedup
+    if not speedup or ours is None:
         return ""
-    # A comparison holds only the ratio, so the target's rate is recovered from it.
-    target = run.tokens_per_second / comparison.speedup
-    return f"{run.tokens_per_second:.1f}/{target:.1f} = {comparison.speedup:.2f}x"
+    # A comparison holds only the ratio, so the baseline's rate is recovered from it.
+    return f"{ours:.1f}/{ours / speedup:.1f} = {speedup:.2f}x"
 
 
-def _acceptance(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _ratio(run.accepted, run.drafted, ".3f") if strategy.drafts else ""
+def _acceptance(entry: ComparedRun) -> str:
+    return _ratio(entry.run.accepted, entry.run.drafted, ".3f")
 
 
-def _drafts(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _ratio(run.drafted, len(run.steps), ".1f") if strategy.drafts else ""
+def _drafts(entry: ComparedRun) -> str:
+    return _ratio(entry.run.drafted, entry.run.rounds, ".1f")
 
 
-def _per_forward(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _ratio(len(run.tokens), run.target_forwards, ".2f") if strategy.uses_target else ""
+def _per_forward(entry: ComparedRun) -> str:
+    return _ratio(entry.run.new_tokens, entry.run.target_forwards, ".2f")
 
 
-def _text(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
+def _text(entry: ComparedRun) -> str:
+    _, run, comparison = entry
     if comparison.same is None:
         return ""
-    total = len(run.tokens)
+    total = run.new_tokens if comparison.unit == TOKEN and run.new_tokens is not None else len(run.text)
+    unit, whose = comparison.unit, "the target's" if run.is_local else f"those of {run.baseline}"
     if comparison.first_difference is None:
-        return f"{total} of {count_of(total, 'token')} {'is' if total == 1 else 'are'} the target's"
-    return f"the first {comparison.first_difference} of {count_of(total, 'token')} are the target's"
+        return f"{total} of {count_of(total, unit)} {'is' if total == 1 else 'are'} {whose}"
+    return f"the first {comparison.first_difference} of {count_of(total, unit)} are {whose}"
 
 
-def _by_position(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    positions = run.accepted_by_position[:SHOWN_POSITIONS]
+def _by_position(entry: ComparedRun) -> str:
+    positions = (entry.run.accepted_by_position or ())[:SHOWN_POSITIONS]
     return ", ".join(_ratio(accepted, tried, ".2f") for accepted, tried in positions)
 
 
-def _declined(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    return _ratio(run.declined_rounds, len(run.steps), ".2f") if strategy.drafts else ""
+def _declined(entry: ComparedRun) -> str:
+    generation = entry.run.generation
+    if generation is None or entry.run.drafted is None:
+        return ""
+    return _ratio(generation.declined_rounds, len(generation.steps), ".2f")
 
 
-def _times(strategy: Strategy, run: Generation, comparison: Comparison) -> str:
-    if not strategy.drafts or not run.timings:
+def _times(entry: ComparedRun) -> str:
+    generation = entry.run.generation
+    if generation is None or entry.run.drafted is None or not generation.timings:
         return ""
     fields = {"draft": "drafting", "verify": "verifying", "other": "other"}
-    seconds = {name: sum(getattr(timing, field) for timing in run.timings) for name, field in fields.items()}
+    seconds = {name: sum(getattr(timing, field) for timing in generation.timings) for name, field in fields.items()}
     return " | ".join(f"{name} {1000 * total:.0f}" for name, total in seconds.items()) + " ms in total"
 
 
@@ -88,9 +100,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure(
-        "tokens", "number of new tokens, including an end token", lambda strategy, run, comparison: str(len(run.tokens))
-    ),
+    Figure("tokens", "number of new tokens, including an end token", _tokens),
     Figure(
         "seconds",
         "time of a run: prefill, filling the n-gram storage and decoding, without the time for drawing the screen",

@@ -15,11 +15,13 @@ HINT = "Only {} of {} first drafts were accepted so far: /pair doctor checks how
 
 def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
     """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
+    if not last.is_local:
+        return ""
     pair = last.job.pair
     if not isinstance(pair.drafter, FeatureDrafter):
         return ""
     hint = ""
-    for strategy, run, _ in last.compared:
+    for strategy, run, _ in last.local:
         if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
             continue
         drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))

@@ -3,34 +3,48 @@
 All tables adapt to the width of the screen. `utils.screen.renderer` writes them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Column
-from utils.comparison.server_runs import COLOURS, ComparedServer
-from utils.comparison.server_summary import is_noise as is_server_noise
 from utils.comparison.summary import is_noise
 from utils.text import visible
 
+
+class TableColumn(NamedTuple):
+    """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
+
+    heading: str
+    cell: Callable[[ComparedRun], str]
+    of_servers: bool = False
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _speedup(entry: ComparedRun) -> str:
+    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x")
+
+
 COLUMNS = (
-    "strategy",
-    "tokens",
-    "seconds",
-    "first\ntoken, s",
-    "tokens/s",
-    "decode\ntokens/s",
-    "speed-up",
-    "acceptance",
-    "drafts/\nround",
-    "tokens/\nforward",
-    "text",
+    TableColumn("strategy", lambda entry: entry.run.name),
+    TableColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
+    TableColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
+    TableColumn("first\ntoken, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
+    TableColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}")),
+    TableColumn("decode\ntokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
+    TableColumn("speed-up", _speedup),
+    TableColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
+    TableColumn("drafts/\nround", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
+    TableColumn("tokens/\nforward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
+    TableColumn("text", lambda entry: entry.comparison.text),
 )
-OF_SERVERS = ("first\ntoken, s", "decode\ntokens/s")  # columns of tables with servers
 # Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/\nround", "tokens", "first\ntoken, s", "acceptance", "decode\ntokens/s")
 LEFT = ("strategy", "text")  # columns of words
@@ -38,20 +52,12 @@ MIN_TEXT_WIDTH = 36  # of a text beside others
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 
 
-class ComparisonRow(NamedTuple):
-    """A row of the comparison. `cells` has one cell for each of COLUMNS, the name first."""
-
-    colour: str
-    cells: Sequence[str]
-
-
-def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Sequence[ComparedServer] = ()) -> Table:
+def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row for each strategy and server, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    rows = [*map(_strategy_row, compared), *(_server_row(index, entry) for index, entry in enumerate(servers))]
-    columns = {name: [row.cells[index] for row in rows] for index, name in enumerate(COLUMNS)}
-    if not servers:
-        columns = {name: cells for name, cells in columns.items() if name not in OF_SERVERS}
+    beside_servers = not all(entry.run.is_local for entry in compared)
+    shown = [column for column in COLUMNS if beside_servers or not column.of_servers]
+    columns = {column.heading: [column.cell(entry) for entry in compared] for column in shown}
     lines = {name: [line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()}
     sizes = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
     for name in OPTIONAL:
@@ -62,52 +68,12 @@ def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Seque
         # rich would otherwise break words to make a column narrower.
         longest = max(cell_len(word) for line in lines[name] for word in line.split())
         table.add_column(name, justify="left" if name in LEFT else "right", min_width=longest)
-    for index, row in enumerate(rows):
+    for index, entry in enumerate(compared):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         cells = [Text(columns[name][index]) for name in sizes]
-        cells[0].stylize(row.colour)
+        cells[0].stylize(entry.arm.colour)
         table.add_row(*cells)
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _strategy_row(compared: ComparedRun) -> ComparisonRow:
-    strategy, run, comparison = compared
-    cells = (
-        strategy.name,
-        str(len(run.tokens)),
-        f"{run.seconds:.2f}",
-        _number(run.first_seconds, "{:.2f}"),
-        _number(run.tokens_per_second, "{:.1f}"),
-        _number(run.decode_tokens_per_second, "{:.1f}"),
-        "noise" if is_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
-        _number(run.acceptance_rate, "{:.3f}"),
-        _number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
-        _number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
-        comparison.text,
-    )
-    return ComparisonRow(strategy.colour, cells)
-
-
-def _server_row(index: int, compared: ComparedServer) -> ComparisonRow:
-    run, comparison = compared
-    cells = (
-        run.name,
-        _number(run.new_tokens, "{}"),
-        f"{run.seconds:.2f}",
-        _number(run.first_seconds, "{:.2f}"),
-        _number(run.tokens_per_second, "{:.1f}"),
-        _number(run.decode_tokens_per_second, "{:.1f}"),
-        "noise" if is_server_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
-        _number(run.acceptance_rate, "{:.3f}"),
-        _number(run.drafts_per_round, "{:.1f}"),
-        _number(run.tokens_per_target_forward, "{:.2f}"),
-        comparison.text,
-    )
-    return ComparisonRow(COLOURS[index % len(COLOURS)], cells)
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:

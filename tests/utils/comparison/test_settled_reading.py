@@ -141,7 +141,8 @@ def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):
 def runs(pair: Any, drafted: int, accepted: int) -> Any:
     steps = [Step((5,), int(index < accepted), 7) for index in range(drafted)] + [Step((), 0, 7)]
     strategy = SimpleNamespace(name="speculative", drafts=True, drafter_label=lambda pair: "head")
-    return SimpleNamespace(job=SimpleNamespace(pair=pair), compared=[(strategy, SimpleNamespace(steps=steps), None)])
+    local = [(strategy, SimpleNamespace(steps=steps), None)]
+    return SimpleNamespace(is_local=True, job=SimpleNamespace(pair=pair), local=local)
 
 
 def test_low_acceptance_is_pointed_out_once(pair):

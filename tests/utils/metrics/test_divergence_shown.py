@@ -37,7 +37,7 @@ def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Pat
     assert records_of(file)[-1]["record"] == "divergence"
     repl.handle("/verify coupled")
     repl.handle("Hello")
-    assert all(row["same_as_target"] for row in records_of(file)[-3:])
+    assert all(row["same_as_baseline"] for row in records_of(file)[-3:])
     view.take()
     repl.handle("/texts")
     message = view.take()[1]
