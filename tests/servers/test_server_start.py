@@ -129,7 +129,7 @@ def test_names_that_are_made_are_free() -> None:
     assert free_name(Launch("vllm", "a", drafter="b", draft=0), []) == "vllm"
 
 
-def test_a_server_whose_list_of_models_fails_is_asked_all_the_same(view: Screen) -> None:
+def test_a_server_whose_list_of_models_fails_still_answers(view: Screen) -> None:
     with Loopback(pages={"/v1/models": (500, "text/plain", "Internal Server Error")}) as server:
         session = server_session(view, ServerAddress("one", server.url, model="tiny"))
         assert session.handle("Hello") is Verdict.DONE, view.take()
@@ -138,7 +138,7 @@ def test_a_server_whose_list_of_models_fails_is_asked_all_the_same(view: Screen)
         assert other.handle("Hello") is Verdict.FAILED and "401" in "".join(view.take())
 
 
-def test_only_transformers_is_told_which_model_it_has(session: ReplSession, tmp_path: Path) -> None:
+def test_only_transformers_gets_the_name_of_its_model(session: ReplSession, tmp_path: Path) -> None:
     session.handle(start(tmp_path, "name=plain"))
     program = fake_program(tmp_path / "hf", name="transformers")
     session.handle(f"/server start transformers tiny program={program} name=hf")

@@ -107,14 +107,14 @@ def test_prompts_whose_texts_differed_are_the_ones_that_are_examined(view: Scree
         fast.when = ""  # the second time all texts are equal
         before, count = view.take(), len(fast.posts())
         session.handle("/server text spec repeats=2 concurrency=1")
-        asked = str([request.body for request in fast.posts()[count:]])
-        assert "About pears" in asked and "More pears" in asked and "apples" not in asked and "figs" not in asked
+        sent = str([request.body for request in fast.posts()[count:]])
+        assert "About pears" in sent and "More pears" in sent and "apples" not in sent and "figs" not in sent
         assert "is that of base" in "".join(view.take()), before
         session.handle("About pears")
         count = len(fast.posts())
         session.handle("/server text spec repeats=2 concurrency=1")
-        asked = str([request.body for request in fast.posts()[count:]])
-        assert "More pears" in asked and "About pears" not in asked
+        sent = str([request.body for request in fast.posts()[count:]])
+        assert "More pears" in sent and "About pears" not in sent
 
 
 @pytest.mark.parametrize("argument", ["", "nobody", "spec repeats=1", "spec concurrency=x", "spec no-such-file.txt"])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
@@ -29,7 +30,6 @@ NOT_TRIED = (
     "checked on random weights."
 )
 
-HEADINGS = ("reading", *(f"draft {place}" for place in range(1, DEPTH + 1)))
 LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
 CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
@@ -74,7 +74,9 @@ def _doctor(context: CommandContext) -> Outcome:
         return [line for found in done for line in _conclusion(found)]  # empty if it was interrupted
 
     return [
-        RunReport(Report("doctor", OWN_PROMPT, settings, HEADINGS, events, conclusion, title=f"/pair doctor: {name}"))
+        RunReport(
+            Report("doctor", OWN_PROMPT, settings, TABLE.headings, events, conclusion, title=f"/pair doctor: {name}")
+        )
     ]
 
 
@@ -92,12 +94,22 @@ def _examined(
         use(pair, found.used.conventions)
     done.append(found)
     for reading in found.readings:
-        yield Finding(_cells(reading), _figures(reading, found))
+        yield TABLE.finding(_figures(reading, found))
 
 
-def _cells(reading: Reading) -> tuple[str, ...]:
-    shares = [f"{share:.2f}" for share in reading.agreement]
-    return (reading.name or "as it is read now", *shares, *["-"] * (DEPTH - len(shares)))
+def _agreement(place: int) -> TableColumn:
+    """The agreement of one draft, with a dash for drafts beyond those of the drafter."""
+
+    def shown(row: Row) -> str:
+        return f"{row['agreement'][place]:.2f}" if place < len(row["agreement"]) else NOTHING
+
+    return TableColumn(f"draft {place + 1}", shown)
+
+
+TABLE = ResultTable(
+    TableColumn("reading", lambda row: row["reading"] or "as it is read now"),
+    *(_agreement(place) for place in range(DEPTH)),
+)
 
 
 def _figures(reading: Reading, found: Examination) -> dict[str, object]:

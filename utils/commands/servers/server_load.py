@@ -3,7 +3,7 @@ Requests are the prompts of this session, without end tokens if the server suppo
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from math import ceil, isfinite
@@ -12,7 +12,8 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.repeated_runs import rotated, then_findings
 from utils.commands.experiments.server_race import OTHER_REASON
-from utils.commands.servers.server_words import parse_words
+from utils.commands.servers.server_words import parse_numbers, parse_words
+from utils.commands.shared.columns import ResultTable, Row, TableColumn, figure, figures_of, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
@@ -39,29 +40,15 @@ from utils.text import count_of
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
 AT_ONCE = WholeRange(1, 64)
-RANGES = {
-    "requests": WholeRange(1, 10_000),
-    "turns": WholeRange(1, 50),
-    "length": WholeRange(2, 100_000),
-    "seconds": WholeRange(1, 86_400),
+NUMBERS = {
+    "requests": (10, WholeRange(1, 10_000)),
+    "turns": (5, WholeRange(1, 50)),
+    "length": (64, WholeRange(2, 100_000)),
+    "seconds": (600, WholeRange(1, 86_400)),
 }
-DEFAULTS = {"requests": 10, "turns": 5, "length": 64, "seconds": 600}
-OPTIONS = ("concurrency", *RANGES)
+OPTIONS = ("concurrency", *NUMBERS)
 NO_PROMPT = "a prompt is needed: send one first; the requests are the prompts of this session."
 EXAMPLE = "/server load spec concurrency=1,4,16"
-HEADINGS = (
-    "at once",
-    "server",
-    "tokens/s",
-    "first token (95 %)",
-    "per token (95 %)",
-    "acceptance",
-    "speed-up",
-    "95 % interval",
-    "requests",
-)
-OPTIONAL = ("requests", "acceptance", "first token (95 %)")
-Row = dict[str, Any]
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
 SAMPLE = "Turns of one measurement share the state of the machine, so an interval may be too narrow."
 COUNTED = "The server counts no tokens, so it has no throughput."
@@ -98,7 +85,11 @@ LoadCells = Mapping[tuple[int, str], LoadCell]
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit."""
+    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit.
+
+    Every turn sends every prompt equally often at every concurrency, so that figures of different loads are those of
+    the same prompts.
+    """
 
     connections: Sequence[Connection]
     texts: Sequence[str]
@@ -109,9 +100,19 @@ class LoadPlan:
     seconds: int
     cells: dict[tuple[int, str], LoadCell] = field(default_factory=dict)
 
+    @property
+    def sent(self) -> Sequence[str]:
+        """The prompts that are sent: as many as one turn needs."""
+        return self.texts[: max(self.fewest, *self.concurrencies)]
+
+    @property
+    def fewest(self) -> int:
+        """The fewest requests of a turn."""
+        return ceil(self.requests / self.turns)
+
     def per_turn(self, concurrency: int) -> int:
-        """Requests of one turn: a multiple of the concurrency, so that load is full nearly all of the time."""
-        return ceil(self.requests / (self.turns * concurrency)) * concurrency
+        """Requests of one turn: at least as many as are sent at once."""
+        return ceil(max(self.fewest, concurrency) / len(self.sent)) * len(self.sent)
 
     def slices(self) -> Iterator[tuple[int, int, Connection]]:
         """Concurrency, turn and server, in the order of the measurement. Servers take turns at going first."""
@@ -130,28 +131,25 @@ def load(argument: str, context: CommandContext) -> Outcome:
     name = check_choice(words.plain[0], tuple(names), "server")
     if not state.prompts:
         raise UserError(NO_PROMPT)
+    numbers = parse_numbers(words.options, NUMBERS)
     plan = LoadPlan(
         _with_baseline(name, context.harness),
         list(dict.fromkeys(state.prompts)),
         _concurrencies(words.options.get("concurrency")),
-        requests=_number("requests", words.options),
-        turns=_number("turns", words.options),
-        length=_number("length", words.options),
-        seconds=_number("seconds", words.options),
+        requests=numbers["requests"],
+        turns=numbers["turns"],
+        length=numbers["length"],
+        seconds=numbers["seconds"],
     )
-    events = _events(context.harness, plan, context.settings)
+    events = then_findings(_measured(context.harness, plan, context.settings), lambda: findings_of(plan.cells))
     title = f"/server load {name}, {count_of(plan.length, 'token')} a request"
     report = Report(
-        *("server load", state.prompts[-1], context.settings, HEADINGS, events, conclusion),
+        *("server load", state.prompts[-1], context.settings, TABLE.headings, events, conclusion),
         charts=load_charts,
-        optional=OPTIONAL,
+        optional=TABLE.optional,
         title=title,
     )
     return [RunReport(report)]
-
-
-def _number(option: str, options: Mapping[str, str]) -> int:
-    return RANGES[option].parse(options[option]) if option in options else DEFAULTS[option]
 
 
 def _concurrencies(text: str | None) -> tuple[int, ...]:
@@ -167,10 +165,6 @@ def _with_baseline(name: str, harness: Harness) -> list[Connection]:
     return [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]
 
 
-def _events(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[ReportEvent]:
-    yield from then_findings(_measured(harness, plan, settings), lambda: findings_of(plan.cells))
-
-
 def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[ReportEvent]:
     singles: dict[str, float] = {}
     requests: dict[str, Sequence[ServerRequest]] = {}
@@ -181,6 +175,8 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
         for _ in range(2):  # the first answer includes the first use
             one = run_slice(connection, requests[name][:1], concurrency=1, limit=plan.seconds)
         singles[name] = one.seconds
+    if len(plan.sent) < len(plan.texts):
+        yield Note(f"The first {len(plan.sent)} of {count_of(len(plan.texts), 'prompt')} are sent.")
     yield Note(_estimate(plan, singles))
     began = time.monotonic()
     weights = [plan.per_turn(count) * singles[connection.address.name] for count, _, connection in plan.slices()]
@@ -206,7 +202,7 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
 
 def _requests(harness: Harness, plan: LoadPlan, settings: Settings, connection: Connection) -> list[ServerRequest]:
     client, kind = connection.client, connection.kind
-    made = [request_maker(harness.loaded, text, settings)(kind, client) for text in plan.texts]
+    made = [request_maker(harness.loaded, text, settings)(kind, client) for text in plan.sent]
     return [replace(request, max_tokens=plan.length, ignore_eos=True) for request in made]
 
 
@@ -224,8 +220,7 @@ def _estimate(plan: LoadPlan, singles: dict[str, float]) -> str:
 def findings_of(cells: LoadCells) -> Iterator[Finding]:
     """One finding for each cell, with the speed-up of a server over its baseline in the same turns."""
     for (concurrency, _), cell in cells.items():
-        figures = _figures(cell, cells.get((concurrency, cell.address.baseline or "")))
-        yield Finding(_cells(figures), figures)
+        yield TABLE.finding(_figures(cell, cells.get((concurrency, cell.address.baseline or ""))))
 
 
 def _figures(cell: LoadCell, baseline: LoadCell | None) -> dict[str, Any]:
@@ -271,29 +266,31 @@ def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
                 yield ratio
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    rate = row["accepted"] / row["drafted"] if row["drafted"] else None
-    sent = row["requests"] + row["failed"] + row["unfinished"]
-    return (
-        str(row["concurrency"]),
-        row["server"],
-        "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}",
-        _times(row["first_token_seconds"]),
-        _times(row["token_seconds"]),
-        "-" if rate is None else f"{rate:.3f}",
-        speedup_text(row),
-        interval_text(row["interval"]),
-        str(sent) if row["requests"] == sent else f"{row['requests']} of {sent}",
-    )
-
-
 def _times(pair: tuple[float, float] | None) -> str:
     return "-" if pair is None else f"{1000 * pair[0]:.0f} ({1000 * pair[1]:.0f}) ms"
 
 
+def _requests_text(row: Row) -> str:
+    sent = row["requests"] + row["failed"] + row["unfinished"]
+    return str(sent) if row["requests"] == sent else f"{row['requests']} of {sent}"
+
+
+TABLE = ResultTable(
+    figure("at once", "concurrency"),
+    figure("server", "server"),
+    figure("tokens/s", "tokens_per_second", "{:.1f}"),
+    TableColumn("first token (95 %)", lambda row: _times(row["first_token_seconds"]), drop=3),
+    TableColumn("per token (95 %)", lambda row: _times(row["token_seconds"])),
+    rate_of("acceptance", "accepted", "drafted", drop=2),
+    TableColumn("speed-up", speedup_text),
+    TableColumn("95 % interval", lambda row: interval_text(row["interval"])),
+    TableColumn("requests", _requests_text, drop=1),
+)
+
+
 def conclusion(findings: Sequence[Finding]) -> list[str]:
     """The loads at which the server is faster than its baseline, and those at which it is not."""
-    rows = [finding.figures for finding in findings]
+    rows = figures_of(findings)
     lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
     compared = [row for row in rows if row["speedups"]]
     if not compared:
@@ -340,27 +337,23 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:
     """Throughput and the median time per token over the concurrency."""
-    rows = [finding.figures for finding in findings]
+    rows = figures_of(findings)
     counts = sorted({row["concurrency"] for row in rows})
-    names = list(dict.fromkeys(row["server"] for row in rows))
     if len(counts) < 2:
         return []
-    speeds = {name: [_value(rows, name, count, "tokens_per_second") for count in counts] for name in names}
-    times = {
-        name: [None if pair is None else 1000 * pair[0] for pair in (_pair(rows, name, count) for count in counts)]
-        for name in names
-    }
     ticks = [str(count) for count in counts]
+    speeds = _series(rows, counts, lambda row: row["tokens_per_second"])
+    times = _series(rows, counts, lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
     return [
         LineChart("throughput, tokens/s of all requests", "requests at once", ticks, speeds),
         LineChart("milliseconds per token after the first, median", "requests at once", ticks, times),
     ]
 
 
-def _value(rows: Sequence[Row], name: str, count: int, figure: str) -> float | None:
-    found = next((row[figure] for row in rows if (row["server"], row["concurrency"]) == (name, count)), None)
-    return None if found is None else float(found)
-
-
-def _pair(rows: Sequence[Row], name: str, count: int) -> tuple[float, float] | None:
-    return next((row["token_seconds"] for row in rows if (row["server"], row["concurrency"]) == (name, count)), None)
+def _series(
+    rows: Sequence[Row], counts: Sequence[int], value: Callable[[Row], float | None]
+) -> dict[str, list[float | None]]:
+    """The values of each server by concurrency, with None for a concurrency that was not measured."""
+    found = {(row["server"], row["concurrency"]): value(row) for row in rows}
+    names = dict.fromkeys(row["server"] for row in rows)
+    return {name: [found.get((name, count)) for count in counts] for name in names}

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from utils.bounds import WholeRange
+from utils.commands.servers.server_words import parse_numbers
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
@@ -126,16 +127,15 @@ def text(argument: str, context: CommandContext) -> Outcome:
 
 def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
     """The server's name, the prompts file or an empty text, and the values of all options."""
-    values = {name: default for name, (default, _) in OPTIONS.items()}
-    words = []
+    values, words = dict[str, str](), list[str]()
     for word in argument.split():
         if (option := OPTION.fullmatch(word)) and option[1] in OPTIONS:
-            values[option[1]] = OPTIONS[option[1]][1].parse(option[2])
+            values[option[1]] = option[2]
         else:
             words.append(word)
     if not words:
         raise UserError("which server? For example /server text spec, where spec has a baseline.")
-    return words[0], " ".join(words[1:]), values
+    return words[0], " ".join(words[1:]), parse_numbers(values, OPTIONS)
 
 
 def _prompts_of(file: str) -> list[str]:

@@ -4,8 +4,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from utils.bounds import WholeRange
 from utils.errors import UserError, check_choice
 
+NumberOptions = Mapping[str, tuple[int, WholeRange]]  # defaults and ranges by name
 REST = "--"  # everything after it is for the server program
 
 
@@ -42,3 +44,8 @@ def parse_words(argument: str, options: Sequence[str], *, most: int) -> Words:
             f"'{plain[most]}' is one word too many; options are written as NAME=VALUE: {', '.join(options)}."
         )
     return Words(tuple(plain), values, tuple(flags))
+
+
+def parse_numbers(values: Mapping[str, str], options: NumberOptions) -> dict[str, int]:
+    """The numbers of all options. An option without a value has its default."""
+    return {name: span.parse(values[name]) if name in values else default for name, (default, span) in options.items()}

@@ -124,17 +124,6 @@ class ServerProcess:
             self._guard.kill()
             self._guard.wait()
 
-    def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The last lines of the log that are not empty, made safe to show."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                text = file.read().decode("utf-8", "replace")
-        except OSError:
-            return []
-        lines = [line.strip() for line in visible(text.replace("\r", "\n")).splitlines()]
-        return [line[:LINE_LENGTH] for line in lines if line][-count:]
-
     def ending(self, *, wait: float = 0.0) -> str:
         """How the server has ended, with the end of its log. It is empty if it still runs after `wait` seconds."""
         try:
@@ -144,9 +133,16 @@ class ServerProcess:
         return f"{self.name} ended with status {status}. {self.last_words()}"
 
     def last_words(self) -> str:
-        """The end of the log as a sentence."""
-        lines = self.last_lines()
-        return "Its log ends with:\n" + "\n".join(lines) if lines else "Its log is empty."
+        """The last lines of the log that are not empty, made safe to show, as a sentence."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            text = ""
+        lines = [line.strip() for line in visible(text.replace("\r", "\n")).splitlines()]
+        shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
+        return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
 
 
 class LocalServers:
