@@ -122,7 +122,7 @@ def test_the_local_target_as_baseline(
 def test_the_local_target_takes_turns_at_going_first(
     command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.commands.experiments import server_race
+    from utils.comparison.arms import LocalArm
     from utils.servers.connection import Connection
 
     order: list[str] = []
@@ -137,7 +137,7 @@ def test_the_local_target_takes_turns_at_going_first(
         assert session.handle(line) is Verdict.DONE, view.take()
     (tmp_path / "p.txt").write_text("".join(f"Say {number}\n" for number in range(8)))
     monkeypatch.setattr(Connection, "ask", logged("own", Connection.ask))
-    monkeypatch.setattr(server_race, "_target", logged("target", server_race._target))
+    monkeypatch.setattr(LocalArm, "run", logged("target", LocalArm.run))
     assert session.handle(command.format(tmp_path / "p.txt")) is Verdict.DONE, view.take()
     turns = [order[index : index + 2] for index in range(0, len(order), 2)]
     assert all(sorted(turn) == ["own", "target"] for turn in turns)

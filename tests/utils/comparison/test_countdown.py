@@ -28,7 +28,7 @@ def test_the_time_left_is_shown_once_a_second() -> None:
     ("line", "words"),
     [
         ("/whatif", ["replaying speculative", "replaying ngram"]),
-        ("/audit 2", ["repeat: 1 of 2", "order: 2 of 2", "width: 1 of 2", "batch: 2 of 2"]),
+        ("/audit 2", ["repeat: 1 of 2", "order: 2 of 2", "width: 1 of 2", "prefix: 2 of 2"]),
         ("/lossless 4", ["speculative: 3 of 4", "target: 2 of 4"]),
         ("/why", ["1 of 2", "2 of 2"]),
         ("/race 2", ["repeat 2 of 2"]),
