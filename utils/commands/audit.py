@@ -169,41 +169,28 @@ class TrialText:
         return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One cut. `versions` has logits (k, V) of the same positions, one tensor per way to compute them. `end` is the
-    length of the text, `width` the largest verify width.
-    """
-
-    versions: list[Tensor]
-    end: int
-    width: int = 0
-
-
-def widths(text: TrialText) -> Iterator[Trial]:
+def by_width(text: TrialText, context: list[int], count: int) -> list[Tensor]:
     """Logits by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
-    for context, count in text.cuts():
-        base = text.session()
-        if len(context) > count:
-            base.feed(context[:-count], keep=1)
-        versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
-        yield Trial([*versions, text.session().feed(context, keep=count)], len(context), width=count)
+    base = text.session()
+    if len(context) > count:
+        base.feed(context[:-count], keep=1)
+    versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
+    return [*versions, text.session().feed(context, keep=count)]
 
 
-def prefixes(text: TrialText) -> Iterator[Trial]:
+def by_prefix(text: TrialText, context: list[int], count: int) -> list[Tensor]:
     """Logits with a cached prefix, after other drafts were rewound, and without a cache."""
-    for context, count in text.cuts():
-        known = len(context) - count
-        cached = text.session(cache=True)
-        if known:
-            # Any other tokens serve as drafts: a rewind must remove them completely.
-            cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
-            cached.rewind(known)
-        sessions = (cached, text.session(cache=False))
-        yield Trial([session.feed(context, keep=count) for session in sessions], len(context))
+    known = len(context) - count
+    cached = text.session(cache=True)
+    if known:
+        # Any other tokens serve as drafts: a rewind must remove them completely.
+        cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
+        cached.rewind(known)
+    return [session.feed(context, keep=count) for session in (cached, text.session(cache=False))]
 
 
-MODES: dict[str, Callable[[TrialText], Iterator[Trial]]] = {"width": widths, "prefix": prefixes}
+# Ways to compute the logits (k, V) of the last positions of a text: one tensor for each way.
+MODES: dict[str, Callable[[TrialText, list[int], int], list[Tensor]]] = {"width": by_width, "prefix": by_prefix}
 
 
 def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[ReportEvent]:
@@ -212,10 +199,11 @@ def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[Repo
     drift, unique, done, width = LogitDrift(0.0, 0, 0), 0, 0, 0
     countdown = Countdown()
     try:
-        for trial in MODES[mode](text):
-            drift += LogitDrift.of(trial.versions)
-            unique = max(unique, len({text.choices(version, trial.end) for version in trial.versions}))
-            width = max(width, trial.width)
+        for context, count in text.cuts():
+            versions = MODES[mode](text, context, count)
+            drift += LogitDrift.of(versions)
+            unique = max(unique, len({text.choices(version, len(context)) for version in versions}))
+            width = max(width, count)
             done += 1
             yield from countdown.at(done / text.trials, f"{mode}: {done} of {text.trials} positions")
     except UserError as error:
@@ -231,7 +219,7 @@ def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[Repo
                     "largest_logit_difference": drift.difference,
                     "argmax_flips": drift.flips,
                     "positions": drift.positions,
-                    **({"widest_window": width} if width else {}),
+                    **({"widest_window": width} if mode == "width" else {}),
                 }
             )
 

@@ -17,11 +17,7 @@ from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.decode.model_info import check_memory, context_length
 from utils.decode.model_session import ModelSession
-from utils.decode.noise import fix_seeds
-from utils.decode.steps import FinishReason
 from utils.errors import ContextOverflow, UserError
-from utils.metrics.results import Generation, collect
-from utils.metrics.stopwatch import Stopwatch
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
@@ -200,24 +196,6 @@ class Harness:
         """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
         caches = DrafterCaches(cut_models=self.state.caches.cut_models)
         return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
-
-    def run_alone(
-        self,
-        prompt: list[int],
-        strategy: Strategy,
-        settings: Settings,
-        *,
-        history: Turns = (),
-        stopwatch: Stopwatch | None = None,
-    ) -> Generation:
-        """Run a strategy on its own storage. Raises KeyboardInterrupt on Ctrl-C."""
-        fix_seeds(settings.seed)
-        job = self.job(prompt, settings, history).with_observers(stopwatch)
-        run = collect(strategy.steps(job), stopwatch=stopwatch)
-        # `collect` turns Ctrl-C into a partial run; a command must end instead.
-        if run.finish is FinishReason.INTERRUPTED:
-            raise KeyboardInterrupt
-        return run
 
 
 def comparable_servers(harness: Harness) -> list[Connection]:
