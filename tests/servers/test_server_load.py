@@ -63,18 +63,36 @@ def test_speculation_pays_alone_and_not_under_load(
     assert alone["speedup"] > 1.5 and loaded["speedup"] < 0.9 and len(alone["speedups"]) == 5
     assert (alone["verdict"], loaded["verdict"], base["verdict"]) == ("faster", "slower", "-")
     assert alone["interval"][0] > 1 > loaded["interval"][1]
-    assert (alone["requests"], loaded["requests"]) == (5, 30)  # at least 5, and a multiple of 6 in each turn
+    assert (alone["requests"], loaded["requests"]) == (10, 30)  # both prompts in each turn, and at least 6 requests
     assert base["speedups"] == [] and base["baseline"] is None
     assert loaded["tokens_per_second"] == pytest.approx(sum(loaded["tokens"]) / sum(loaded["seconds"]))
     assert loaded["first_token_seconds"][0] > alone["first_token_seconds"][0]  # it waits for the slot
     assert "stops paying between 1 and 6 requests at once" in " ".join(record(tmp_path)["conclusion"])
     for server in (plain, spec):
         sent = server.posts()
-        assert len(sent) == 2 + 5 + 30 and {one.body["max_tokens"] for one in sent} == {8}
+        assert len(sent) == 2 + 10 + 30 and {one.body["max_tokens"] for one in sent} == {8}
         texts = {one.body["messages"][-1]["content"] for one in sent}
         assert texts == {"First", "Second"}
     assert plain.most_at_once == 6
-    assert "about" in (shown := "".join(view.take())) and "70 requests" in shown
+    assert "about" in (shown := "".join(view.take())) and "80 requests" in shown
+
+
+def test_every_concurrency_sends_every_prompt_equally_often(
+    session: ReplSession, plain: Loopback, view: Screen, tmp_path: Path
+) -> None:
+    """With other prompts at each concurrency, a load curve would compare prompts, not loads."""
+    session.handle("Third")
+    for concurrencies, requests, per_turn in (("1,2,4", 2, (3, 3, 6)), ("1,2", 2, (2, 2))):
+        plain.log.clear()
+        line = f"/server load plain concurrency={concurrencies} requests={requests} length=2 turns=2"
+        assert session.handle(line) is Verdict.DONE
+        sent = [one.body["messages"][-1]["content"] for one in plain.posts()][2:]  # without the warm-up
+        for count in per_turn:
+            ours, sent = sent[: 2 * count], sent[2 * count :]
+            assert len({ours.count(text) for text in set(ours)}) == 1
+            assert len(set(ours)) == min(3, max(map(int, concurrencies.split(","))))
+        assert not sent
+    assert "The first 2 of 3 prompts are sent." in "".join(view.take())
 
 
 def test_servers_take_turns_at_going_first(

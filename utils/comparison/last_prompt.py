@@ -1,27 +1,30 @@
-"""The runs of the last prompt, how they compare with the target's own run, and queries for commands."""
+"""The runs of the last prompt, how they compare with their baselines, and queries for commands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from utils.comparison.arms import Arm, ComparedRun, LocalArm
 from utils.comparison.job import Job
+from utils.comparison.runs import Run, compare_run
 from utils.comparison.strategies import Strategy
+from utils.config.settings import Settings
 from utils.metrics.divergence import Divergence, DivergenceCase, explain
-from utils.metrics.results import Comparison, Generation, compare
+from utils.metrics.results import Comparison, Generation
 from utils.pairs.pair import depends_on_width
-from utils.prompts.conversation import diverging_turn
+from utils.prompts.conversation import Turns, diverging_turn
 
 
 class PlannedRun(NamedTuple):
-    """A strategy and its job."""
+    """An arm and the conversation that it continues. The arm of a strategy has its job."""
 
-    strategy: Strategy
-    job: Job
+    arm: Arm
+    history: Turns
 
 
-class ComparedRun(NamedTuple):
-    """A finished run and its comparison with the target's."""
+class LocalResult(NamedTuple):
+    """A strategy, the rounds of its run, and the comparison with the target's run."""
 
     strategy: Strategy
     run: Generation
@@ -30,65 +33,106 @@ class ComparedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastPrompt:
-    """The finished runs of one prompt.
+    """The finished runs of one prompt, by local strategies and by servers.
 
-    `text` is the prompt as it was sent. `jobs` are keyed by the strategy's name. `job` is the target's, or the first
-    strategy's if the target did not run.
+    `text` is the prompt as it was sent. `planned` are the arms that should run, `jobs` those of strategies by name.
     """
 
     text: str
-    job: Job
+    settings: Settings
+    planned: tuple[PlannedRun, ...]
     compared: tuple[ComparedRun, ...]
-    jobs: Mapping[str, Job]
 
     @classmethod
-    def of(
-        cls, text: str, planned: Sequence[PlannedRun], results: Sequence[tuple[Strategy, Generation]]
-    ) -> "LastPrompt":
-        """Compare the results with the target's wherever both had the same request."""
-        jobs = {strategy.name: job for strategy, job in planned}
-        job = next((job for strategy, job in planned if strategy.is_baseline), planned[0].job)
-        target = next((run for strategy, run in results if strategy.is_baseline), None)
+    def of(cls, text: str, settings: Settings, planned: Sequence[PlannedRun], runs: Sequence[Run]) -> "LastPrompt":
+        """Compare each run with its baseline's. Texts are compared only if both had the same request."""
+        last = cls(text, settings, tuple(planned), ())
+        arms, jobs = {arm.name: arm for arm, _ in planned}, last.jobs
+        same = {name: job.is_same_request(last.job) for name, job in jobs.items()}
         compared = (
-            ComparedRun(strategy, run, compare(run, target, same_request=jobs[strategy.name].is_same_request(job)))
-            for strategy, run in results
+            ComparedRun(arms[run.name], run, compare_run(run, runs, settings, same_request=same.get(run.name, True)))
+            for run in runs
         )
-        return cls(text, job, tuple(compared), jobs)
+        return cls(text, settings, last.planned, tuple(compared))
+
+    @property
+    def jobs(self) -> Mapping[str, Job]:
+        """The jobs of local strategies by name."""
+        return {arm.name: arm.job for arm, _ in self.planned if isinstance(arm, LocalArm) and arm.job is not None}
+
+    @property
+    def histories(self) -> Mapping[str, Turns]:
+        """The conversation before the prompt, by name of the arm."""
+        return {arm.name: history for arm, history in self.planned}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a local strategy should run."""
+        return bool(self.jobs)
+
+    @property
+    def job(self) -> Job:
+        """The target's job, or the first strategy's if the target did not run. There must be a local strategy."""
+        jobs = self.jobs
+        baseline = next((arm.name for arm, _ in self.planned if arm.strategy and arm.strategy.is_baseline), "")
+        return jobs.get(baseline) or next(iter(jobs.values()))
+
+    @property
+    def local(self) -> list[LocalResult]:
+        """The runs of strategies."""
+        return [
+            LocalResult(arm.strategy, run.generation, comparison)
+            for arm, run, comparison in self.compared
+            if arm.strategy is not None and run.generation is not None
+        ]
+
+    @property
+    def strategies(self) -> list[ComparedRun]:
+        """The compared runs of strategies."""
+        return [entry for entry in self.compared if entry.run.is_local]
+
+    @property
+    def servers(self) -> list[ComparedRun]:
+        """The compared answers of servers."""
+        return [entry for entry in self.compared if not entry.run.is_local]
 
     @property
     def target(self) -> Generation | None:
         """The target's own run."""
-        return next((run for strategy, run, _ in self.compared if strategy.is_baseline), None)
+        return next((run for strategy, run, _ in self.local if strategy.is_baseline), None)
 
 
 def unlike_target(last: LastPrompt) -> list[tuple[Strategy, Generation]]:
     """The runs whose text should equal the target's, but does not."""
     # `same` is None if the two were not compared.
-    return [(strategy, run) for strategy, run, result in last.compared if strategy.lossless and result.same is False]
+    return [(strategy, run) for strategy, run, result in last.local if strategy.lossless and result.same is False]
 
 
 def own_conversations(last: LastPrompt) -> list[tuple[Strategy, int]]:
     """The strategies whose request differed from the target's, and the first turn that differed."""
-    jobs = [(strategy, last.jobs[strategy.name]) for strategy, _, _ in last.compared if last.target is not None]
+    if last.target is None:
+        return []
+    target, jobs = last.job, last.jobs
     return [
-        (strategy, diverging_turn(job.history, last.job.history))
-        for strategy, job in jobs
-        if not job.is_same_request(last.job)
+        (strategy, diverging_turn(jobs[strategy.name].history, target.history))
+        for strategy, _, _ in last.local
+        if not jobs[strategy.name].is_same_request(target)
     ]
 
 
 def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, rounding: float) -> Divergence:
     """Why a run's text differs from the target's. This takes a few forward passes."""
     assert last.target is not None
-    settings = last.job.settings
+    job = last.job
+    settings = job.settings
     case = DivergenceCase(
-        last.job.prompt,
+        job.prompt,
         run.steps,
         last.target.tokens,
-        new_session=partial(last.job.session, "target"),
-        decoding=last.job.decoding,
+        new_session=partial(job.session, "target"),
+        decoding=job.decoding,
         width=settings.max_drafts + 1,  # the drafts and one more row
         own_noise=strategy.draft_has_probs and settings.verify != "coupled",
-        coarse=depends_on_width(last.job.pair),
+        coarse=depends_on_width(job.pair),
     )
     return explain(case, rounding)

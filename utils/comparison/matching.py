@@ -12,9 +12,9 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from utils.comparison.recorded_runs import CIRCUMSTANCES, RecordedRun, shown_value
-from utils.comparison.server_records import SERVER
+from utils.comparison.records import SERVER
 
-COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "engine", "prompt_form")}
+COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "kind", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
 NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")

@@ -5,13 +5,12 @@ files, and /replay runs generations again. Damaged lines are reported and skippe
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from utils.comparison.charts import BASELINE, TARGET_ONLY
-from utils.comparison.records import SCHEMA
-from utils.comparison.server_records import SERVER, SERVER_GENERATION
+from utils.comparison.records import GENERATION, SCHEMA, SERVER
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.files import read_text
@@ -36,8 +35,8 @@ CIRCUMSTANCES = {
 # The fields of a record, grouped by type.
 TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
 MAX_RATE = 1e9
-NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_target")
-GENERATION, RACE, VERDICT = "generation", "race", "verdict"
+NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_baseline")
+SERVER_GENERATION, RACE, VERDICT = "server generation", "race", "verdict"  # kinds of runs beside GENERATION
 RECOMMENDED = "recommended"  # the strategy that a /verdict measured against the target
 DAMAGED = 'the record is damaged: its "{}" has an invalid value.'
 LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a meaningless ratio
@@ -121,24 +120,30 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _generation(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
+    """A run of a strategy, or an answer of a server, for which the local models and engine do not matter."""
     _check_generation(record)
     if record["finish"] == FinishReason.INTERRUPTED:
         raise UserError("the run was interrupted.")
-    speed, speedup, kind = (record.get(name) for name in ("tokens_per_second", "speedup_vs_target", "drafter_kind"))
+    speed, speedup, kind = (record.get(name) for name in ("tokens_per_second", "speedup_vs_baseline", "drafter_kind"))
     if speed is None or speed < LEAST_SPEED:
         raise UserError("the run has no speed.")
+    server, ids = record.get(SERVER), record["token_ids"]
+    circumstances = {part: record.get(part, {}) for part in CIRCUMSTANCES}
+    if server is not None:
+        circumstances |= {"models": {}, "engine": {}, SERVER: server}
     yield RecordedRun(
-        record["record"],
+        GENERATION if server is None else SERVER_GENERATION,
         line,
         record["prompt"],
         record["strategy"],
         record["settings"],
-        {part: record.get(part, {}) for part in CIRCUMSTANCES},
+        circumstances,
         speeds=(speed,),
         speedups=(speedup,) if speedup else (),
+        baseline=TARGET_ONLY if server is None else str(record.get("baseline")),
         history=turns_from_messages(record.get("history") or ()),
         text=record.get("text"),
-        tokens=tuple(record["token_ids"]),
+        tokens=None if ids is None else tuple(ids),
         prompt_tokens=record["prompt_tokens"],
         accepted=record.get("accepted"),
         drafted=record.get("drafted"),
@@ -155,15 +160,17 @@ def _check_generation(record: dict[str, Any]) -> None:
 
 
 def _checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Whether each required field has a valid type."""
+    """Whether each required field has a valid type. A server may report neither ids nor its number of tokens."""
+    server, ids, count = (record.get(name) for name in (SERVER, "token_ids", "prompt_tokens"))
     return {
         **{name: isinstance(record.get(name), str) for name in TEXTS},
         **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
         **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
         **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
         "text": record.get("text") is None or isinstance(record["text"], str),
-        "token_ids": isinstance(record.get("token_ids"), list) and all(map(_is_count, record["token_ids"])),
-        "prompt_tokens": _is_count(record.get("prompt_tokens")),
+        SERVER: server is None or isinstance(server, dict),
+        "token_ids": (isinstance(ids, list) and all(map(_is_count, ids))) or (ids is None and server is not None),
+        "prompt_tokens": _is_count(count) or (count is None and server is not None),
         "settings": isinstance(record.get("settings"), dict),
         "history": _is_conversation(record.get("history") or []),
     }
@@ -176,28 +183,6 @@ def _is_conversation(messages: Any) -> bool:
     if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
         return False
     return [message.get("role") for message in messages] == ["user", "assistant"] * (len(messages) // 2)
-
-
-def _server_generation(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
-    """An answer of a server, for which the local models and engine do not matter."""
-    server, ids, count = record.get("server"), record.get("token_ids"), record.get("prompt_tokens")
-    if not isinstance(server, dict):
-        raise UserError(DAMAGED.format("server"))
-    as_own = {
-        "token_ids": [] if ids is None else ids,
-        "prompt_tokens": 0 if count is None else count,
-        "speedup_vs_target": record.get("speedup_vs_baseline"),
-        "models": {},
-        "engine": {},
-    }
-    (one,) = _generation(record | as_own, line)
-    yield replace(
-        one,
-        circumstances={**one.circumstances, SERVER: server},
-        baseline=str(record.get("baseline")),
-        tokens=None if ids is None else one.tokens,
-        prompt_tokens=count,
-    )
 
 
 def _race(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
@@ -280,7 +265,6 @@ def _is_number(value: Any) -> bool:
 
 READERS: dict[str, Callable[[dict[str, Any], int], Iterator[RecordedRun]]] = {
     GENERATION: _generation,
-    SERVER_GENERATION: _server_generation,
     RACE: _race,
     VERDICT: _verdict,
 }

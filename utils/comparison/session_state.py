@@ -9,7 +9,6 @@ from ngram_assisted import NGramStorage
 from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
-from utils.comparison.server_runs import ServerPrompt
 from utils.metrics.divergence import Divergence
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.prompts.conversation import Conversations
@@ -50,10 +49,10 @@ class ShownResults:
 class SessionState:
     """The memory of one session.
 
-    `prompts` are those that were run, in order. `last` and `last_servers` are the runs of the last prompt. `advice`
-    holds the settings that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest
-    observed change of the target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of
-    rounds and how many were accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
+    `prompts` are those that were run, in order. `last` has the runs of the last prompt. `advice` holds the settings
+    that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change of the
+    target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of rounds and how many were
+    accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
     """
 
     storage: NGramStorage
@@ -67,7 +66,6 @@ class SessionState:
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
     servers: ServerList = field(default_factory=ServerList)
-    last_servers: ServerPrompt | None = None
 
     @property
     def shown(self) -> ShownResult | None:

@@ -1,56 +1,70 @@
-"""How the text of a run relates to texts on the screen: equal, or different from some token on."""
+"""How the text of a run relates to texts on the screen: equal, or different from some token or character on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.comparison.strategies import Strategy
-from utils.metrics.results import Generation, first_difference
+from utils.comparison.runs import Run
+from utils.metrics.divergence import Candidate, Cause, Divergence
+from utils.metrics.results import CHARACTER, TOKEN, first_difference
+from utils.text import token_piece, visible
 
 CONTEXT = 32  # characters before a difference that are shown with it
-
-EarlierRun = tuple[Strategy, Generation]
+REASONS = {
+    Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
+    Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
+    "widths move them by up to {drift:.2g}",
+    Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
+    Cause.UNEXPLAINED: "the reason is unknown, please report it with the output of /texts",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TextRelation:
     """How a run's text relates to that of `other`. `first` is True if that was the first text on the screen.
 
-    `position` is the 0-based index of the first token that differs, or None. `ours` and `theirs` are the numbers of
-    tokens.
+    `position` is the 0-based index of the first difference, or None. It counts tokens of local runs and characters of
+    servers, as `unit` says. `ours` and `theirs` are the numbers of these.
     """
 
-    other: EarlierRun
+    other: Run
     first: bool
     position: int | None
     ours: int
     theirs: int
+    unit: str = TOKEN
 
     def sentence(self) -> str:
         """The relation in words, to be shown after the run's name. It ends in a colon if a text follows."""
-        name = "" if self.first else f" {self.other[0].name}"
+        name = "" if self.first else f" {self.other.name}"
         if self.position is None:
             return f"= same text{' as' if name else ''}{name}"
         if self.position == self.ours:
-            return f"the same{' as' if name else ''}{name} up to token {self.ours}, where it ends"
+            return f"the same{' as' if name else ''}{name} up to {self.unit} {self.ours}, where it ends"
         if self.position == self.theirs:
-            return f"the same{' as' if name else ''}{name}, and longer from token {self.position + 1}:"
-        return f"differs{' from' if name else ''}{name} from token {self.position + 1}:"
+            return f"the same{' as' if name else ''}{name}, and longer from {self.unit} {self.position + 1}:"
+        return f"differs{' from' if name else ''}{name} from {self.unit} {self.position + 1}:"
 
 
-def relation(run: Generation, earlier: Sequence[EarlierRun]) -> TextRelation:
-    """Compare a run with one that has the same tokens, or else with the target's, or else with the first.
+def relation(run: Run, earlier: Sequence[Run]) -> TextRelation:
+    """Compare a run with one that has the same text, or else with its baseline's, or else with the first.
 
     `earlier` has at least one run; their texts are on the screen.
     """
-    ours = run.tokens
-    # The target's text comes first, because the other texts should equal it.
-    candidates = sorted(earlier, key=lambda entry: not entry[0].is_baseline)
-    other = next((entry for entry in candidates if entry[1].tokens == ours), None)
+    ours = _units(run)
+    # The baseline's text comes first, because the other texts should equal it.
+    candidates = sorted(earlier, key=lambda one: one.name != run.baseline)
+    other = next((one for one in candidates if _units(one) == ours), None)
     if other is None:
-        other = candidates[0] if candidates[0][0].is_baseline else earlier[0]
-    theirs = other[1].tokens
-    return TextRelation(other, other is earlier[0], first_difference(ours, theirs), len(ours), len(theirs))
+        other = candidates[0] if candidates[0].name == run.baseline else earlier[0]
+    theirs = _units(other)
+    place, unit = first_difference(ours, theirs), TOKEN if run.is_local else CHARACTER
+    return TextRelation(other, other is earlier[0], place, len(ours), len(theirs), unit)
+
+
+def _units(run: Run) -> Sequence[object]:
+    """The tokens of a local run, or the characters of a server's text."""
+    return run.tokens if run.is_local and run.tokens is not None else visible(run.text)
 
 
 def start_of_difference(ours: str, theirs: str) -> int:
@@ -83,3 +97,24 @@ def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
         "same_texts": sum(same.values()),
         "other_texts_at_prompts": [number for number, is_same in same.items() if not is_same],
     }
+
+
+def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
+    """A token as a readable piece with its probability. None is the end of a text."""
+    if candidate is None:
+        return "(the end)"
+    return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
+
+
+def _choice(tokenizer: Any, candidate: Candidate | None) -> str:
+    """The same, for use within a sentence."""
+    if candidate is None:
+        return "the end of the text"
+    return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
+
+
+def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
+    """A strategy's token at the first difference, the target's preference, and the cause."""
+    reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
+    ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
+    return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."

@@ -10,16 +10,16 @@ from math import ceil, isfinite
 from typing import Any
 
 from utils.bounds import WholeRange
+from utils.commands.experiments.race_conclusion import OTHER_REASON
 from utils.commands.experiments.repeated_runs import rotated, then_findings
-from utils.commands.experiments.server_race import OTHER_REASON
 from utils.commands.servers.server_words import parse_numbers, parse_words
 from utils.commands.shared.columns import ResultTable, Row, TableColumn, figure, figures_of, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
+from utils.comparison.arms import request_maker
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.server_requests import request_maker
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
@@ -85,7 +85,11 @@ LoadCells = Mapping[tuple[int, str], LoadCell]
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit."""
+    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit.
+
+    Every turn sends every prompt equally often at every concurrency, so that figures of different loads are those of
+    the same prompts.
+    """
 
     connections: Sequence[Connection]
     texts: Sequence[str]
@@ -96,9 +100,19 @@ class LoadPlan:
     seconds: int
     cells: dict[tuple[int, str], LoadCell] = field(default_factory=dict)
 
+    @property
+    def sent(self) -> Sequence[str]:
+        """The prompts that are sent: as many as one turn needs."""
+        return self.texts[: max(self.fewest, *self.concurrencies)]
+
+    @property
+    def fewest(self) -> int:
+        """The fewest requests of a turn."""
+        return ceil(self.requests / self.turns)
+
     def per_turn(self, concurrency: int) -> int:
-        """Requests of one turn: a multiple of the concurrency, so that load is full nearly all of the time."""
-        return ceil(self.requests / (self.turns * concurrency)) * concurrency
+        """Requests of one turn: at least as many as are sent at once."""
+        return ceil(max(self.fewest, concurrency) / len(self.sent)) * len(self.sent)
 
     def slices(self) -> Iterator[tuple[int, int, Connection]]:
         """Concurrency, turn and server, in the order of the measurement. Servers take turns at going first."""
@@ -161,6 +175,8 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
         for _ in range(2):  # the first answer includes the first use
             one = run_slice(connection, requests[name][:1], concurrency=1, limit=plan.seconds)
         singles[name] = one.seconds
+    if len(plan.sent) < len(plan.texts):
+        yield Note(f"The first {len(plan.sent)} of {count_of(len(plan.texts), 'prompt')} are sent.")
     yield Note(_estimate(plan, singles))
     began = time.monotonic()
     weights = [plan.per_turn(count) * singles[connection.address.name] for count, _, connection in plan.slices()]
@@ -186,7 +202,7 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
 
 def _requests(harness: Harness, plan: LoadPlan, settings: Settings, connection: Connection) -> list[ServerRequest]:
     client, kind = connection.client, connection.kind
-    made = [request_maker(harness, text, settings)(kind, client) for text in plan.texts]
+    made = [request_maker(harness.loaded, text, settings)(kind, client) for text in plan.sent]
     return [replace(request, max_tokens=plan.length, ignore_eos=True) for request in made]
 
 
