@@ -12,8 +12,8 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
+from utils.comparison.benchmark_tables import ServerTurns, server_benchmark_figures
 from utils.comparison.runs import Run
-from utils.comparison.server_benchmark import ServerTurns, server_benchmark_figures
 from utils.decode.steps import FinishReason
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress

@@ -15,10 +15,9 @@ from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.errors import UserError

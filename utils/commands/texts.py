@@ -16,7 +16,7 @@ from utils.comparison.strategies import Strategy
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.results import first_difference
-from utils.screen.divergence_words import candidate_piece
+from utils.screen.run_view import candidate_piece
 from utils.text import count_of
 
 HEADINGS = (

@@ -7,14 +7,17 @@ from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import TextPiece
 from utils.metrics.divergence import Divergence
+from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.prompts.conversation import Conversations
 from utils.servers.connection import ServerList
 
 MAX_RESULTS = 200  # kept for the report of /export
+LEAST_DRAFTS, LOW = 20, 0.04  # fewer first drafts prove nothing; fewer of them accepted are too few
+LOW_ACCEPTANCE = "Only {} of {} first drafts were accepted so far: /pair doctor checks how the drafter should be read."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,36 @@ class SessionState:
     def shown(self) -> ShownResult | None:
         """The last result."""
         return self.results.kept[-1] if self.results.kept else None
+
+
+def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
+    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
+    if not last.is_local:
+        return ""
+    pair = last.job.pair
+    if not isinstance(pair.drafter, FeatureDrafter):
+        return ""
+    hint = ""
+    for strategy, run, _ in last.local:
+        if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
+            continue
+        drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
+        rounds = [step.accepted > 0 for step in run.steps if step.drafted]
+        drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
+        state.first_drafts[strategy.name] = drafted, accepted
+        if not hint and is_low(drafted, accepted):
+            hint = LOW_ACCEPTANCE.format(accepted, drafted)
+    if state.said_low_acceptance or not hint:
+        return ""
+    state.said_low_acceptance = True
+    return hint
+
+
+def is_low(drafted: int, accepted: int) -> bool:
+    """Whether so few first drafts were accepted that the drafter is probably read in the wrong way.
+
+    A drafter whose first drafts are accepted with probability 0.3 looks so with probability 0.001, one with 0.2 with
+    0.02 (checked after each of 20 prompts). More drafts are not needed: adaptive gamma soon drafts little of what is
+    rejected.
+    """
+    return drafted >= LEAST_DRAFTS and accepted < LOW * drafted

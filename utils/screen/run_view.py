@@ -6,27 +6,33 @@ from typing import Any
 
 from utils.comparison.arms import Arm
 from utils.comparison.last_prompt import LastPrompt, own_conversations
-from utils.comparison.marked_text import MarkedStream
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import MarkedStream, relation, start_of_context, start_of_difference
 from utils.comparison.runs import Run
 from utils.comparison.summary import PromptRuns, ending, server_summary, summary
-from utils.comparison.text_relation import relation, start_of_context, start_of_difference
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.metrics.divergence import Cause, Divergence
+from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
-from utils.screen.divergence_words import divergence_sentence
 from utils.screen.marked_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, merged, plain_text
 from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
-from utils.screen.report_tables import transposed_rows
+from utils.screen.tables import transposed_rows
 from utils.servers.kinds.completion import Piece
-from utils.text import count_of, visible
+from utils.text import count_of, token_piece, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
 READS_THE_SAME = ", but the text reads the same"
+REASONS = {
+    Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
+    Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
+    "widths move them by up to {drift:.2g}",
+    Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
+    Cause.UNEXPLAINED: "the reason is unknown, please report it with the output of /texts",
+}
+
 Round = tuple[Step, RoundTiming | None, Sequence[DraftTrace]]
 
 
@@ -287,3 +293,24 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding])
         renderer.result(line)
     if attachment := report.attachment(findings):
         renderer.data(attachment)
+
+
+def candidate_piece(tokenizer: Any, candidate: TokenCandidate | None) -> str:
+    """A token as a readable piece with its probability. None is the end of a text."""
+    if candidate is None:
+        return "(the end)"
+    return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
+
+
+def _choice(tokenizer: Any, candidate: TokenCandidate | None) -> str:
+    """The same, for use within a sentence."""
+    if candidate is None:
+        return "the end of the text"
+    return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
+
+
+def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
+    """A strategy's token at the first difference, the target's preference, and the cause."""
+    reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
+    ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
+    return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."

@@ -14,8 +14,7 @@ from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from trained_drafter import PROMPT, RIGHT, target_model, trained
 
-from utils.comparison.low_acceptance import is_low, low_acceptance_hint
-from utils.comparison.session_state import SessionState
+from utils.comparison.session_state import SessionState, is_low, low_acceptance_hint
 from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import is_ambiguous

@@ -11,15 +11,14 @@ from typing import Any
 
 from utils.commands.experiments.repeated_runs import one_by_one, rotated, then_findings
 from utils.comparison.arms import Arm, ServerArm, complete
-from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
+from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample, Place, ServerTurns, server_benchmark_figures
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
+from utils.comparison.run_texts import text_figures
 from utils.comparison.runs import Run, compare_run, row_name
-from utils.comparison.server_benchmark import Place, ServerTurns, server_benchmark_figures
 from utils.comparison.speed_claims import FASTER, Row, SpeedClaim, interval_text, speed_sentence, speedup_text
 from utils.comparison.summary import NO_BASELINE
-from utils.comparison.text_relation import text_figures
 from utils.comparison.warm_up import shortened as shorter_settings
 from utils.config.settings import Settings
 from utils.errors import UserError

@@ -8,9 +8,9 @@ from utils.commands.experiments.repeated_runs import claim_of
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
+from utils.comparison.run_texts import text_figures
 from utils.comparison.speed_claims import Row, interval_text, speedup_text
 from utils.comparison.strategies import Strategy
-from utils.comparison.text_relation import text_figures
 from utils.config.settings import Settings
 from utils.metrics.benchmark_figures import Repeat
 from utils.metrics.results import Comparison, Generation, compare, pooled

@@ -14,11 +14,10 @@ from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.verdicts.candidates import Candidate, best_of_each, drafting_strategies, kind_name
 from utils.commands.verdicts.plan import ReadyPrompt
 from utils.commands.verdicts.timing import SELECTION_SECONDS, Stopwatch, run_length
-from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Progress
+from utils.comparison.reports import Countdown, Progress
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.errors import UserError
