@@ -7,8 +7,8 @@ from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import TextPiece
 from utils.metrics.divergence import Divergence
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.prompts.conversation import Conversations
