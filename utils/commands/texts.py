@@ -73,8 +73,8 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
         return Column(names, about, run.text)
     # In characters: two different tokens may begin with the same characters.
     shared = first_difference(run.text, other.text)
-    whose = "" if run.is_local else f" {other.name}"
-    about += f", differs from{whose} {comparison.unit} {comparison.first_difference + 1}"
+    whose = "" if run.is_local else f"{other.name} from "
+    about += f", differs from {whose}{comparison.unit} {comparison.first_difference + 1}"
     return Column(names, about, run.text[:shared], "" if shared is None else run.text[shared:])
 
 
