@@ -13,10 +13,10 @@ from utils.comparison.last_prompt import LastPrompt, divergence_of, own_conversa
 from utils.comparison.records import SERVER, divergence_figures, run_records
 from utils.comparison.reports import Column, Finding, Report
 from utils.comparison.strategies import Strategy
+from utils.comparison.text_relation import candidate_piece
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.results import first_difference
-from utils.screen.divergence_words import candidate_piece
 from utils.text import count_of
 
 HEADINGS = (

@@ -5,10 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.comparison.runs import Run
+from utils.metrics.divergence import Candidate, Cause, Divergence
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
-from utils.text import visible
+from utils.text import token_piece, visible
 
 CONTEXT = 32  # characters before a difference that are shown with it
+REASONS = {
+    Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
+    Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
+    "widths move them by up to {drift:.2g}",
+    Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
+    Cause.UNEXPLAINED: "the reason is unknown, please report it with the output of /texts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +97,24 @@ def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
         "same_texts": sum(same.values()),
         "other_texts_at_prompts": [number for number, is_same in same.items() if not is_same],
     }
+
+
+def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
+    """A token as a readable piece with its probability. None is the end of a text."""
+    if candidate is None:
+        return "(the end)"
+    return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
+
+
+def _choice(tokenizer: Any, candidate: Candidate | None) -> str:
+    """The same, for use within a sentence."""
+    if candidate is None:
+        return "the end of the text"
+    return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
+
+
+def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
+    """A strategy's token at the first difference, the target's preference, and the cause."""
+    reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
+    ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
+    return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."

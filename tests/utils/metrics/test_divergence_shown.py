@@ -11,10 +11,10 @@ from sampling import RULES, Rule
 from utils.commands.texts import EXPLANATIONS, NO_RUNS
 from utils.comparison.harness import NO_PROMPT_YET
 from utils.comparison.records import RecordFile, divergence_figures
+from utils.comparison.text_relation import REASONS
 from utils.decode.noise import Noise
 from utils.metrics.divergence import Candidate, Cause, Divergence
 from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
-from utils.screen.divergence_words import REASONS
 
 
 def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Path) -> None:

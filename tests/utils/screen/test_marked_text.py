@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 
 from utils.comparison.marked_text import marked_text
 from utils.decode.steps import Step
-from utils.screen.marked_text import (
+from utils.screen.wrapped_text import (
     Mark,
     MarkedPiece,
     WrappedText,
