@@ -167,7 +167,7 @@ def described(method: str, answer: Answer, problem: str) -> str:
     if acceptance is not None:
         figures = (
             f"{acceptance.accepted} of {acceptance.drafted} accepted in {acceptance.rounds} passes, "
-            f"tokens per forward {acceptance.tokens_per_forward(tokens) or 0:.3g}, "
+            f"tokens per forward {(tokens or 0) / (acceptance.forwards or 1):.3g}, "
             f"by position {acceptance.by_position}, valid {acceptance.valid}"
         )
     counted = f"{tokens} tokens by {answer.completion.counted_by}"

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowTexts
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.records import SERVER, divergence_figures, run_records
 from utils.comparison.reports import Column, Finding, Report
+from utils.comparison.session_state import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.strategies import Strategy
 from utils.comparison.text_relation import candidate_piece
 from utils.errors import UserError
