@@ -25,6 +25,7 @@ from utils.pairs.doctor import INTERRUPTED, READINGS
 from utils.pairs.doctor import _reading_file as reading_file
 from utils.repl.runner import is_low, low_acceptance_hint
 
+pytestmark = pytest.mark.usefixtures("readings_compared_once")
 WRONG = replace(RIGHT, feature_layers=(3, 5, 6))
 
 
