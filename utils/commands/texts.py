@@ -11,9 +11,9 @@ from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import ComparedRun
 from utils.comparison.records import SERVER, divergence_figures, run_records
 from utils.comparison.reports import Column, Finding, Report
+from utils.comparison.run_texts import candidate_piece
 from utils.comparison.session_state import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.strategies import Strategy
-from utils.comparison.text_relation import candidate_piece
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.results import first_difference

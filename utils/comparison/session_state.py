@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from ngram_assisted import NGramStorage
 from utils.comparison.arms import Arm, ComparedRun, LocalArm
 from utils.comparison.job import Job
-from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import TextPiece
 from utils.comparison.runs import Run, compare_run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings

@@ -9,9 +9,9 @@ from enum import Enum, auto
 from traceback import clear_frames
 
 from utils.comparison.harness import Harness
-from utils.comparison.marked_text import TextPiece, marked_text
 from utils.comparison.records import RecordFile, report_record, run_records
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
+from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
 from utils.comparison.second_baseline import with_second_baseline
 from utils.comparison.session_state import (
