@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.runs import PREFIX, Run
 from utils.comparison.second_baseline import second_sentence
+from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.engine.engine_choice import FasterEngine
