@@ -5,7 +5,6 @@ from itertools import repeat
 from typing import Any
 
 from utils.comparison.arms import Arm
-from utils.comparison.last_prompt import LastPrompt, own_conversations
 from utils.comparison.reports import Finding, Report
 from utils.comparison.run_texts import (
     MarkedStream,
@@ -15,6 +14,7 @@ from utils.comparison.run_texts import (
     start_of_difference,
 )
 from utils.comparison.runs import Run
+from utils.comparison.session_state import LastPrompt, own_conversations
 from utils.comparison.summary import PromptRuns, ending, server_summary, summary
 from utils.config.settings import Settings
 from utils.decode.steps import Step

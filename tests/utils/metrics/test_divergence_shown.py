@@ -103,7 +103,7 @@ def test_a_failed_explanation_does_not_affect_the_runs(
     def broken(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("utils.comparison.last_prompt.explain", broken)
+    monkeypatch.setattr("utils.comparison.session_state.explain", broken)
     file = tmp_path / "runs.jsonl"
     repl = open_session(view, records=file)
     repl.handle("/processor multinomial 1.2")
@@ -120,7 +120,7 @@ def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: 
         known.append(rounding)
         return Divergence(0, None, None, (TokenCandidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
 
-    monkeypatch.setattr("utils.comparison.last_prompt.explain", explain)
+    monkeypatch.setattr("utils.comparison.session_state.explain", explain)
     repl = open_session(view, tiny_pair())
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
         repl.handle(line)
