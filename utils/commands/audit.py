@@ -17,10 +17,9 @@ from utils.bounds import WholeRange
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.config.setting_table import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from errno import EINVAL, ENOSPC
+from functools import cache
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import Any
 
 from utils import __version__
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
 from utils.comparison.second_baseline import FIGURE, estimated
+from utils.comparison.session_state import LastPrompt
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
 from utils.engine.machine import machine_facts
@@ -139,7 +140,7 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     state = {
         "models": dict.fromkeys(MODEL_FIELDS) if pair is None else _models(pair),
         "engine": {} if pair is None else pair.engine.figures(),
-        "versions": versions(),
+        "versions": dict(versions()),
         "machine": dict(machine_facts()),
     }
     return {"seed": settings.seed, "settings": as_json(settings), **state}
@@ -169,6 +170,7 @@ def _models(pair: Any) -> dict[str, str | int | None]:
     return {name: getattr(pair, attribute) for name, attribute in MODEL_FIELDS.items()}
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of the program and its main libraries."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}

@@ -1,4 +1,4 @@
-"""Runs the enabled strategies and the servers on one prompt, shows and compares the runs, and stores their records.
+"""Runs prompts with the enabled strategies and the servers, and reports of commands; shows and stores the results.
 
 Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
@@ -9,22 +9,31 @@ from enum import Enum, auto
 from traceback import clear_frames
 
 from utils.comparison.harness import Harness
-from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
-from utils.comparison.low_acceptance import low_acceptance_hint
-from utils.comparison.marked_text import TextPiece, marked_text
-from utils.comparison.records import RecordFile, run_records
+from utils.comparison.records import RecordFile, report_record, run_records
+from utils.comparison.reports import Finding, Note, Report, ReportEvent
+from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
-from utils.comparison.session_state import SessionState, ShownResult
+from utils.comparison.second_baseline import with_second_baseline
+from utils.comparison.session_state import (
+    LastPrompt,
+    PlannedRun,
+    SessionState,
+    ShownResult,
+    divergence_of,
+    unlike_target,
+)
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
+from utils.models import Count
+from utils.models.feature_drafter import FeatureDrafter
 from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import PromptView, show_comparison, tokenizer_of
+from utils.screen.run_view import PromptView, show_comparison, show_report, tokenizer_of
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
@@ -33,6 +42,13 @@ COMPARING = "{}: comparing its logits with target-only ..."
 COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
+# The hint that a drafter may be read in the wrong way: so many first drafts of rounds, and fewer than this fraction
+# accepted. A drafter whose first drafts are accepted with probability 0.3 meets it with probability 0.001, one with 0.2
+# with 0.02 (checked after each of 20 prompts). Not more drafts, because adaptive gamma soon drafts little.
+LEAST_DRAFTS, LOW = 20, 0.04
+LOW_ACCEPTANCE = "Only {} of {} first drafts were accepted so far: /pair doctor checks how the drafter should be read."
+NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
+FINISHED = "Stopped. Finished so far:"
 
 
 class Verdict(Enum):
@@ -197,3 +213,90 @@ def _shown(last: LastPrompt, causes: dict[str, Divergence], pair: Pair | None) -
         for _, run, _ in last.compared
     }
     return ShownResult(run_records(last, causes, pair), causes=causes, texts=texts)
+
+
+def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
+    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
+    if not last.is_local:
+        return ""
+    pair = last.job.pair
+    if not isinstance(pair.drafter, FeatureDrafter):
+        return ""
+    hint = ""
+    for strategy, run, _ in last.local:
+        if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
+            continue
+        drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
+        rounds = [step.accepted > 0 for step in run.steps if step.drafted]
+        drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
+        state.first_drafts[strategy.name] = drafted, accepted
+        if not hint and is_low(drafted, accepted):
+            hint = LOW_ACCEPTANCE.format(accepted, drafted)
+    if state.said_low_acceptance or not hint:
+        return ""
+    state.said_low_acceptance = True
+    return hint
+
+
+def is_low(drafted: int, accepted: int) -> bool:
+    """Whether so few first drafts were accepted that something is probably wrong."""
+    return drafted >= LEAST_DRAFTS and accepted < LOW * drafted
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRunner:
+    """Runs reports. `pair` has the loaded models for the record, or is None."""
+
+    pair: Pair | None
+    renderer: Renderer
+    log: ResultLog
+
+    def run(self, report: Report) -> Verdict:
+        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
+        findings: list[Finding] = []
+        finished = False
+        try:
+            for event in report.events:
+                self._receive(event, findings)
+            finished = True
+        except KeyboardInterrupt:
+            findings += _remaining_findings(report.events)
+            self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
+        finally:
+            self.renderer.end_progress()
+            # Also after an error, which is raised again afterwards.
+            if findings:
+                self._conclude(report, findings, finished=finished)
+        return Verdict.DONE if finished else Verdict.INTERRUPTED
+
+    def _receive(self, event: ReportEvent, findings: list[Finding]) -> None:
+        if isinstance(event, Finding):
+            findings.append(event)
+        elif isinstance(event, Note):
+            self.renderer.note(event.text)
+        elif isinstance(event.text, Count):
+            self.renderer.count(event.text)
+        else:
+            self.renderer.progress(event.text)
+
+    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
+        # After `concluded`, so that the sentence is added to those of every report alike.
+        other = None if self.pair is None else self.pair.engine.faster_baseline()
+        report, findings = with_second_baseline(report.concluded(findings), findings, other)
+        record = report_record(report, findings, self.pair, finished=finished)
+        self.log.add(ShownResult([record], report, findings))
+        show_report(self.renderer, report, findings)
+
+
+def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
+    """The remaining findings of a report after Ctrl-C, which came within or between its events."""
+    try:
+        # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended,
+        # and `throw` raises at once.
+        event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        while True:
+            if isinstance(event, Finding):
+                yield event
+            event = next(events)
+    except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
+        return

@@ -27,9 +27,8 @@ from utils.decode.steps import Step
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.debug_rounds import Piece, folded_rounds, legend, round_pieces, round_timing, trace_lines
-from utils.screen.marked_text import Mark, MarkedPiece
-from utils.screen.report_tables import report_table
-from utils.screen.tables import comparison_table, list_table, side_by_side
+from utils.screen.tables import comparison_table, list_table, report_table, side_by_side
+from utils.screen.wrapped_text import Mark, MarkedPiece
 from utils.screen.writer import ProgressLine, Writer, has_width, open_console
 from utils.text import byte_size, count_of, visible
 

@@ -5,22 +5,26 @@ from itertools import repeat
 from typing import Any
 
 from utils.comparison.arms import Arm
-from utils.comparison.last_prompt import LastPrompt, own_conversations
-from utils.comparison.marked_text import MarkedStream
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import (
+    MarkedStream,
+    divergence_sentence,
+    relation,
+    start_of_context,
+    start_of_difference,
+)
 from utils.comparison.runs import Run
+from utils.comparison.session_state import LastPrompt, own_conversations
 from utils.comparison.summary import PromptRuns, ending, server_summary, summary
-from utils.comparison.text_relation import relation, start_of_context, start_of_difference
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
-from utils.screen.divergence_words import divergence_sentence
-from utils.screen.marked_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, merged, plain_text
 from utils.screen.plots import text_plot
 from utils.screen.renderer import Renderer
-from utils.screen.report_tables import transposed_rows
+from utils.screen.tables import transposed_rows
+from utils.screen.wrapped_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, merged, plain_text
 from utils.servers.kinds.completion import Piece
 from utils.text import count_of, visible
 

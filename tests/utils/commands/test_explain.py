@@ -9,7 +9,7 @@ from fakes import Screen, open_session, screen, table_pair
 from local_runs import compared_run
 from paths import ROOT
 
-from utils.comparison.glossary import FIGURES
+from utils.commands.explain import FIGURES
 from utils.decode.steps import FinishReason
 from utils.metrics.results import Comparison, Generation
 from utils.repl.repl_session import ReplSession

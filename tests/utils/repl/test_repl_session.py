@@ -10,7 +10,7 @@ from sampling import autoregressive_generate
 from utils.decode.steps import Step
 from utils.prompts.chat_template import prompt_ids
 from utils.repl.runner import Verdict
-from utils.screen.marked_text import Mark
+from utils.screen.wrapped_text import Mark
 
 FIELDS = {
     "schema",

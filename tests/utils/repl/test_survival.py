@@ -13,7 +13,7 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl import runner
 from utils.repl.runner import OUT_OF_MEMORY, Verdict
-from utils.screen.marked_text import MarkedPiece, plain_text
+from utils.screen.wrapped_text import MarkedPiece, plain_text
 
 
 def interrupting(job: Job) -> Iterator[Step]:

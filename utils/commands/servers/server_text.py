@@ -16,8 +16,7 @@ from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
-from utils.comparison.countdown import Countdown
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference

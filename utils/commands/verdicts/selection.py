@@ -15,11 +15,10 @@ from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_ru
 from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.verdicts.measurement import SELECTION_SECONDS, VerdictClock, run_length
 from utils.comparison.arms import complete
-from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Progress
+from utils.comparison.reports import Countdown, Progress
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
