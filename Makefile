@@ -6,7 +6,8 @@ VENV := .venv
 SERVERS := .venv-servers
 BIN := $(VENV)/bin
 LLAMA := xllamacpp==2026.10.11549
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+# Compiled modules are kept: otherwise every process that tests start compiles them again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 .PHONY: run test test-full test-servers check bench bench-sizes llama gpu-check clean
 

@@ -9,9 +9,11 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,12 +41,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ["TESTS_HOME"], ignore_errors=True)
 
 
+gc.disable()  # the imports create a million objects that stay
+
+
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which otherwise takes most of the time of loading tiny
-    models.
+    """Exclude imported modules from garbage collection, and let the program leave it to Python: both take more time
+    than tiny models. Tests of memory collect garbage themselves.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    if memory := sys.modules.get("utils.freed_memory"):  # loaded by the modules of tests that load models
+        memory.gc = SimpleNamespace(collect=int)
+        memory.trim_allocator = int
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +83,14 @@ def real_embedded_model() -> None:
     from embedded_session import share_embedded_model  # torch comes with it
 
     share_embedded_model()
+
+
+@pytest.fixture
+def readings_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that compare the same reading of a drafter with the same text share the result."""
+    from trained_drafter import remembered_hits  # torch comes with it
+
+    monkeypatch.setattr("utils.pairs.doctor.Examination.hits", remembered_hits)
 
 
 @pytest.fixture(scope="session")

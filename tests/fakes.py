@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +74,16 @@ def one_layer_llama(seed: int, **overrides: Any) -> Any:
     return tiny_llama(seed, **{"num_hidden_layers": 1} | overrides)
 
 
-def table_model(seed: int, **overrides: Any) -> Any:
+@cache
+def _tables(seed: int, **overrides: Any) -> Any:
     return build(TableModel, TableConfig(**overrides), seed)
+
+
+def table_model(seed: int, **overrides: Any) -> Any:
+    """A model with a config of its own. Its tables are shared, because transformers takes long to make a model."""
+    model = copy(_tables(seed, **overrides))
+    model.config, model.generation_config = copy(model.config), copy(model.generation_config)
+    return model
 
 
 KINDS: dict[str, Callable[..., Any]] = {"table": table_model, "llama": one_layer_llama, "t5": tiny_t5}

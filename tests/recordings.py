@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, records_of
 
-from utils.comparison.harness import Harness
+from utils.comparison.arms import LocalArm
+from utils.comparison.runs import Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
-from utils.metrics.results import Generation
+from utils.prompts.conversation import Turns
 
 Row = dict[str, Any]
 
@@ -40,15 +41,14 @@ def edited(file: Path, change: Callable[[Row], None]) -> Path:
 
 def before_each_run(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Strategy, Settings], None]) -> None:
     """Call `hook` before each run that a command starts on its own storage, warm-up runs included."""
-    run_alone = Harness.run_alone
+    run = LocalArm.run
 
-    def hooked(
-        harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings, **options: Any
-    ) -> Generation:
-        hook(strategy, settings)
-        return run_alone(harness, prompt, strategy, settings, **options)
+    def hooked(arm: LocalArm, text: str, settings: Settings, history: Turns = (), watch: Any = None) -> Run:
+        if arm.job is None:
+            hook(arm.strategy, settings)
+        return run(arm, text, settings, history, watch)
 
-    monkeypatch.setattr(Harness, "run_alone", hooked)
+    monkeypatch.setattr(LocalArm, "run", hooked)
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:

@@ -22,6 +22,10 @@ class TableConfig(PreTrainedConfig):
         self.num_hidden_layers = self.num_attention_heads = self.hidden_size = 1
         super().__init__(**{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None} | fields)
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "TableConfig":
+        """Itself, at once. Sessions read it often."""
+        return self
+
 
 class TableModel(PreTrainedModel, GenerationMixin):
     """Logits of the next token: a row for the last token and one for the token before it.

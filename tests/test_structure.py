@@ -46,7 +46,6 @@ CLOSURES = {"sampling.speculative": 35, "utils.config.setting_table": 20}
 SCREEN_LIBRARIES = {"rich", "termcolor"}
 LAYS_OUT = {
     "utils.screen.renderer",
-    "utils.screen.report_tables",
     "utils.screen.tables",
     "utils.screen.writer",
 }

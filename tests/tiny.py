@@ -60,7 +60,7 @@ DECODER: dict[str, Any] = {
 def build(model_class: type[PreTrainedModel], config: Any, seed: int) -> Any:
     """A random model in eval mode and float32. The caller's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for other devices first
         model = model_class(config)
     return model.eval().float()
 

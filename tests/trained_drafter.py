@@ -21,6 +21,7 @@ from utils.drafter_formats.target_parts import DraftHead
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
+from utils.pairs.doctor import Examination
 
 LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 100, 4
 RIGHT = Conventions((2, 4, 5), norm_output=True)
@@ -50,6 +51,18 @@ def trained() -> tuple[Any, list[int], Eagle3]:
         fit(drafter, features_of(target, text), torch.tensor(text))
         drafter.requires_grad_(False)
     return target, text, drafter
+
+
+HITS: dict[tuple[Any, ...], torch.Tensor] = {}
+compare = Examination.hits
+
+
+def remembered_hits(self: Examination, conventions: Conventions, *, moved: int = 0) -> torch.Tensor:
+    """The hits of an examination, which are computed once."""
+    key = (self.drafter, self.target, *self.text, "from", *self.rounds, conventions, moved)
+    if key not in HITS:
+        HITS[key] = compare(self, conventions, moved=moved)
+    return HITS[key]
 
 
 def random_drafter(seed: int) -> Eagle3:

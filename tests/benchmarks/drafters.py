@@ -24,7 +24,7 @@ from utils.comparison.warm_up import warm_up, with_costs
 from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
 from utils.metrics.intervals import Interval, speedup_interval
-from utils.metrics.results import Generation, pooled
+from utils.metrics.results import Generation, collect, pooled
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import prompt_ids
@@ -91,7 +91,7 @@ def run_all(arms: list[Arm], texts: list[str], changes: dict[str, Any], screen: 
             settings = replace(arm.settings, **changes)
             order = (speculative, arm.harness.baseline)
             order = order if number // len(arms) % 2 else order[::-1]
-            runs = {one.name: arm.harness.run_alone(ids, one, settings) for one in order}
+            runs = {one.name: collect(one.steps(arm.harness.job(ids, settings))) for one in order}
             arm.pairs.append((runs[speculative.name], runs[arm.harness.baseline.name]))
 
 

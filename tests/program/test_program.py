@@ -150,7 +150,7 @@ def test_an_encoder_decoder_target_runs_without_a_drafter(tmp_path: Path, main: 
     assert result.returncode == 0, result.stderr
     assert "no drafter" in result.stderr.lower()
     assert [row["strategy"] for row in records_of(file)] == ["ngram", "target"] and all(
-        row["same_as_target"] for row in records_of(file)
+        row["same_as_baseline"] for row in records_of(file)
     )
 
 

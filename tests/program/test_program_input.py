@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 from fakes import records_of
-from process import program
 
 import infer
 from utils.errors import UserError
 from utils.prompts.prompt_files import read_prompts
 
 
-def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: Path, tmp_path: Path) -> None:
+def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(
+    folder: Path, tmp_path: Path, main: Any
+) -> None:
     file = tmp_path / "runs.jsonl"
-    result = program(
-        "--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello"
-    )
+    result = main("--target", folder, "--json", file, "-c", "/length 6", "-c", "Hello", "-c", "/gamma 2", "-c", "Hello")
     assert result.returncode == 0, result.stderr
     assert "Target only" in result.stdout and "gamma: 2" in result.stderr and "gamma: 2" not in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
@@ -25,7 +24,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(folder: 
         (name, gamma) for gamma in ("auto", 2) for name in ("speculative", "ngram", "target")
     ]
     assert records_of(file)[0]["drafter_kind"] == "layers:1"
-    assert all(row["same_as_target"] for row in records_of(file))
+    assert all(row["same_as_baseline"] for row in records_of(file))
 
 
 @pytest.mark.parametrize("end", ["\n", ""])

@@ -35,7 +35,7 @@ from utils.metrics.results import acceptance_of, tokens_of
 from utils.repl.runner import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
-LENGTH = 20
+LENGTH = 16
 KINDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -119,6 +119,8 @@ ROWS = [
     Row("marian", uncut=ENCODER, noise=0.3),
 ]
 
+SOME = ("llama", "gemma3", "lfm2", "mamba2", "minimax", "t5")  # of every kind of cache
+
 
 @cache
 def pair_of(row: Row) -> Any:
@@ -159,18 +161,19 @@ def kinds_of(row: Row) -> list[str]:
 
 
 def plans(row: Row, cached: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Drafter kinds with settings that vary from row to row, so that all combinations occur."""
+    """Drafter kinds with settings that vary from row to row, so that all combinations occur. All of them for a row of
+    each kind of cache.
+    """
     index = ROWS.index(row)
     gammas = islice(cycle((1, None, 4, 2) if cached else (3,)), index, None)
-    kinds = kinds_of(row) if cached else ["loaded", "chain", "ngram"]
+    kinds = kinds_of(row) if cached else ["loaded", *(["chain", "ngram"] if row.name in SOME else [])]
     for number, kind in enumerate(kinds, start=index):
         names = list(RULES)
-        for rule in names if kind == "loaded" and cached else [names[number % 3]]:
+        for rule in names if kind == "loaded" and cached and row.name in SOME else [names[number % 3]]:
             yield kind, {"gamma": next(gammas), "verify": rule, "cache": cached}
 
 
 ROW = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-SOME = ("llama", "gemma3", "lfm2", "mamba2", "minimax", "t5")  # of every kind of cache
 SOME_ROWS = pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row.name in SOME else pytest.mark.full, id=row.name) for row in ROWS]
 )
@@ -179,7 +182,7 @@ SOME_ROWS = pytest.mark.parametrize(
 @ROW
 def test_greedy_text_is_the_targets(row: Row) -> None:
     expected = greedy_text(row)
-    assert len(set(expected)) > 4, "a text of few different tokens proves little"
+    assert len(set(expected)) > 3, "a text of few different tokens proves little"
     for cached in (True, False):
         if not (row.alone and cached):
             assert run(row, "target", cache=cached)[0] == expected

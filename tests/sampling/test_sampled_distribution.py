@@ -82,7 +82,12 @@ def test_autoregressive_decoding_follows_the_distribution(processor: LogitsProce
 
 @pytest.mark.parametrize(
     ("processor", "rule", "gamma"),
-    [*((processor, rule, 3) for processor in SAMPLERS for rule in ("rejection", "block")), (PROCESSOR, "rejection", 1)],
+    [
+        *((processor, "rejection", 3) for processor in SAMPLERS),
+        (PROCESSOR, "rejection", 1),
+        (PROCESSOR, "block", 3),
+        (SAMPLERS[-1], "block", 3),
+    ],
     ids=str,
 )
 def test_speculative_decoding_follows_the_targets_distribution_with_an_opposed_drafter(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import MAX_LINE, AnswerStream, ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Arrival, Chat, CountedBy, Event, Piece, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import Chat, CountedBy, Event, Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 
 KEY = "sk-4f9a1c77e2b0"
@@ -100,7 +101,7 @@ def test_arrivals_are_those_of_the_pieces(server: Loopback) -> None:
 
 
 def completion_of(*arrivals: tuple[float, Piece], usage: int | None = None) -> ServerCompletion:
-    pieces = tuple(Arrival(*arrival) for arrival in arrivals)
+    pieces = tuple(replace(piece, seconds=seconds) for seconds, piece in arrivals)
     return ServerCompletion("", pieces, FinishReason.LENGTH, "length", 9.0, usage_tokens=usage)
 
 

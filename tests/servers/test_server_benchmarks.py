@@ -12,19 +12,25 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.comparison.server_benchmark import ServerTurns, server_benchmark_figures
-from utils.comparison.server_runs import ServerRun
+from utils.commands.experiments.paired_runs import pooled_totals
+from utils.comparison.runs import Run
 from utils.decode.steps import FinishReason
+from utils.metrics.benchmark_figures import benchmark_figures
+from utils.metrics.totals import Totals
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
-from utils.servers.connection import ServerAnswer
-from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 
 
-def run_of(tokens: int | None, seconds: float, acceptance: ServerAcceptance | None = None) -> ServerRun:
-    completion = ServerCompletion("x", (), FinishReason.LENGTH, "length", seconds, usage_tokens=tokens)
-    answer = ServerAnswer(ServerRequest("x", 8), completion, acceptance, "vllm", "tiny")
-    return ServerRun(ServerAddress("spec", "http://127.0.0.1:1"), answer)
+def run_of(tokens: int | None, seconds: float, acceptance: ServerAcceptance | None = None) -> Run:
+    answer = ServerCompletion(
+        "x", (), FinishReason.LENGTH, "length", seconds, usage_tokens=tokens, acceptance=acceptance
+    )
+    return Run.of_server(ServerAddress("spec", "http://127.0.0.1:1"), answer)
+
+
+def turns(*runs: Run) -> Totals:
+    return pooled_totals(runs)
 
 
 def counts(*accepted: int, rounds: int, forwards: int, valid: bool = True) -> ServerAcceptance:
@@ -33,20 +39,14 @@ def counts(*accepted: int, rounds: int, forwards: int, valid: bool = True) -> Se
 
 
 def test_figures_by_hand() -> None:
-    ours = {
-        (0, 1): ServerTurns(
-            [run_of(8, 2.0, counts(3, 1, rounds=4, forwards=5)), run_of(4, 1.0, counts(1, rounds=2, forwards=3))]
-        ),
-        (0, 2): ServerTurns([run_of(6, 3.0, counts(2, 1, rounds=4, forwards=4))]),
-        (1, 2): ServerTurns([run_of(6, 1.0, counts(2, 1, rounds=4, forwards=4))]),
-    }
-    theirs = {
-        (0, 1): ServerTurns([run_of(8, 4.0), run_of(4, 2.0)]),
-        (0, 2): ServerTurns([run_of(6, 6.0)]),
-        (1, 2): ServerTurns([run_of(6, 6.0)]),
-        (2, 1): ServerTurns([run_of(6, 0.1)]),
-    }
-    figures = server_benchmark_figures(ours, theirs)
+    conversation = turns(
+        run_of(8, 2.0, counts(3, 1, rounds=4, forwards=5)), run_of(4, 1.0, counts(1, rounds=2, forwards=3))
+    )
+    single, faster = (turns(run_of(6, seconds, counts(2, 1, rounds=4, forwards=4))) for seconds in (3.0, 1.0))
+    slow = turns(run_of(6, 6.0))
+    figures = benchmark_figures(
+        [[(conversation, turns(run_of(8, 4.0), run_of(4, 2.0))), (single, slow)], [(faster, slow)]]
+    )
     # 12/3 and 6/3 over 12/6 and 6/6 tokens/s in the first repeat, 6/1 over 6/6 in the second.
     assert figures["speedup"] == pytest.approx(((4 + 2) / (2 + 1) + 6.0) / 2)
     assert figures["mean_accepted_tokens"] == 24 / 16
@@ -57,11 +57,9 @@ def test_figures_by_hand() -> None:
 def test_what_a_server_does_not_say_is_not_made_up() -> None:
     known = run_of(8, 2.0, counts(3, 1, rounds=4, forwards=5))
     for other in (None, counts(1, rounds=2, forwards=2, valid=False), ServerAcceptance(9, 3)):
-        figures = server_benchmark_figures({(0, 1): ServerTurns([known, run_of(4, 1.0, other)])}, {})
+        figures = benchmark_figures([[(turns(known), None), (turns(run_of(4, 1.0, other)), None)]])
         assert figures == dict.fromkeys(figures) | {"conditional_acceptance": []}, other
-    cut = {(0, 1): ServerTurns([known])}
-    assert server_benchmark_figures(cut, {(0, 1): ServerTurns([known, known])})["speedup"] is None
-    assert server_benchmark_figures(cut, {(0, 1): ServerTurns([run_of(None, 1.0)])})["speedup"] is None
+    assert benchmark_figures([[(turns(known), turns(run_of(None, 1.0)))]])["speedup"] is None
 
 
 def test_a_file_of_spec_bench_has_its_table(view: Screen, tmp_path: Path) -> None:

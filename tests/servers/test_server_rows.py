@@ -9,6 +9,7 @@ from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
 from utils.repl.runner import Verdict
+from utils.screen.run_view import RunView
 from utils.servers.address import ServerAddress
 
 KEY = "sk-4f9a1c77e2b0"
@@ -42,7 +43,7 @@ def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, 
         "url": two[1].url,
         "baseline": "plain",
         "model": "tiny",
-        "engine": spec["server"]["engine"],
+        "kind": spec["server"]["kind"],
         "prompt_form": "messages",
     }
     table = view.take()[0]
@@ -144,18 +145,16 @@ def test_a_server_that_fails_leaves_the_others_and_the_session(
 def test_ctrl_c_keeps_the_text_so_far(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from utils.screen import server_view
-
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
-    show, shown = server_view.ServerView.show, []
+    show, shown = RunView.piece, []
 
-    def interrupt(own: server_view.ServerView, piece: object) -> None:
+    def interrupt(own: RunView, piece: object) -> None:
         show(own, piece)  # type: ignore[arg-type]
         shown.append(piece)
         if len(shown) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(server_view.ServerView, "show", interrupt)
+    monkeypatch.setattr(RunView, "piece", interrupt)
     assert session.handle("Hello") is Verdict.INTERRUPTED
     (row,) = records_of(tmp_path / "r.jsonl")
     assert row["finish"] == "interrupted" and row["text"].count(" w") == 3 and not two[1].posts()

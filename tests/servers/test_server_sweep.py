@@ -98,7 +98,8 @@ def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view
 
 def row(draft: int, speedups: list[float], *, per_forward: float | None = 2.0, same: bool = True) -> Finding:
     claim = SpeedClaim.of([speedups], baseline=not draft, tokens_per_forward=per_forward if draft else None)
-    figures = {"draft": draft, "setting": f"draft {draft}", "speedups": speedups, "same_as_draft_0": same}
+    figures = {"draft": draft, "setting": f"draft {draft}", "speedups": speedups}
+    figures |= {"baseline": "draft 0", "same_as_draft_0": same}
     return Finding((), figures | {"tokens_per_second": [10.0]} | claim.figures)
 
 

@@ -14,7 +14,7 @@ from servers.server_sessions import server_session
 from utils.commands.servers.server_text import ALONE, Output, TextCause, TextTrial, cause_of
 from utils.decode.steps import FinishReason
 from utils.servers.address import ServerAddress
-from utils.servers.kinds.completion import Arrival, Piece, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.vllm import VllmKind
 
 VLLM = (200, "application/json", '{"data": [{"id": "tiny", "owned_by": "vllm"}]}')
@@ -149,8 +149,8 @@ class Model:
     def complete(self, request: ServerRequest, kind: VllmKind) -> ServerCompletion:
         assert isinstance(request.prompt, tuple) and request.max_tokens == 1
         self.prompts.append(request.prompt)
-        piece = Piece("a", (self.prefill,))
-        return ServerCompletion("a", (Arrival(0.1, piece),), FinishReason.LENGTH, "length", 0.1)
+        piece = Piece("a", (self.prefill,), seconds=0.1)
+        return ServerCompletion("a", (piece,), FinishReason.LENGTH, "length", 0.1)
 
 
 @pytest.mark.parametrize(

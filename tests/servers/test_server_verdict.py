@@ -11,19 +11,20 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.verdicts import passes, timing
+from utils.commands.verdicts import measurement
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import ServerKind
 
+TOTAL_SECONDS = measurement.TOTAL_SECONDS
 TEXTS = [f"Say the word {number}" for number in range(8)]
 
 
 @pytest.fixture(autouse=True)
 def one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "TOTAL_SECONDS", 0.0)
+    monkeypatch.setattr(measurement, "TOTAL_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -104,8 +105,8 @@ def test_the_best_of_several_is_chosen_on_other_prompts(
 def test_a_few_prompts_are_repeated_and_differing_texts_are_named(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "TOTAL_SECONDS", timing.TOTAL_SECONDS)
-    monkeypatch.setattr(passes, "NARROW", 1e9)  # so that the fewest passes are enough
+    monkeypatch.setattr(measurement, "TOTAL_SECONDS", TOTAL_SECONDS)
+    monkeypatch.setattr(measurement, "NARROW", 1e9)  # so that the fewest passes are enough
     two[1].texts = ("other",)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path, TEXTS[:2])
@@ -181,7 +182,8 @@ def test_ctrl_c_keeps_what_was_finished(
     (tmp_path / "p.txt").write_text("".join(f"{text}\n" for text in TEXTS))
     assert session.handle(f"/verdict {tmp_path / 'p.txt'}") is Verdict.INTERRUPTED
     (record,) = records_of(tmp_path / "r.jsonl")
-    assert [row["prompts"] for row in record["findings"]] == [2, 2]
+    baseline, candidate = record["findings"]
+    assert candidate["prompts"] == baseline["runs"] == candidate["runs"] == 2
     assert "Too few runs" in " ".join(view.take()[0].split()) or record["findings"][-1]["interval"]
 
 
@@ -189,8 +191,8 @@ def test_a_server_that_stays_away_ends_the_verdict(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies in the second pass: the first one is kept, and not every prompt is tried."""
-    monkeypatch.setattr(passes, "TOTAL_SECONDS", timing.TOTAL_SECONDS)
-    monkeypatch.setattr(passes, "NARROW", 0.0)
+    monkeypatch.setattr(measurement, "TOTAL_SECONDS", TOTAL_SECONDS)
+    monkeypatch.setattr(measurement, "NARROW", 0.0)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     ask, asked = Connection.ask, []
 

@@ -17,10 +17,9 @@ from utils.bounds import WholeRange
 from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.config.setting_table import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width
@@ -57,7 +56,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     harness.enabled(settings)  # raises UserError where nothing is enabled
     short = replace(settings, length=min(settings.length, ANSWER))
-    if last := harness.state.last:
+    if last := harness.last_local:
         # A new job, so that the storage and the conversations of the session stay as they are.
         text, job = last.text, harness.job(last.job.prompt, short, last.job.history)
     else:
@@ -69,7 +68,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
 def _events(harness: Harness, job: Job, trials: int) -> Iterator[ReportEvent]:
     settings, random = job.settings, Random(job.settings.seed)
     enabled, texts = harness.enabled(settings), _Texts(harness, job)
-    prompt = f"the last prompt ({count_of(len(job.prompt), 'token')})" if harness.state.last else f'"{OWN_PROMPT}"'
+    prompt = f"the last prompt ({count_of(len(job.prompt), 'token')})" if harness.last_local else f'"{OWN_PROMPT}"'
     yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
     runs = (
         f"{trials} x up to {count_of(settings.length, 'token')} by {', '.join(strategy.name for strategy in enabled)}"
@@ -170,41 +169,28 @@ class TrialText:
         return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One cut. `versions` has logits (k, V) of the same positions, one tensor per way to compute them. `end` is the
-    length of the text, `width` the largest verify width.
-    """
-
-    versions: list[Tensor]
-    end: int
-    width: int = 0
-
-
-def widths(text: TrialText) -> Iterator[Trial]:
+def by_width(text: TrialText, context: list[int], count: int) -> list[Tensor]:
     """Logits by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
-    for context, count in text.cuts():
-        base = text.session()
-        if len(context) > count:
-            base.feed(context[:-count], keep=1)
-        versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
-        yield Trial([*versions, text.session().feed(context, keep=count)], len(context), width=count)
+    base = text.session()
+    if len(context) > count:
+        base.feed(context[:-count], keep=1)
+    versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
+    return [*versions, text.session().feed(context, keep=count)]
 
 
-def prefixes(text: TrialText) -> Iterator[Trial]:
+def by_prefix(text: TrialText, context: list[int], count: int) -> list[Tensor]:
     """Logits with a cached prefix, after other drafts were rewound, and without a cache."""
-    for context, count in text.cuts():
-        known = len(context) - count
-        cached = text.session(cache=True)
-        if known:
-            # Any other tokens serve as drafts: a rewind must remove them completely.
-            cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
-            cached.rewind(known)
-        sessions = (cached, text.session(cache=False))
-        yield Trial([session.feed(context, keep=count) for session in sessions], len(context))
+    known = len(context) - count
+    cached = text.session(cache=True)
+    if known:
+        # Any other tokens serve as drafts: a rewind must remove them completely.
+        cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
+        cached.rewind(known)
+    return [session.feed(context, keep=count) for session in (cached, text.session(cache=False))]
 
 
-MODES: dict[str, Callable[[TrialText], Iterator[Trial]]] = {"width": widths, "prefix": prefixes}
+# Ways to compute the logits (k, V) of the last positions of a text: one tensor for each way.
+MODES: dict[str, Callable[[TrialText, list[int], int], list[Tensor]]] = {"width": by_width, "prefix": by_prefix}
 
 
 def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[ReportEvent]:
@@ -213,10 +199,11 @@ def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[Repo
     drift, unique, done, width = LogitDrift(0.0, 0, 0), 0, 0, 0
     countdown = Countdown()
     try:
-        for trial in MODES[mode](text):
-            drift += LogitDrift.of(trial.versions)
-            unique = max(unique, len({text.choices(version, trial.end) for version in trial.versions}))
-            width = max(width, trial.width)
+        for context, count in text.cuts():
+            versions = MODES[mode](text, context, count)
+            drift += LogitDrift.of(versions)
+            unique = max(unique, len({text.choices(version, len(context)) for version in versions}))
+            width = max(width, count)
             done += 1
             yield from countdown.at(done / text.trials, f"{mode}: {done} of {text.trials} positions")
     except UserError as error:
@@ -232,7 +219,7 @@ def _logit_events(mode: str, harness: Harness, text: TrialText) -> Iterator[Repo
                     "largest_logit_difference": drift.difference,
                     "argmax_flips": drift.flips,
                     "positions": drift.positions,
-                    **({"widest_window": width} if width else {}),
+                    **({"widest_window": width} if mode == "width" else {}),
                 }
             )
 

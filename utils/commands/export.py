@@ -40,8 +40,9 @@ def _page(_: ShownResult, context: CommandContext) -> str:
 def _picture(shown: ShownResult, context: CommandContext) -> str:
     if report := shown.report:
         return picture(lambda renderer: show_report(renderer, report, shown.findings))
-    state = context.harness.state
-    return picture(lambda renderer: show_prompt_runs(renderer, state.last, shown.causes, state.last_servers))
+    last = context.harness.state.last
+    assert last is not None
+    return picture(lambda renderer: show_prompt_runs(renderer, last, shown.causes))
 
 
 def _records(shown: ShownResult, context: CommandContext) -> str:

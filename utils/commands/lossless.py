@@ -4,28 +4,28 @@ Draw i is the first round of a run with seed + i. The prefill is computed once a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.countdown import Countdown
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.metrics.chi_square import Fit, fit
 from utils.text import count_of
 
 DRAWS, MAX_DRAWS = 200, 1_000_000
+MIN_EXPECTED = 5.0  # with smaller expected counts the chi-square distribution is a poor approximation
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
 OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
@@ -45,6 +45,25 @@ GREEDY = (
     "greedy decoding is deterministic, so there is no distribution to test. Type /processor multinomial 1 first, "
     "or /audit to check that texts are equal."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The result of Pearson's chi-square test of counted draws against a distribution. Small cells are merged.
+
+    `draws` is their number, and `matches` counts those with a probability above 0. `support` is the number of tokens
+    with such a probability. `cells` counts the cells after merging. `statistic`, `freedom` and `p_value` are None with
+    fewer than two cells. `p_value` is the probability that draws from the distribution itself deviate at least this
+    much.
+    """
+
+    draws: int
+    matches: int
+    support: int
+    cells: int
+    statistic: float | None
+    freedom: int | None
+    p_value: float | None
 
 
 def _lossless(argument: str, context: CommandContext) -> Outcome:
@@ -170,6 +189,45 @@ def _alarm(row: dict[str, Any]) -> str:
     if row["verdict"] == WRONG:
         return f"{row['strategy']} does not follow the target's distribution. This is a bug: please report it."
     return ""
+
+
+def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
+    """Test counts by token id against a distribution (V,). A draw of a token with probability 0 makes the p-value 0."""
+    draws = sum(counts.values())
+    probabilities = probs.tolist()
+    matches = sum(count for token, count in counts.items() if probabilities[token] > 0)
+    support = sum(value > 0 for value in probabilities)
+    cells = _merged([(counts.get(token, 0), draws * value) for token, value in enumerate(probabilities) if value > 0])
+    # First: an impossible draw refutes the distribution, however few cells there are.
+    if matches < draws:
+        return Fit(draws, matches, support, len(cells), None, None, 0.0)
+    if len(cells) < 2:
+        return Fit(draws, matches, support, len(cells), None, None, None)
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
+    freedom = len(cells) - 1
+    return Fit(draws, matches, support, len(cells), statistic, freedom, chi_square_tail(statistic, freedom))
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """The probability that a chi-square variable with `freedom` degrees exceeds `statistic`."""
+    # Q(freedom / 2, statistic / 2), the regularised upper incomplete gamma function.
+    halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+def _merged(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The cells (observed, expected), with those expected below 5 merged into one. If that is still too small, it also
+    takes the smallest other cell.
+    """
+    large = sorted((cell for cell in cells if cell[1] >= MIN_EXPECTED), key=lambda cell: cell[1], reverse=True)
+    small = [cell for cell in cells if cell[1] < MIN_EXPECTED]
+    if small:
+        rest = (sum(observed for observed, _ in small), sum(expected for _, expected in small))
+        if rest[1] < MIN_EXPECTED and large:
+            observed, expected = large.pop()
+            rest = (rest[0] + observed, rest[1] + expected)
+        large.append(rest)
+    return large
 
 
 LOSSLESS = Command(

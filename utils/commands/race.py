@@ -1,78 +1,136 @@
-"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy in turns, to
-separate differences in speed from noise.
+"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy and every server in
+turns, to separate differences in speed from noise.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.repeated_runs import (
-    PairedRun,
-    Variant,
-    announcement,
-    median_text,
-    range_text,
-    repeat_figures,
-    repeat_in_turns,
-    then_findings,
+from utils.commands.experiments.paired_runs import local_arms, server_arms
+from utils.commands.experiments.race_conclusion import (
+    REPEATS,
+    file_conclusion,
+    repeats_conclusion,
+    server_conclusion,
 )
-from utils.commands.experiments.server_race import server_race
-from utils.commands.experiments.suite import suite
+from utils.commands.experiments.race_figures import race_charts, race_rows, race_table
+from utils.commands.experiments.race_runs import ArmRace, RaceItem
+from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.harness import Harness
-from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Finding, Report, ReportEvent, shortened
-from utils.comparison.speed_claims import FASTER, TOO_FEW, Row, interval_text, speed_sentence, speedup_text
-from utils.comparison.strategies import Strategy
-from utils.config.settings import Settings
+from utils.comparison.arms import Arm
+from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
+from utils.comparison.charts import TARGET_ONLY
+from utils.comparison.reports import Note, Report, ReportEvent, shortened
 from utils.errors import UserError
-from utils.prompts.prompt_files import Prompt
+from utils.prompts.conversation import Turns
+from utils.prompts.prompt_files import Prompt, limited, read_prompts
 
-REPEATS, MAX_REPEATS = 5, 1000
-HEADINGS = (
-    "strategy",
-    "tokens/s",
-    "range",
-    "time to first token",
-    "decoding",
-    "speed-up",
-    "95 % interval",
-    "verdict",
-)
-OPTIONAL = ("decoding", "time to first token", "range")
-NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
-WITH_FASTER = "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts."
-WITHOUT_FASTER = "Next: /why shows what limits the speed-up."
+MAX_REPEATS = 1000
+MANY = 50  # number of prompts from which a note recommends a limit
+EXAMPLE = "/race prompts.jsonl"
+Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
+Conclude = Callable[[Sequence[dict[str, Any]]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Race:
+    """What is run. `subject` is the prompt or the file as records have it, `note` a sentence before the first run."""
+
+    context: CommandContext
+    prompts: Sequence[Numbered]
+    repeats: int
+    subject: str
+    title: str
+    sample: BenchmarkSample = NO_SAMPLE
+    note: str = ""
+    history: Turns = ()
+
+    def local(self, record: str, arms: Sequence[Arm], conclude: Conclude) -> Report:
+        """The report of the local strategies."""
+        return self._report(record, arms, arms, conclude)
+
+    def on_servers(self) -> Report:
+        """The report of the servers."""
+        harness = self.context.harness
+        arms = server_arms(harness, list(harness.state.servers))
+        servers = [arm for arm in arms if arm.strategy is None]
+        report = self._report("server_race", arms, servers, server_conclusion, over="the baseline")
+        return replace(report, title=f"{self.title}, on servers")
+
+    def _report(
+        self, record: str, arms: Sequence[Arm], shown: Sequence[Arm], conclude: Conclude, *, over: str = TARGET_ONLY
+    ) -> Report:
+        settings, sample = self.context.settings, self.sample
+        items = [RaceItem(number, prompt, prompt.task, settings, arms, self.history) for number, prompt in self.prompts]
+        race = ArmRace(self.context.harness, items, self.repeats)
+        table = race_table(items, servers=over != TARGET_ONLY)
+        return Report(
+            *(record, self.subject, settings, table.headings),
+            then_findings(self._events(race), lambda: map(table.finding, race_rows(race.results, shown, sample))),
+            lambda findings: conclude(figures_of(findings)),
+            charts=partial(race_charts, over=over),
+            tables=lambda findings: sample.tables(figures_of(findings), settings.length) if sample.name else [],
+            optional=table.optional,
+            title=self.title,
+        )
+
+    def _events(self, race: ArmRace) -> Iterator[ReportEvent]:
+        if self.note:
+            yield Note(self.note)
+        yield from race.events()
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
     repeats, file, limit = _parsed(argument)
     if file or limit is not None:
-        return suite(file, repeats or 1, context, limit=limit)
-    repeats, harness = repeats or REPEATS, context.harness
-    asked = harness.state.last_servers
-    if asked is None or not harness.state.servers:
-        return _local(repeats, context)
-    title = f'/race {repeats} of "{shortened(asked.text)}"'
-    prompts = [(1, Prompt(asked.text))]
-    on_servers = RunReport(server_race(harness, context.settings, prompts, repeats=repeats, title=title))
-    runs_locally = harness.runs_locally(context.settings) and harness.state.last is not None
-    return [*(_local(repeats, context) if runs_locally else ()), on_servers]
+        return list(map(RunReport, _file_reports(file, repeats or 1, limit, context)))
+    return list(map(RunReport, _last_reports(repeats or REPEATS, context)))
 
 
-def _local(repeats: int, context: CommandContext) -> Outcome:
-    """The report of the local strategies."""
-    last, harness, settings = context.harness.last(), context.harness, context.settings
-    enabled = harness.enabled(settings)  # raises UserError where nothing is enabled
-    title = f'/race {repeats} of "{shortened(last.text)}"'
-    events = _events(harness, last, settings, enabled=enabled, repeats=repeats)
-    report = Report(
-        "race", last.text, settings, HEADINGS, events, _conclusion, charts=_charts, optional=OPTIONAL, title=title
+def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
+    """The last prompt, by the local strategies and by the servers that have answered it."""
+    harness, settings = context.harness, context.settings
+    last = harness.state.last
+    on_servers = (
+        last is not None and bool(harness.state.servers) and any(arm.strategy is None for arm, _ in last.planned)
     )
-    return [RunReport(report)]
+    if not on_servers or (last is not None and last.is_local and harness.runs_locally(settings)):
+        own = harness.last()  # raises UserError if no local strategy ran it
+        race = _Race(context, [(1, Prompt(own.text))], repeats, own.text, _title(repeats, own.text))
+        yield replace(race, history=own.job.history).local("race", local_arms(harness, settings), repeats_conclusion)
+    if last is not None and on_servers:
+        yield _Race(context, [(1, Prompt(last.text))], repeats, last.text, _title(repeats, last.text)).on_servers()
+
+
+def _title(repeats: int, text: str) -> str:
+    return f'/race {repeats} of "{shortened(text)}"'
+
+
+def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[Report]:
+    """All prompts of a file, or at most `limit` of each task. Raises UserError for a file that cannot be used."""
+    path = path_in(file, EXAMPLE)
+    prompts, harness, settings = list(read_prompts(path)), context.harness, context.settings
+    if not prompts:
+        raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
+    chosen = range(len(prompts)) if limit is None else limited(prompts, limit)
+    numbered = [(index + 1, prompts[index]) for index in chosen]
+    sample = BenchmarkSample.chosen([prompt for _, prompt in numbered], len(prompts))
+    title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
+    many = limit is None and len(numbered) >= MANY
+    note = f"All {len(numbered)} prompts are run. With limit=3 after the file, 3 of each task are." if many else ""
+    race = _Race(context, numbered, repeats, str(path), title, sample, note)
+    if not harness.state.servers or harness.runs_locally(settings):
+        verified = harness.pair.engine.state.verified
+        conclude = partial(file_conclusion, prompts=len(numbered), verify=settings.verify, engine_is_verified=verified)
+        yield race.local("suite", local_arms(harness, settings), conclude)
+    if harness.state.servers:
+        yield race.on_servers()
 
 
 def _limited(argument: str) -> tuple[str, int | None]:
@@ -96,52 +154,6 @@ def _parsed(argument: str) -> tuple[int | None, str, int | None]:
     assert match is not None  # the pattern matches every argument
     number, file = match.groups("")
     return WholeRange(1, MAX_REPEATS).parse(number) if number else None, *_limited(file)
-
-
-def _events(
-    harness: Harness, last: LastPrompt, settings: Settings, *, enabled: Sequence[Strategy], repeats: int
-) -> Iterator[ReportEvent]:
-    variant = Variant(settings)
-    yield announcement(repeats, (strategy.name for strategy in enabled))
-    yield from then_findings(
-        repeat_in_turns(harness, last, [variant], repeats=repeats),
-        lambda: (_finding(strategy, runs) for strategy in enabled if (runs := variant.runs.get(strategy.name))),
-    )
-
-
-def _finding(strategy: Strategy, runs: Sequence[PairedRun]) -> Finding:
-    figures = repeat_figures(strategy, runs)
-    first = median(seconds or 0.0 for seconds in figures["first_token_seconds"])
-    cells = (
-        strategy.name,
-        median_text(figures["tokens_per_second"], "{:.1f}"),
-        range_text(figures["tokens_per_second"]),
-        f"{1000 * first:.0f} ms",
-        median_text(figures["decode_tokens_per_second"], "{:.1f}"),
-        speedup_text(figures),
-        interval_text(figures["interval"]),
-        figures["verdict"],
-    )
-    return Finding(cells, figures)
-
-
-def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return conclusion([finding.figures for finding in findings])
-
-
-def conclusion(rows: Sequence[Row]) -> list[str]:
-    """What the repeats show about each strategy, and what to do next."""
-    if all(row["speedup"] is None for row in rows):
-        return [NO_TARGET]
-    lines = [sentence for row in rows if (sentence := speed_sentence(row))]
-    verdicts = {row["verdict"] for row in rows}
-    if TOO_FEW in verdicts:
-        return [*lines, f"Next: /race {REPEATS} tells whether the difference is real."]
-    return [*lines, WITH_FASTER if FASTER in verdicts else WITHOUT_FASTER]
-
-
-def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    return [repeats_chart([(finding.figures["strategy"], finding.figures) for finding in findings])]
 
 
 RACE = Command(

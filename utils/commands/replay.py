@@ -18,10 +18,19 @@ from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.comparison.arms import complete
 from utils.comparison.harness import Harness
-from utils.comparison.matching import Problem, RunMatch, differences, problem_sentences
-from utils.comparison.recorded_runs import CIRCUMSTANCES, GENERATION, RecordedRun, RecordsFile, read_records
-from utils.comparison.records import circumstances
+from utils.comparison.recorded_runs import (
+    CIRCUMSTANCES,
+    Problem,
+    RecordedRun,
+    RecordsFile,
+    RunMatch,
+    differences,
+    problem_sentences,
+    read_records,
+)
+from utils.comparison.records import GENERATION, circumstances
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
@@ -83,11 +92,11 @@ class _Replay:
         # An unsupported value becomes a note and keeps its default, so the record can still run.
         settings, notes = from_json(past.settings, self.context.limits)
         strategy = _strategy(past, settings, harness)
-        prompt = harness.prompt_ids(past.prompt, settings, past.history)
+        arm = harness.arm(strategy)
         if (key := (strategy.name, *settings.drafter_kind)) not in self.warm:
-            harness.run_alone(prompt, strategy, shortened(settings), history=past.history)
+            complete(arm.run(past.prompt, shortened(settings), past.history))
             self.warm.add(key)
-        run = harness.run_alone(prompt, strategy, settings, history=past.history)
+        run = complete(arm.run(past.prompt, settings, past.history))
         if not run.tokens_per_second:
             raise UserError("the run has no speed.")
         state = circumstances(harness.pair, settings)
@@ -96,11 +105,11 @@ class _Replay:
             circumstances={part: state[part] for part in CIRCUMSTANCES},
             speeds=(run.tokens_per_second,),
             speedups=(),
-            text=decode(harness.pair.tokenizer, run.tokens),
-            tokens=tuple(run.tokens),
-            prompt_tokens=len(prompt),
-            accepted=run.accepted if strategy.drafts else None,
-            drafted=run.drafted if strategy.drafts else None,
+            text=run.text,
+            tokens=run.tokens,
+            prompt_tokens=run.prompt_tokens,
+            accepted=run.accepted,
+            drafted=run.drafted,
             drafter_kind=strategy.drafter_label(harness.pair),
         )
         if past.text is not None and past.text != decode(harness.pair.tokenizer, list(past.tokens or ())):

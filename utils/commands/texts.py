@@ -8,16 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowTexts
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.last_prompt import ComparedRun, LastPrompt, divergence_of, own_conversations, unlike_target
-from utils.comparison.records import divergence_figures, generation_records
+from utils.comparison.arms import ComparedRun
+from utils.comparison.records import SERVER, divergence_figures, run_records
 from utils.comparison.reports import Column, Finding, Report
-from utils.comparison.server_columns import server_columns
+from utils.comparison.run_texts import candidate_piece
+from utils.comparison.session_state import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.strategies import Strategy
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.results import first_difference
-from utils.screen.divergence_words import candidate_piece
-from utils.text import count_of, decode
+from utils.text import count_of
 
 HEADINGS = (
     "strategy",
@@ -52,40 +52,37 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
 
 
 def _columns(context: CommandContext) -> Outcome:
-    servers = context.harness.state.last_servers
-    on_servers = [] if servers is None else server_columns(servers.compared)
-    if on_servers and context.harness.state.last is None:
-        return [ShowTexts(on_servers)]
-    last = context.harness.last()
-    if not last.compared and not on_servers:
+    last = context.harness.state.last or context.harness.last()  # the latter raises UserError
+    if not last.compared:
         raise UserError("no strategy answered the last prompt: send it again.")
-    groups: dict[tuple[int, ...], list[ComparedRun]] = {}
-    for compared in sorted(last.compared, key=lambda compared: not compared.strategy.is_baseline):  # the target first
-        groups.setdefault(tuple(compared.run.tokens), []).append(compared)
-    return [ShowTexts([*(_column(last, group) for group in groups.values()), *on_servers])]
+    groups: dict[tuple[int, ...] | str, list[ComparedRun]] = {}
+    for entry in sorted(last.compared, key=lambda entry: entry.run.name != context.harness.baseline.name):
+        key = entry.run.tokens if entry.run.is_local and entry.run.tokens is not None else entry.run.text
+        groups.setdefault(key, []).append(entry)
+    return [ShowTexts([_column(last, group) for group in groups.values()])]
 
 
 def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
-    """A column for strategies that generated the same tokens."""
+    """A column for arms that generated the same text, marked from the first difference from the baseline's."""
     _, run, comparison = group[0]
-    names = [strategy.name for strategy, *_ in group]
-    tokenizer, target = last.job.pair.tokenizer, last.target
-    text = decode(tokenizer, run.tokens)
-    about = f"{count_of(len(run.tokens), 'token')}, {run.finish}"
-    if comparison.first_difference is None:
-        return Column(names, about, text)
-    assert target is not None
+    names = [entry.run.name for entry in group]
+    tokens = "tokens unknown" if run.new_tokens is None else count_of(run.new_tokens, "token")
+    about = f"{tokens}, {run.finish}"
+    other = next((entry.run for entry in last.compared if entry.run.name == run.baseline), None)
+    if other is None or comparison.first_difference is None:
+        return Column(names, about, run.text)
     # In characters: two different tokens may begin with the same characters.
-    shared = first_difference(text, decode(tokenizer, target.tokens))
-    about += f", differs from token {comparison.first_difference + 1}"
-    return Column(names, about, text[:shared], "" if shared is None else text[shared:])
+    shared = first_difference(run.text, other.text)
+    whose = "" if run.is_local else f"{other.name} from "
+    about += f", differs from {whose}{comparison.unit} {comparison.first_difference + 1}"
+    return Column(names, about, run.text[:shared], "" if shared is None else run.text[shared:])
 
 
 def _divergence(context: CommandContext) -> Outcome:
     last = context.harness.last()
     others = [
         (strategy, comparison)
-        for strategy, _, comparison in last.compared
+        for strategy, _, comparison in last.local
         if strategy.lossless and not strategy.is_baseline
     ]
     # None without a finished run of the target, or if the conversation differs from the target's.
@@ -135,7 +132,7 @@ def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
         return ""
     rounds = {
         strategy.name: [(step.drafted, step.accepted, step.token) for step in run.steps]
-        for strategy, run, _ in last.compared
+        for strategy, run, _ in last.local
         if strategy.drafts and last.jobs[strategy.name].is_same_request(last.job)
     }
     return json.dumps(
@@ -143,7 +140,7 @@ def replay_data(last: LastPrompt, findings: Sequence[Finding]) -> str:
             "prompt_ids": last.job.prompt,
             "divergences": [finding.figures for finding in findings],
             "rounds": rounds,
-            "runs": generation_records(last, {}),
+            "runs": [row for row in run_records(last, {}, last.job.pair) if row[SERVER] is None],
         }
     )
 

@@ -14,12 +14,11 @@ from utils.commands.shared.columns import ResultTable, TableColumn, by_strategy,
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
-from utils.comparison.countdown import Countdown
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.last_prompt import LastPrompt
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Progress, Report, ReportEvent
+from utils.comparison.session_state import LastPrompt
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.text import count_of
@@ -113,7 +112,7 @@ def _measured(last: LastPrompt) -> dict[str, float | None]:
     """The speed-up of the last prompt's own runs, by drafter kind."""
     return {
         str(strategy.drafter_label(last.job.pair)): comparison.speedup
-        for strategy, _, comparison in last.compared
+        for strategy, _, comparison in last.local
         if strategy.drafts
     }
 

@@ -13,8 +13,8 @@ from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
-from utils.comparison.last_prompt import ComparedRun, LastPrompt
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.session_state import LastPrompt, LocalResult
 from utils.comparison.warm_up import with_costs
 from utils.engine import Engine
 from utils.engine.forward_timing import WIDTHS, time_of_repeats
@@ -91,7 +91,7 @@ class RunCosts:
 def _why(argument: str, context: CommandContext) -> Outcome:
     last = context.harness.last()
     target = target_run(last)
-    if not any(strategy.drafts and run.timings for strategy, run, _ in last.compared):
+    if not any(strategy.drafts and run.timings for strategy, run, _ in last.local):
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
@@ -112,7 +112,7 @@ def _events(last: LastPrompt, timing: TargetTiming, context: CommandContext) -> 
     settings = replace(context.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)
     costs = with_costs(harness, settings).costs
     assert costs is not None
-    for compared in last.compared:
+    for compared in last.local:
         strategy, run, _ = compared
         if strategy.drafts and run.timings:
             row = _figures(compared, strategy.drafter_label(last.job.pair), costs, timing, prompt=len(last.job.prompt))
@@ -128,7 +128,7 @@ def _expected(engine: Engine) -> str:
 
 
 def _figures(
-    compared: ComparedRun, kind: str | None, costs: Costs, timing: TargetTiming, *, prompt: int
+    compared: LocalResult, kind: str | None, costs: Costs, timing: TargetTiming, *, prompt: int
 ) -> dict[str, Any]:
     strategy, run, comparison = compared
     costs = costs_of_run(costs, prompt, len(run.tokens))

@@ -137,7 +137,7 @@ def time_chart(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[StackedCh
 
 def prompt_charts(records: Sequence[Record]) -> list[Chart]:
     """The charts of the runs of one prompt, from their records. Servers do not say where their time goes."""
-    records = [row for row in records if "draft_seconds" in row]
+    records = [row for row in records if not row.get("server")]
     rates = {
         row["strategy"]: [accepted / tried if tried else None for accepted, tried in row["accepted_by_position"] or ()]
         for row in records

@@ -8,36 +8,27 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel
 
-from ngram_assisted import STORAGES, NGramStorage
+from ngram_assisted import NGramStorage
+from utils.comparison.arms import Arm, LocalArm, ServerArm, empty_storage, ids_of
 from utils.comparison.job import Job
-from utils.comparison.last_prompt import LastPrompt, PlannedRun
-from utils.comparison.session_state import SessionState
+from utils.comparison.session_state import LastPrompt, PlannedRun, SessionState
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
-from utils.decode.model_info import check_memory, context_length, vocabulary_size
+from utils.decode.model_info import check_memory, context_length
 from utils.decode.model_session import ModelSession
-from utils.decode.noise import fix_seeds
-from utils.decode.steps import FinishReason
 from utils.errors import ContextOverflow, UserError
-from utils.metrics.results import Generation, collect
-from utils.metrics.stopwatch import Stopwatch
 from utils.pairs.drafter_inputs import DrafterCaches
 from utils.pairs.pair import Pair
-from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
-from utils.text import count_of, decode
+from utils.servers.address import TARGET
+from utils.servers.connection import Connection
+from utils.text import count_of
 
 NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/load or --drafter loads one)."
 NO_PROMPT_YET = "a prompt is needed: send one first."
 NO_MODEL = "this needs a loaded model, and none is loaded: /load PAIR loads one."
 NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds a server, and /load PAIR loads models."
 NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
-
-
-def empty_storage(settings: Settings, vocabulary: int) -> NGramStorage:
-    """An empty n-gram storage of the kind, order and size in the settings."""
-    spec = settings.ngram_storage
-    return STORAGES[spec.kind](spec.order, vocabulary, settings.ngram_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +45,7 @@ class Harness:
     @classmethod
     def of(cls, pair: Pair | None, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
         """A harness with a new state."""
-        storage = empty_storage(settings, 1 if pair is None else vocabulary_size(pair.target))
-        return cls(pair, SessionState(storage), strategies)
+        return cls(pair, SessionState(empty_storage(settings, pair)), strategies)
 
     @property
     def has_pair(self) -> bool:
@@ -69,10 +59,16 @@ class Harness:
         return self.loaded
 
     def last(self) -> LastPrompt:
-        """The last prompt's local runs. Raises UserError if there are no runs."""
-        if self.state.last is None:
+        """The last prompt, if local strategies ran it. Otherwise raises UserError."""
+        if self.last_local is None:
             raise UserError(NO_PROMPT_YET if self.has_pair else NO_MODEL)
-        return self.state.last
+        return self.last_local
+
+    @property
+    def last_local(self) -> LastPrompt | None:
+        """The last prompt, or None if no local strategy ran it."""
+        last = self.state.last
+        return last if last is not None and last.is_local else None
 
     def variants(self, settings: Settings) -> list[Strategy]:
         """All strategies, with a variant for each drafter kind in the settings. Raises UserError for a kind that the
@@ -104,47 +100,52 @@ class Harness:
 
     def prompt_ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
         """The token ids of a prompt that follows earlier turns. Raises UserError for an empty prompt."""
-        return prompt_ids(
-            self.pair.tokenizer,
-            text,
-            chat=settings.uses_chat,
-            system=settings.system,
-            special=settings.special,
-            history=history,
-        )
+        return ids_of(self.pair, text, settings, history)
+
+    def arm(self, strategy: Strategy) -> LocalArm:
+        """The arm of a strategy whose runs have storages and texts of their own."""
+        return LocalArm(strategy, self.pair, self.state.caches.cut_models)
+
+    def server_arms(self) -> list[ServerArm]:
+        """The arms of the session's servers."""
+        connections = self.state.servers.connections.values()
+        return [ServerArm(connection, self.loaded, place) for place, connection in enumerate(connections)]
 
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
-        """The enabled strategies with their jobs, which share the session's storage and caches.
+        """The enabled strategies, with jobs that share the session's storage and caches, and then the servers.
 
-        Empty if only servers run. `note` receives each reason why a strategy is skipped or drafts nothing. Raises
-        UserError for a prompt that the target cannot take.
+        `note` receives each reason why a strategy is skipped or drafts nothing. Raises UserError for a prompt that the
+        target cannot take.
         """
-        if not self.has_pair and not self.state.servers:
+        servers = [PlannedRun(arm, self._history(arm, settings)) for arm in self.server_arms()]
+        if not self.has_pair and not servers:
             raise UserError(NOTHING_RUNS)
-        if self.state.servers and not self.runs_locally(settings):
-            return []
+        if servers and not self.runs_locally(settings):
+            return servers
         missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
         if self.pair.drafter is None and missing:
             note(NO_DRAFTER)
-        planned = self._plan(text, settings, self.enabled(settings))
-        self._check_prompts(planned, note)
-        return planned
+        arms = self._prepared(text, settings, [self.arm(strategy) for strategy in self.enabled(settings)])
+        self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None], note)
+        return [*(PlannedRun(arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
 
-    def _plan(self, text: str, settings: Settings, strategies: Sequence[Strategy]) -> list[PlannedRun]:
-        conversations, baseline = self.state.conversations, self.baseline.name
-        histories: list[Turns] = [
-            conversations.history(strategy.name, baseline) if settings.keeps_conversation else ()
-            for strategy in strategies
-        ]
+    def _history(self, arm: Arm, settings: Settings) -> Turns:
+        """The conversation that an arm continues, which is its own after the first turn."""
+        conversations = self.state.conversations
+        return conversations.history(arm.name, self.baseline.name) if settings.keeps_conversation else ()
+
+    def _prepared(self, text: str, settings: Settings, arms: Sequence[LocalArm]) -> list[LocalArm]:
+        """The arms with jobs for this prompt."""
+        histories = [self._history(arm, settings) for arm in arms]
         # Strategies mostly share a history: each different one is rendered and tokenized once.
         ids = {history: self.prompt_ids(text, settings, history) for history in dict.fromkeys(histories)}
         job = Job([], self.pair, settings, self.state.storage, caches=self.state.caches)
         return [
-            PlannedRun(strategy, replace(job, prompt=ids[history], history=history))
-            for strategy, history in zip(strategies, histories, strict=True)
+            replace(arm, job=replace(job, prompt=ids[history], history=history))
+            for arm, history in zip(arms, histories, strict=True)
         ]
 
-    def _check_prompts(self, planned: Sequence[PlannedRun], note: Callable[[str], None]) -> None:
+    def _check_prompts(self, planned: Sequence[tuple[Strategy, Job]], note: Callable[[str], None]) -> None:
         """Refuse an unusable prompt once, not once per strategy. One that is too long for the drafter gets a note."""
         # Only `begin` is needed. Without a cache, opening a session probes nothing.
         session = ModelSession(self.pair.target, use_cache=False)
@@ -167,15 +168,12 @@ class Harness:
 
     def keep_turn(self) -> None:
         """Add the last prompt and its answers to the conversations."""
-        turns = self.state.conversations.by_name
-        if (last := self.state.last) is not None:
-            for strategy, run, _ in last.compared:
-                # Appended to the history of this run, which may be the baseline's instead of the strategy's own.
-                turn = Turn(last.text, decode(self.pair.tokenizer, run.tokens))
-                turns[strategy.name] = (*last.jobs[strategy.name].history, turn)
-        if (servers := self.state.last_servers) is not None:
-            for server, _ in servers.compared:
-                turns[server.name] = (*servers.histories[server.name], Turn(servers.text, server.text))
+        if (last := self.state.last) is None:
+            return
+        for _, run, _ in last.compared:
+            # Appended to the history of this run, which may be the baseline's instead of the strategy's own.
+            turns = (*last.histories[run.name], Turn(last.text, run.text))
+            self.state.conversations.by_name[run.name] = turns
 
     def start_engine(self, settings: Settings, *, anew: bool = False) -> None:
         """Use the engine and the threads of the settings.
@@ -192,27 +190,22 @@ class Harness:
 
     def new_storage(self, settings: Settings) -> NGramStorage:
         """An empty n-gram storage."""
-        return empty_storage(settings, vocabulary_size(self.pair.target))
+        return empty_storage(settings, self.pair)
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
         caches = DrafterCaches(cut_models=self.state.caches.cut_models)
         return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
 
-    def run_alone(
-        self,
-        prompt: list[int],
-        strategy: Strategy,
-        settings: Settings,
-        *,
-        history: Turns = (),
-        stopwatch: Stopwatch | None = None,
-    ) -> Generation:
-        """Run a strategy on its own storage. Raises KeyboardInterrupt on Ctrl-C."""
-        fix_seeds(settings.seed)
-        job = self.job(prompt, settings, history).with_observers(stopwatch)
-        run = collect(strategy.steps(job), stopwatch=stopwatch)
-        # `collect` turns Ctrl-C into a partial run; a command must end instead.
-        if run.finish is FinishReason.INTERRUPTED:
-            raise KeyboardInterrupt
-        return run
+
+def comparable_servers(harness: Harness) -> list[Connection]:
+    """The servers with a baseline that shares their host, so that speeds can be compared."""
+    connections = harness.state.servers.connections.values()
+    return [connection for connection in connections if _is_comparable(connection, harness)]
+
+
+def _is_comparable(connection: Connection, harness: Harness) -> bool:
+    address, connections = connection.address, harness.state.servers.connections
+    if address.baseline == TARGET:
+        return address.is_local and harness.has_pair
+    return address.baseline in connections and connections[address.baseline].address.host == address.host

@@ -1,6 +1,7 @@
-"""JSON records: one line per generation or report, schema 1, for scripts that read what the screen shows.
+"""JSON records: one line per run or report, schema 2, for scripts that read what the screen shows.
 
-Missing figures are null, never NaN. The file is only ever appended to.
+Runs of strategies and answers of servers have the same fields. Missing figures are null, never NaN. The file is only
+ever appended to, and contains neither API keys nor names of their variables.
 """
 
 import json
@@ -9,27 +10,31 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from errno import EINVAL, ENOSPC
+from functools import cache
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from utils import __version__
-from utils.comparison.last_prompt import ComparedRun, LastPrompt
+from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Finding, Report
-from utils.comparison.second_baseline import comparison_figures
-from utils.comparison.strategies import Strategy
+from utils.comparison.runs import Run
+from utils.comparison.second_baseline import FIGURE, estimated
+from utils.comparison.session_state import LastPrompt
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
 from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason
 from utils.metrics.divergence import Divergence
-from utils.metrics.results import Generation
 from utils.prompts.conversation import to_messages
-from utils.text import decode
+from utils.servers.address import ServerAddress
+from utils.servers.kinds.completion import Chat, CountedBy
 
-SCHEMA = 1
+SCHEMA = 2
+GENERATION = "generation"  # a run of a strategy or a server
+SERVER = "server"  # the field with the server; null for a strategy
 MODEL_FIELDS = {  # record fields and the attributes of a Pair that fill them
     "target": "target_name",
     "drafter": "drafter_name",
@@ -38,38 +43,66 @@ MODEL_FIELDS = {  # record fields and the attributes of a Pair that fill them
 }
 
 
-def generation_records(last: LastPrompt, divergences: Mapping[str, Divergence]) -> list[dict[str, Any]]:
-    """One record for each run of a prompt. `divergences` are keyed by the strategy's name."""
-    return [_generation(last, compared, divergences.get(compared[0].name)) for compared in last.compared]
+def run_records(last: LastPrompt, divergences: Mapping[str, Divergence], pair: Any) -> list[dict[str, Any]]:
+    """One record for each run of a prompt. `divergences` are keyed by name, and `pair` has the loaded models, or is
+    None.
+    """
+    return [_run(last, entry, divergences.get(entry.run.name), pair) for entry in last.compared]
 
 
-def _generation(last: LastPrompt, compared: ComparedRun, divergence: Divergence | None) -> dict[str, Any]:
-    strategy, run, comparison = compared
-    job = last.jobs[strategy.name]
+def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pair: Any) -> dict[str, Any]:
+    arm, run, comparison = entry
+    history, faster = last.histories[run.name], pair.engine.faster_baseline() if run.is_local else None
     return {
         "schema": SCHEMA,
-        "record": "generation",
+        "record": GENERATION,
         "prompt": last.text,
-        "turn": job.turn,
-        "history": to_messages(job.history),
-        "strategy": strategy.name,
-        "drafter_kind": strategy.drafter_label(job.pair),
-        "text": decode(job.pair.tokenizer, run.tokens),
-        "token_ids": run.tokens,
-        "prompt_tokens": len(job.prompt),
-        "new_tokens": len(run.tokens),
+        "turn": len(history),
+        "history": to_messages(history),
+        "strategy": run.name,
+        "drafter_kind": None if arm.strategy is None else arm.strategy.drafter_label(pair),
+        SERVER: server_figures(run),
+        "text": run.text,
+        "token_ids": None if run.tokens is None else list(run.tokens),
+        "prompt_tokens": run.prompt_tokens,
+        "new_tokens": run.new_tokens,
+        "tokens_counted_by": (CountedBy.IDS if run.completion is None else run.completion.counted_by).value,
         "finish": run.finish.value,
+        "finish_reason": run.finish.value if run.completion is None else run.completion.finish_reason,
         "seconds": run.seconds,
         "first_token_seconds": run.first_seconds,
         "tokens_per_second": run.tokens_per_second,
-        **_draft_figures(strategy, run),
-        "speedup_vs_target": comparison.speedup,
-        **comparison_figures(comparison, job.pair.engine.faster_baseline()),
-        "same_as_target": comparison.same,
+        "decode_tokens_per_second": run.decode_tokens_per_second,
+        **_draft_figures(run),
+        "baseline": comparison.baseline,
+        "speedup_vs_baseline": comparison.speedup,
+        "decode_speedup_vs_baseline": comparison.decode_speedup,
+        FIGURE: estimated(comparison.speedup, faster),
+        "same_as_baseline": comparison.same,
         "first_difference": comparison.first_difference,
+        "first_difference_in": f"{comparison.unit}s",
         "divergence": None if divergence is None else divergence_figures(divergence),
-        **circumstances(job.pair, job.settings),
+        **circumstances(pair, last.settings),
     }
+
+
+def server_figures(run: Run) -> dict[str, Any] | None:
+    """Which server answered, and the form of its prompt. None for a local run."""
+    if run.address is None or run.completion is None:
+        return None
+    request = run.completion.request
+    prompt = None if request is None else request.prompt
+    form = "messages" if isinstance(prompt, Chat) else "text" if isinstance(prompt, str) else "token ids"
+    return address_figures(run.address) | {
+        "model": run.completion.model,
+        "kind": run.completion.kind,
+        "prompt_form": form,
+    }
+
+
+def address_figures(address: ServerAddress) -> dict[str, Any]:
+    """A server's name and address, without its key."""
+    return {"name": address.name, "url": address.url, "baseline": address.baseline}
 
 
 def divergence_figures(divergence: Divergence) -> dict[str, Any]:
@@ -107,25 +140,29 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     state = {
         "models": dict.fromkeys(MODEL_FIELDS) if pair is None else _models(pair),
         "engine": {} if pair is None else pair.engine.figures(),
-        "versions": versions(),
+        "versions": dict(versions()),
         "machine": dict(machine_facts()),
     }
     return {"seed": settings.seed, "settings": as_json(settings), **state}
 
 
-def _draft_figures(strategy: Strategy, run: Generation) -> dict[str, Any]:
-    drafts, target = strategy.drafts, strategy.uses_target
+def _draft_figures(run: Run) -> dict[str, Any]:
+    """What became of the drafts. The times are known for local runs only."""
+    found, positions = run.acceptance, run.accepted_by_position
+    local = None if run.drafted is None else run.generation
     return {
-        "drafted": run.drafted if drafts else None,
-        "accepted": run.accepted if drafts else None,
-        "acceptance_rate": run.acceptance_rate if drafts else None,
-        "rounds": len(run.steps) if drafts else None,
-        "target_forwards": run.target_forwards if target else None,
-        "tokens_per_target_forward": run.tokens_per_target_forward if target else None,
-        "accepted_by_position": [list(pair) for pair in run.accepted_by_position] if drafts else None,
-        "declined_rounds": run.declined_rounds if drafts else None,
-        "draft_seconds": sum(timing.drafting for timing in run.timings) if drafts else None,
-        "verify_seconds": sum(timing.verifying for timing in run.timings) if drafts else None,
+        "drafted": run.drafted,
+        "accepted": run.accepted,
+        "acceptance_rate": run.acceptance_rate,
+        "rounds": run.rounds,
+        "target_forwards": run.target_forwards,
+        "tokens_per_target_forward": run.tokens_per_target_forward,
+        "accepted_by_position": None if positions is None else [list(pair) for pair in positions],
+        "acceptance_is_valid": None if found is None else found.valid,
+        "acceptance_note": "" if found is None else found.note,
+        "declined_rounds": None if local is None else local.declined_rounds,
+        "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
+        "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),
     }
 
 
@@ -133,6 +170,7 @@ def _models(pair: Any) -> dict[str, str | int | None]:
     return {name: getattr(pair, attribute) for name, attribute in MODEL_FIELDS.items()}
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of the program and its main libraries."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}

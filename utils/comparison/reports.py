@@ -3,6 +3,7 @@
 The consumer of the events draws and records them. Closing the stream early keeps the findings made until then.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from utils.comparison.charts import Chart
 from utils.config.settings import Settings
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
+INTERVAL = 1.0  # seconds between two sentences on progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,23 @@ class Progress:
     """A sentence about the current work."""
 
     text: str
+
+
+class Countdown:
+    """Progress of long work with the time that is left, counted from its creation. Tests replace the clocks."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = self._shown = clock()
+
+    def at(self, fraction: float, text: str) -> Iterator[Progress]:
+        """Yields a progress sentence for work that is done to this fraction (0 to 1), at most once per INTERVAL."""
+        now = self._clock()
+        if now - self._shown < INTERVAL:
+            return
+        self._shown = now
+        left = f", about {(now - self._start) * (1 - fraction) / fraction:.0f} s left" if fraction else ""
+        yield Progress(f"{text}{left} ...")
 
 
 @dataclass(frozen=True, slots=True)

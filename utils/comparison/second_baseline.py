@@ -10,7 +10,6 @@ from typing import Any
 from utils.comparison.reports import Finding, Report
 from utils.comparison.strategies import STRATEGIES
 from utils.engine.engine_choice import FasterEngine
-from utils.metrics.results import Comparison
 
 FIGURE = "speedup_vs_fastest_engine"  # in records
 TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
@@ -29,11 +28,6 @@ def second_sentence(speedups: Mapping[str, Sequence[float]], other: FasterEngine
         return ""
     shown = ", ".join(f"{name} {_range(values, other)}" for name, values in drafted.items())
     return SENTENCE.format(other.factor, other.name, shown)
-
-
-def comparison_figures(comparison: Comparison, other: FasterEngine | None) -> dict[str, Any]:
-    """The field of a generation record."""
-    return {FIGURE: estimated(comparison.speedup, other)}
 
 
 def with_second_baseline(

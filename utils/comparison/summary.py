@@ -1,20 +1,21 @@
-"""Explains the runs of one prompt: how a text ended, which strategy was faster, and which command to type next.
+"""Explains the runs of one prompt: how a text ended, which arm was faster, and which command to type next.
 
 Pure functions over finished runs. One run of each strategy proves nothing, so speeds are "about", and no gain is
 claimed that the accepted drafts cannot explain.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.arms import ComparedRun
+from utils.comparison.runs import PREFIX, Run
 from utils.comparison.second_baseline import second_sentence
+from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.engine.engine_choice import FasterEngine
 from utils.metrics.divergence import Cause
-from utils.metrics.results import Generation
 from utils.text import count_of
 
 FULL_CONTEXT = "cut at {}: the context is full"
@@ -37,16 +38,25 @@ DIFFERENCES = {
     Cause.UNEXPLAINED: "differs from token {} for no known reason",
     None: "differs from token {}",
 }
+NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and its speed are unknown."
+NO_BASELINE = (
+    "Speed-ups need a baseline: /server add NAME URL baseline=NAME says with which server another is compared."
+)
+OTHER_HOST = "{} and {} are on different hosts, so their speeds are not compared."
+NO_RUN = "{} has no answer of {} to be compared with."
+OTHER_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
+SAMPLED = "Sampled texts need not be equal; /server text {} compares greedy ones."
+LOCAL_BASELINE = "Texts of servers and of the local target are compared under greedy decoding only (/temperature 0)."
 NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of drafting"
 
 
-def ending(run: Generation, length: int) -> str:
+def ending(run: Run, length: int) -> str:
     """How a text ended. It is empty if the text ended by itself. `length` is the maximum number of new tokens."""
-    made = len(run.tokens)
     match run.finish:
         case FinishReason.STOP:
             return ""
         case FinishReason.LENGTH:
+            made = length if run.new_tokens is None else run.new_tokens
             return (
                 f"cut at {count_of(made, 'token')} (/length)"
                 if made >= length
@@ -62,15 +72,18 @@ def credible_speedup(compared: ComparedRun) -> float | None:
     A verify pass takes at least as long as a decode step, so tokens per target forward bound the speed-up of a run
     that samples from the target.
     """
-    strategy, run, comparison = compared
+    arm, run, comparison = compared
     if comparison.speedup is None:
         return None
-    bound = run.tokens_per_target_forward if strategy.lossless else None
+    bound = run.tokens_per_target_forward if arm.strategy is not None and arm.strategy.lossless else None
     return comparison.speedup if bound is None else min(comparison.speedup, bound)
 
 
 def is_noise(compared: ComparedRun) -> bool:
-    """Whether a run looks faster than target-only although hardly a draft was accepted."""
+    """Whether a run looks faster than its baseline although hardly a draft was accepted."""
+    run = compared.run
+    if not run.is_local:
+        return bool(run.accepted == 0 and run.drafted and (compared.comparison.speedup or 0) > 1)
     credible, measured = credible_speedup(compared), compared.comparison.speedup
     if credible is None or measured is None:
         return False
@@ -96,7 +109,7 @@ class Rival:
 
     @property
     def name(self) -> str:
-        return self.compared.strategy.name
+        return self.compared.run.name
 
     @property
     def about(self) -> str:
@@ -142,12 +155,12 @@ class PromptRuns:
     @property
     def baseline(self) -> ComparedRun | None:
         """The target's own run, if it is finished."""
-        return next((entry for entry in self.finished if entry.strategy.is_baseline), None)
+        return next((entry for entry in self.finished if entry.run.name == TARGET), None)
 
     @property
     def missing(self) -> list[str]:
         """The strategies that failed, were interrupted or never started."""
-        names = {entry.strategy.name for entry in self.finished}
+        names = {entry.run.name for entry in self.finished}
         return [name for name in self.planned if name not in names]
 
     @property
@@ -156,7 +169,7 @@ class PromptRuns:
         found = [
             Rival(entry, factor)
             for entry in self.finished
-            if entry.strategy.lossless and not entry.strategy.is_baseline
+            if entry.arm.strategy is not None and entry.arm.strategy.lossless and entry.run.name != TARGET
             if (factor := credible_speedup(entry)) is not None
         ]
         return sorted(found, key=lambda rival: -rival.factor)
@@ -169,7 +182,7 @@ def summary(runs: PromptRuns) -> str:
     baseline, rivals = runs.baseline, runs.rivals
     if not runs.compared:
         return ""  # every strategy has reported its error
-    if not any(entry.run.tokens for entry in runs.compared):
+    if not any(entry.run.new_tokens for entry in runs.compared):
         return NO_TOKENS
     if baseline is None:
         return FAILED_TARGET if TARGET in runs.planned else NO_TARGET
@@ -178,7 +191,7 @@ def summary(runs: PromptRuns) -> str:
         return missing or NO_RIVAL
     if {TARGET, *(rival.name for rival in rivals)} & set(runs.blank):
         return BLANK
-    lengths = {len(entry.run.tokens) for entry in (baseline, *(rival.compared for rival in rivals))}
+    lengths = {entry.run.new_tokens or 0 for entry in (baseline, *(rival.compared for rival in rivals))}
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
     sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
@@ -258,3 +271,61 @@ def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
     if Speed.FASTER in speeds:
         return "/race 5 checks it"
     return "/race 5 tells more" if Speed.EVEN in speeds else "/verdict looks for settings that help"
+
+
+def server_summary(prompt: LastPrompt) -> Iterator[str]:
+    """The sentences on servers below the table."""
+    finished = [entry for entry in prompt.servers if entry.run.finish is not FinishReason.INTERRUPTED]
+    for entry in finished:
+        if entry.run.new_tokens is None:
+            yield NOT_COUNTED.format(entry.run.name)
+        if entry.comparison.baseline is not None:
+            yield from _server_sentences(entry, prompt)
+        if (found := entry.run.acceptance) is not None and found.note:
+            yield f"{entry.run.name}: {found.note}"
+    if len(finished) > 1 and all(entry.comparison.baseline is None for entry in finished):
+        yield NO_BASELINE
+    sampled = (run for _, run, compared in finished if compared.speedup and compared.same is None)
+    if (run := next(sampled, None)) is not None:
+        yield LOCAL_BASELINE if run.baseline == TARGET else SAMPLED.format(run.name.removeprefix(PREFIX))
+
+
+def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
+    _, run, comparison = entry
+    baseline = comparison.baseline or ""
+    other = next((one.run for one in prompt.servers if one.run.name == baseline), None)
+    parts = list(filter(None, (_server_speed(entry), _server_text(entry))))
+    if parts:
+        yield f"{run.name}: {', and '.join(parts)}."
+    elif baseline != TARGET and other is None:
+        yield NO_RUN.format(run.name, baseline)
+    if run.accepted == 0 and run.drafted:
+        yield NOISE.format(run.name, "accepted")
+    if other is not None and run.host != other.host:
+        yield OTHER_HOST.format(run.name, baseline)
+    lengths = (run.new_tokens, comparison.baseline_tokens)
+    if comparison.speedup is not None and None not in lengths and lengths[0] != lengths[1]:
+        yield OTHER_LENGTHS.format(run.name, baseline, *lengths)
+
+
+def _server_speed(entry: ComparedRun) -> str:
+    speedup, decoding = entry.comparison.speedup, entry.comparison.decode_speedup
+    if speedup is None or is_noise(entry):
+        return ""
+    baseline = entry.comparison.baseline
+    alone = "" if decoding is None else f" ({decoding:.1f}x after the first token)"
+    if abs(speedup - 1) < NOTICEABLE:
+        return f"about as fast as {baseline}{alone}"
+    return f"about {speedup:.1f}x as fast as {baseline}{alone}"
+
+
+def _server_text(entry: ComparedRun) -> str:
+    comparison = entry.comparison
+    if comparison.same is None:
+        return ""
+    if comparison.same:
+        return f"the same text as {comparison.baseline}"
+    place = (comparison.first_difference or 0) + 1
+    name = entry.run.name.removeprefix(PREFIX)
+    where = f"{comparison.unit} {place} (a rounding tie? see /server text {name})"
+    return f"another text than {comparison.baseline} from {where}"

@@ -33,8 +33,10 @@ def fix_seeds(seed: int) -> None:
     """Reset Python, NumPy, torch (CPU and all GPUs) and cuDNN to the same state. Called before each run."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
-    torch.cuda.manual_seed_all(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)  # without the search for other devices, which takes milliseconds
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
 

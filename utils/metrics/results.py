@@ -100,25 +100,35 @@ class Generation:
         ]
 
 
+TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run compared with the target's. `speedup` is a ratio of tokens per second, `first_difference` a 0-based token
-    index.
+    """A run compared with its baseline's.
+
+    `speedup` is a ratio of tokens per second, and `decode_speedup` excludes the first round. `first_difference` is a
+    0-based index, and `unit` is what it counts. `baseline` is the name of the other row, and `baseline_tokens` its
+    number of new tokens. Unknown figures are None.
     """
 
     speedup: float | None = None
     same: bool | None = None
     first_difference: int | None = None
+    decode_speedup: float | None = None
+    unit: str = TOKEN
+    baseline: str | None = None
+    baseline_tokens: int | None = None
 
     @property
     def text(self) -> str:
-        """Whether the text equals the target's, in the words of every table."""
-        return "-" if self.same is None else difference_text(self.first_difference)
+        """Whether the text equals the baseline's, in the words of every table."""
+        return "-" if self.same is None else difference_text(self.first_difference, self.unit)
 
 
-def difference_text(first_difference: int | None) -> str:
+def difference_text(first_difference: int | None, unit: str = TOKEN) -> str:
     """The cell of a table for the first difference of two texts."""
-    return "same" if first_difference is None else f"differs at token {first_difference + 1}"
+    return "same" if first_difference is None else f"differs at {unit} {first_difference + 1}"
 
 
 Watcher = Callable[[Step, RoundTiming, Sequence[DraftTrace]], None]
@@ -169,26 +179,6 @@ def pooled(runs: Iterable[Generation]) -> Generation:
     runs = list(runs)
     steps = tuple(step for run in runs for step in run.steps)
     return Generation(steps, sum(run.seconds for run in runs), None, FinishReason.LENGTH)
-
-
-def compare(run: Generation, target: Generation | None, *, same_request: bool = True) -> Comparison:
-    """Compare a run with the target's. The result is empty if either is missing or was interrupted.
-
-    `same_request` is True if both had the same prompt and noise. If not, only their speeds are compared.
-    """
-    if target is None:
-        return Comparison()
-    # Before the check for interrupts: an interrupted target still equals itself.
-    if run is target:
-        return Comparison(speedup=1.0, same=True)
-    if FinishReason.INTERRUPTED in (run.finish, target.finish):
-        return Comparison()
-    ours, theirs = run.tokens_per_second, target.tokens_per_second
-    speedup = ours / theirs if ours is not None and theirs else None
-    if not same_request:
-        return Comparison(speedup=speedup)
-    difference = first_difference(run.tokens, target.tokens)
-    return Comparison(speedup=speedup, same=difference is None, first_difference=difference)
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:

@@ -33,8 +33,7 @@ from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
-from utils.repl.report_runner import ReportRunner
-from utils.repl.runner import PromptRunner, ResultLog, Verdict, explain_error
+from utils.repl.runner import PromptRunner, ReportRunner, ResultLog, Verdict, explain_error
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
 from utils.screen.renderer import Renderer
 from utils.servers.address import ServerAddress

@@ -1,4 +1,4 @@
-"""Runs the enabled strategies on one prompt, shows and compares the runs, and stores their records.
+"""Runs prompts with the enabled strategies and the servers, and reports of commands; shows and stores the results.
 
 Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
@@ -7,34 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from traceback import clear_frames
-from typing import Any
 
 from utils.comparison.harness import Harness
-from utils.comparison.job import Job
-from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
-from utils.comparison.low_acceptance import low_acceptance_hint
-from utils.comparison.marked_text import TextPiece, marked_text
-from utils.comparison.records import RecordFile, generation_records
-from utils.comparison.server_records import server_records
-from utils.comparison.server_runs import ServerPrompt
-from utils.comparison.session_state import SessionState, ShownResult
-from utils.comparison.strategies import Strategy
+from utils.comparison.records import RecordFile, report_record, run_records
+from utils.comparison.reports import Finding, Note, Report, ReportEvent
+from utils.comparison.run_texts import TextPiece, marked_text
+from utils.comparison.runs import Run
+from utils.comparison.second_baseline import with_second_baseline
+from utils.comparison.session_state import (
+    LastPrompt,
+    PlannedRun,
+    SessionState,
+    ShownResult,
+    divergence_of,
+    unlike_target,
+)
 from utils.config.settings import Settings
-from utils.decode.engine_forward import reported_reading
-from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
-from utils.metrics.draft_trace import DraftTracer
-from utils.metrics.results import Generation, collect
-from utils.metrics.stopwatch import Stopwatch
+from utils.models import Count
+from utils.models.feature_drafter import FeatureDrafter
 from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
-from utils.repl.server_runner import ServerRunner
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import PromptView, RunView, show_comparison
+from utils.screen.run_view import PromptView, show_comparison, show_report, tokenizer_of
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
@@ -43,6 +42,13 @@ COMPARING = "{}: comparing its logits with target-only ..."
 COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
+# The hint that a drafter may be read in the wrong way: so many first drafts of rounds, and fewer than this fraction
+# accepted. A drafter whose first drafts are accepted with probability 0.3 meets it with probability 0.001, one with 0.2
+# with 0.02 (checked after each of 20 prompts). Not more drafts, because adaptive gamma soon drafts little.
+LEAST_DRAFTS, LOW = 20, 0.04
+LOW_ACCEPTANCE = "Only {} of {} first drafts were accepted so far: /pair doctor checks how the drafter should be read."
+NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
+FINISHED = "Stopped. Finished so far:"
 
 
 class Verdict(Enum):
@@ -68,11 +74,11 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 
 class Refusals:
-    """Explains why strategies did not run for a prompt. A shared reason is shown once."""
+    """Explains why arms did not run a prompt. A shared reason is shown once."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._given: dict[str, str] = {}  # the first strategy that was refused for each reason
+        self._given: dict[str, str] = {}  # the first arm that was refused for each reason
 
     def explain(self, name: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, UserError) else ""
@@ -99,7 +105,7 @@ class ResultLog:
 
 @dataclass(frozen=True, slots=True)
 class PromptRunner:
-    """Runs prompts with the enabled strategies.
+    """Runs prompts with the enabled strategies and the servers.
 
     `echo` is True if the prompt must be shown, because it was not typed on this screen.
     """
@@ -110,7 +116,7 @@ class PromptRunner:
     echo: bool
 
     def run(self, text: str, settings: Settings) -> Verdict:
-        """Run a prompt. With /turns on, add it to the conversations if every strategy finishes it.
+        """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
 
         Raises UserError for a prompt that the target cannot take.
         """
@@ -139,36 +145,33 @@ class PromptRunner:
         return verdict
 
     def _run_and_compare(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
-        results: list[tuple[Strategy, Generation]] = []
-        refusals, state = Refusals(self.renderer), self.harness.state
-        servers = ServerRunner(self.harness, self.renderer, settings, refusals)
-        interrupted = self._run_all(planned, results, refusals) or servers.run(text)
+        runs: list[Run] = []
+        interrupted = self._run_all(text, planned, settings, runs)
         # Before the comparison, which runs the target again and may be interrupted.
-        state.last = LastPrompt.of(text, planned, results) if planned else None
-        state.last_servers = servers.prompt(text, state.last)
-        self._compare(state.last, state.last_servers, explain=not interrupted)
+        state = self.harness.state
+        last = state.last = LastPrompt.of(text, settings, planned, runs)
+        for _, run, comparison in last.servers:
+            if run.address is not None and not last.histories[run.name]:
+                state.servers.note_text(run.address.name, text, comparison.same)
+        self._compare(last, explain=not interrupted)
         if interrupted:
             return Verdict.INTERRUPTED
-        done = len(results) + len(servers.runs)
-        return Verdict.DONE if done == len(planned) + len(state.servers) else Verdict.FAILED
+        return Verdict.DONE if len(runs) == len(planned) else Verdict.FAILED
 
-    def _run_all(
-        self, planned: Sequence[PlannedRun], results: list[tuple[Strategy, Generation]], refusals: Refusals
-    ) -> bool:
-        """Run the strategies in order, and add each run to `results`. Returns whether Ctrl-C ended them."""
-        if not planned:
-            return False
-        job = planned[0].job
-        view = PromptView(self.renderer, job.pair.tokenizer, job.settings)
+    def _run_all(self, text: str, planned: Sequence[PlannedRun], settings: Settings, runs: list[Run]) -> bool:
+        """Run the arms in order, and add each run to `runs`. Returns whether Ctrl-C ended them."""
+        tokenizer = self.harness.pair.tokenizer if self.harness.has_pair else None
+        prompt, refusals = PromptView(self.renderer, tokenizer, settings), Refusals(self.renderer)
         try:
-            for strategy, job in planned:
-                # For each strategy, so that results do not depend on other enabled strategies.
-                fix_seeds(job.settings.seed)
+            for arm, history in planned:
+                view = prompt.begin(arm)
                 try:
-                    run = self._run_strategy(job, view.begin(strategy), results)
+                    run = arm.run(text, settings, history, view)
+                    runs.append(run)  # before its last lines, which may fail
+                    view.end(run)
                 except Exception as error:
-                    view.failed(strategy)
-                    refusals.explain(strategy.name, with_reset_hint(error, job.history))
+                    view.failed()
+                    refusals.explain(arm.name, with_reset_hint(error, history))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -176,27 +179,12 @@ class PromptRunner:
             return True
         return False
 
-    def _run_strategy(self, job: Job, view: RunView, results: list[tuple[Strategy, Generation]]) -> Generation:
-        """Run one strategy and show it. Its last lines may fail, so `results` gets the run before."""
-        settings = job.settings
-        # Only this rule accepts a draft by its own p/q.
-        accepts_by_ratio = settings.verify == "rejection"
-        tracer = DraftTracer(accepts_by_ratio=accepts_by_ratio) if settings.debug == "full" else None
-        watch = Stopwatch()
-        steps = view.strategy.steps(job.with_observers(watch, tracer))
-        with reported_reading(view.reading):
-            run = collect(steps, view.show, stopwatch=watch, tracer=tracer)
-        results.append((view.strategy, run))
-        view.end(run)
-        return run
-
-    def _compare(self, last: LastPrompt | None, servers: ServerPrompt | None, *, explain: bool) -> None:
+    def _compare(self, last: LastPrompt, *, explain: bool) -> None:
         """Show the table, and a line for each text that differs from the target's. The records are always stored."""
         causes: dict[str, Divergence] = {}
         try:
-            reasons = self._explain(last, causes) if explain and last is not None else ()
-            show_comparison(self.renderer, last, reasons, servers)
-            if last is not None and (hint := low_acceptance_hint(last, self.harness.state)):
+            show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
+            if hint := low_acceptance_hint(last, self.harness.state):
                 self.renderer.note(hint)
         except KeyboardInterrupt:
             self.renderer.note(COMPARISON_STOPPED)
@@ -205,27 +193,110 @@ class PromptRunner:
             self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
         finally:
-            self.log.add(_shown(last, servers, causes, self.harness.loaded))
+            self.log.add(_shown(last, causes, self.harness.loaded))
 
-    def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[Strategy, Divergence]]:
+    def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
         for strategy, run in unlike_target(last):
             self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
-            yield strategy, causes[strategy.name]
+            yield strategy.name, causes[strategy.name]
 
 
-def _shown(
-    last: LastPrompt | None, servers: ServerPrompt | None, causes: dict[str, Divergence], pair: Pair | None
-) -> ShownResult:
+def _shown(last: LastPrompt, causes: dict[str, Divergence], pair: Pair | None) -> ShownResult:
     """The records and texts of a prompt."""
-    records: list[dict[str, Any]] = []
-    texts: dict[str, Sequence[TextPiece]] = {}
-    if last is not None:
-        tokenizer = last.job.pair.tokenizer
-        records += generation_records(last, causes)
-        texts |= {strategy.name: marked_text(run.steps, tokenizer) for strategy, run, _ in last.compared}
-    if servers is not None:
-        records += server_records(servers, pair)
-        texts |= {run.name: [TextPiece(run.text, False)] for run, _ in servers.compared}
-    return ShownResult(records, causes=causes, texts=texts)
+    tokenizer = tokenizer_of(last)
+    texts: dict[str, Sequence[TextPiece]] = {
+        run.name: [TextPiece(run.text, False)]
+        if run.generation is None
+        else marked_text(run.generation.steps, tokenizer)
+        for _, run, _ in last.compared
+    }
+    return ShownResult(run_records(last, causes, pair), causes=causes, texts=texts)
+
+
+def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
+    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
+    if not last.is_local:
+        return ""
+    pair = last.job.pair
+    if not isinstance(pair.drafter, FeatureDrafter):
+        return ""
+    hint = ""
+    for strategy, run, _ in last.local:
+        if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
+            continue
+        drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
+        rounds = [step.accepted > 0 for step in run.steps if step.drafted]
+        drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
+        state.first_drafts[strategy.name] = drafted, accepted
+        if not hint and is_low(drafted, accepted):
+            hint = LOW_ACCEPTANCE.format(accepted, drafted)
+    if state.said_low_acceptance or not hint:
+        return ""
+    state.said_low_acceptance = True
+    return hint
+
+
+def is_low(drafted: int, accepted: int) -> bool:
+    """Whether so few first drafts were accepted that something is probably wrong."""
+    return drafted >= LEAST_DRAFTS and accepted < LOW * drafted
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRunner:
+    """Runs reports. `pair` has the loaded models for the record, or is None."""
+
+    pair: Pair | None
+    renderer: Renderer
+    log: ResultLog
+
+    def run(self, report: Report) -> Verdict:
+        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
+        findings: list[Finding] = []
+        finished = False
+        try:
+            for event in report.events:
+                self._receive(event, findings)
+            finished = True
+        except KeyboardInterrupt:
+            findings += _remaining_findings(report.events)
+            self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
+        finally:
+            self.renderer.end_progress()
+            # Also after an error, which is raised again afterwards.
+            if findings:
+                self._conclude(report, findings, finished=finished)
+        return Verdict.DONE if finished else Verdict.INTERRUPTED
+
+    def _receive(self, event: ReportEvent, findings: list[Finding]) -> None:
+        if isinstance(event, Finding):
+            findings.append(event)
+        elif isinstance(event, Note):
+            self.renderer.note(event.text)
+        elif isinstance(event.text, Count):
+            self.renderer.count(event.text)
+        else:
+            self.renderer.progress(event.text)
+
+    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
+        # After `concluded`, so that the sentence is added to those of every report alike.
+        other = None if self.pair is None else self.pair.engine.faster_baseline()
+        report, findings = with_second_baseline(report.concluded(findings), findings, other)
+        record = report_record(report, findings, self.pair, finished=finished)
+        self.log.add(ShownResult([record], report, findings))
+        show_report(self.renderer, report, findings)
+
+
+def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
+    """The remaining findings of a report after Ctrl-C, which came within or between its events."""
+    try:
+        # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended,
+        # and `throw` raises at once.
+        event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        while True:
+            if isinstance(event, Finding):
+                yield event
+            event = next(events)
+    except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
+        return

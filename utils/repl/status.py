@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from utils.comparison.server_runs import row_name
+from utils.comparison.runs import row_name
 from utils.comparison.session_state import SessionState
 from utils.config.setting_table import listed_settings, setting_fields
 from utils.config.settings import Settings
@@ -76,9 +76,7 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
         for name, entry in setting_fields().items()
         if name in (("processor",) if pair is None else ("gamma", "processor", "verify"))
     ]
-    runs = [(strategy.name, run.tokens_per_second) for strategy, run, _ in state.last.compared] if state.last else []
-    asked = state.last_servers.compared if state.last_servers else ()
-    runs += [(run.name, run.tokens_per_second) for run, _ in asked]
+    runs = [(run.name, run.tokens_per_second) for _, run, _ in state.last.compared] if state.last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
     parts = [
         "no model" if pair is None else pair_names(pair),

@@ -19,18 +19,16 @@ from rich.rule import Rule
 from rich.text import Text
 from termcolor import colored
 
-from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Column
-from utils.comparison.server_runs import ComparedServer
+from utils.comparison.runs import Run
 from utils.comparison.summary import ending
 from utils.decode.steps import Step
 from utils.metrics.draft_trace import DraftTrace
-from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.debug_rounds import Piece, folded_rounds, legend, round_pieces, round_timing, trace_lines
-from utils.screen.marked_text import Mark, MarkedPiece
-from utils.screen.report_tables import report_table
-from utils.screen.tables import comparison_table, list_table, side_by_side
+from utils.screen.tables import comparison_table, list_table, report_table, side_by_side
+from utils.screen.wrapped_text import Mark, MarkedPiece
 from utils.screen.writer import ProgressLine, Writer, has_width, open_console
 from utils.text import byte_size, count_of, visible
 
@@ -157,9 +155,12 @@ class Renderer:
     def _is_ascii(self) -> bool:
         return self._out.console.encoding == "ascii"
 
-    def figures(self, run: Generation, length: int) -> None:
+    def figures(self, run: Run, length: int) -> None:
         """The line of figures below a text. `length` is the maximum number of new tokens."""
-        parts = [f"{count_of(len(run.tokens), 'token')} in {run.seconds:.2f} s"]
+        tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
+        parts = [f"{tokens} in {run.seconds:.2f} s"]
+        if not run.is_local and run.first_seconds is not None:
+            parts.append(f"first after {run.first_seconds:.2f} s")
         if run.drafted:
             parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
         if words := ending(run, length):
@@ -170,10 +171,10 @@ class Renderer:
         """A line about the text above it."""
         self._line(self._out, text, "dim")
 
-    def comparison(self, compared: Sequence[ComparedRun], servers: Sequence[ComparedServer] = ()) -> None:
+    def comparison(self, compared: Sequence[ComparedRun]) -> None:
         """The table below all texts: one row for each strategy and server."""
         self.newline()
-        self._draw(comparison_table(compared, self._out.table_width, servers))
+        self._draw(comparison_table(compared, self._out.table_width))
 
     def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
         """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first."""

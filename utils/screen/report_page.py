@@ -3,20 +3,19 @@
 The look of an element is left to `html_page`. Figures come from the JSON records.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.comparison.charts import prompt_charts
-from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import shortened
-from utils.comparison.server_records import SERVER_GENERATION
+from utils.comparison.run_texts import TextPiece
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
 from utils.errors import UserError
+from utils.metrics.results import difference_text
 from utils.screen.html_page import Cell, figure, heading, html_page, paragraph, table, verbatim
-from utils.screen.server_page import rounded, server_blocks
 from utils.text import byte_size, count_of
 
 Record = Mapping[str, Any]
@@ -144,44 +143,41 @@ def _headline(result: ShownResult) -> str:
 
 
 def _prompt(number: int, result: ShownResult, place: str) -> Iterator[str]:
-    servers = [row for row in result.records if row["record"] == SERVER_GENERATION]
-    records = [row for row in result.records if row["record"] != SERVER_GENERATION]
-    first = result.records[0]
+    records, first = result.records, result.records[0]
     yield heading(f"{number}. Prompt: {shortened(first['prompt'])}")
     turn = f" Turn {first['turn'] + 1} of a conversation." if first.get("turn") else ""
     yield paragraph(f"{_changed(first)}{place}.{turn}")
     yield verbatim([TextPiece(first["prompt"], False)])
-    if records:
-        yield from _local(records, result)
+    servers = [row for row in records if row["server"]]
     if servers:
-        yield from server_blocks(servers)
-
-
-def _local(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
-    """The figures, charts and texts of the loaded models."""
-    yield table([_figures(row) for row in records], COLUMNS)
+        yield table([_server(row) for row in servers], SERVERS)
+    columns = {name: cell for name, cell in COLUMNS.items() if servers or name not in OF_SERVERS}
+    yield table([[cell(row) for cell in columns.values()] for row in records], tuple(columns))
     noise = [row["strategy"] for row in records if _saves_nothing(row)]
     yield paragraph(" ".join([ONE_RUN, *map(NOISE.format, noise)]))
+    notes = [f"{row['strategy']}: {row['acceptance_note']}" for row in servers if row["acceptance_note"]]
+    yield from map(paragraph, notes)
     yield from map(figure, prompt_charts(records))
-    if any(row["accepted"] for row in records):
+    if any(row["accepted"] for row in records if not row["server"]):
         yield paragraph(LEGEND)
     yield from _texts(records, result)
 
 
 def _texts(records: Sequence[Record], result: ShownResult) -> Iterator[str]:
-    """The text of each strategy. A text without marks that repeats an earlier one is not shown again."""
-    seen: dict[tuple[int, ...], str] = {}
+    """The text of each run. A text without marks that repeats an earlier one is not shown again."""
+    seen: dict[tuple[int, ...] | str, str] = {}
     for row in records:
-        name, tokens = row["strategy"], tuple(row["token_ids"])
-        yield heading(f"{name}: {count_of(row['new_tokens'], 'token')}, {_finish(row)}", 3)
+        name, own = row["strategy"], row["text"] if row["server"] else tuple(row["token_ids"])
+        tokens = "" if row["new_tokens"] is None else f"{count_of(row['new_tokens'], 'token')}, "
+        yield heading(f"{name}: {tokens}{_finish(row)}", 3)
         if row["divergence"]:
             position, cause = row["first_difference"] + 1, row["divergence"]["cause"]
             yield paragraph(f"It differs from the target's text at token {position}: {cause}.")
-        if tokens in seen and not row["accepted"]:
-            yield paragraph(f"The same text as {seen[tokens]}.")
+        if own in seen and (row["server"] or not row["accepted"]):
+            yield paragraph(f"The same text as {seen[own]}.")
         else:
             yield verbatim(result.texts[name])
-        seen.setdefault(tokens, name)
+        seen.setdefault(own, name)
 
 
 def _finish(row: Record) -> str:
@@ -189,52 +185,66 @@ def _finish(row: Record) -> str:
     return endings.get(row["finish"]) or str(row["finish"])
 
 
-COLUMNS = (
-    "strategy",
-    "tokens",
-    "seconds",
-    "tokens/s",
-    "speed-up",
-    "acceptance",
-    "drafts per round",
-    "tokens per forward",
-    "first token, s",
-    "text",
-)
+SERVERS = ("server", "URL", "model", "kind", "prompt sent as", "tokens counted by")
 
 
-def _figures(row: Record) -> list[Cell]:
+def _server(row: Record) -> list[Cell]:
+    server = row["server"]
+    values = (server["name"], server["url"], server["model"], server["kind"], server["prompt_form"])
+    return [Cell(str(value)) for value in (*values, row["tokens_counted_by"])]
+
+
+def _rounded(value: float | None, form: str) -> Cell:
+    """A rounded figure with all its digits, or a dash."""
+    return Cell("-") if value is None else Cell(form.format(value), repr(value))
+
+
+def _acceptance(row: Record) -> Cell:
+    if not row["drafted"]:
+        return Cell("-")
+    rate = row["acceptance_rate"]
+    return Cell(f"{row['accepted']}/{row['drafted']} = {rate:.3f}", str(rate))
+
+
+def _drafts_per_round(row: Record) -> Cell:
     drafted, rounds = row["drafted"], row["rounds"]
-    acceptance = f"{row['accepted']}/{drafted} = {row['acceptance_rate']:.3f}" if drafted else "-"
-    return [
-        Cell(row["strategy"]),
-        Cell(str(row["new_tokens"])),
-        rounded(row["seconds"], "{:.2f}"),
-        rounded(row["tokens_per_second"], "{:.1f}"),
-        _speedup(row),
-        Cell(acceptance, str(row["acceptance_rate"]) if drafted else ""),
-        rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}"),
-        rounded(row["tokens_per_target_forward"], "{:.2f}"),
-        rounded(row["first_token_seconds"], "{:.3f}"),
-        Cell(_same(row)),
-    ]
+    return _rounded(drafted / rounds if drafted is not None and rounds else None, "{:.1f}")
+
+
+COLUMNS: dict[str, Callable[[Record], Cell]] = {
+    "strategy": lambda row: Cell(row["strategy"]),
+    "tokens": lambda row: Cell("-" if row["new_tokens"] is None else str(row["new_tokens"])),
+    "seconds": lambda row: _rounded(row["seconds"], "{:.2f}"),
+    "tokens/s": lambda row: _rounded(row["tokens_per_second"], "{:.1f}"),
+    "decode tokens/s": lambda row: _rounded(row["decode_tokens_per_second"], "{:.1f}"),
+    "baseline": lambda row: Cell(row["baseline"] or "-"),
+    "speed-up": lambda row: _speedup(row),
+    "acceptance": _acceptance,
+    "drafts per round": _drafts_per_round,
+    "tokens per forward": lambda row: _rounded(row["tokens_per_target_forward"], "{:.2f}"),
+    "first token, s": lambda row: _rounded(row["first_token_seconds"], "{:.3f}"),
+    "text": lambda row: Cell(_same(row)),
+}
+OF_SERVERS = ("decode tokens/s", "baseline")  # columns of prompts with servers
 
 
 def _saves_nothing(row: Record) -> bool:
     """Whether the strategy drafts, but generated one token per forward pass of the target."""
+    if row["server"]:
+        return bool(row["drafted"]) and row["accepted"] == 0
     return row["drafted"] is not None and (row["tokens_per_target_forward"] or 0.0) < NO_GAIN
 
 
 def _speedup(row: Record) -> Cell:
-    value = row["speedup_vs_target"]
+    value = row["speedup_vs_baseline"]
     text = speedup_text({"speedup": value, "without_gain": _saves_nothing(row)})
     return Cell(text, "" if value is None else repr(value))
 
 
 def _same(row: Record) -> str:
-    if row["same_as_target"] is None:
+    if row["same_as_baseline"] is None:
         return "-"
-    return "same" if row["same_as_target"] else f"differs at token {row['first_difference'] + 1}"
+    return difference_text(row["first_difference"], row["first_difference_in"].removesuffix("s"))
 
 
 def _changed(record: Record) -> str:

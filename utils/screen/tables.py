@@ -1,57 +1,67 @@
-"""Builds rich tables: the comparison of strategies and servers, lists, and texts side by side.
+"""Builds rich tables: the comparison of strategies and servers, findings of reports, lists, and texts side by side.
 
-All tables adapt to the width of the screen. `utils.screen.renderer` writes them.
+All tables adapt to the width of the screen, without the less important columns if necessary. `utils.screen.renderer`
+writes them.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Column
-from utils.comparison.server_runs import COLOURS, ComparedServer
-from utils.comparison.server_summary import is_noise as is_server_noise
 from utils.comparison.summary import is_noise
 from utils.text import visible
 
+
+class RunColumn(NamedTuple):
+    """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
+
+    heading: str
+    cell: Callable[[ComparedRun], str]
+    of_servers: bool = False
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _speedup(entry: ComparedRun) -> str:
+    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x")
+
+
 COLUMNS = (
-    "strategy",
-    "tokens",
-    "seconds",
-    "first\ntoken, s",
-    "tokens/s",
-    "decode\ntokens/s",
-    "speed-up",
-    "acceptance",
-    "drafts/\nround",
-    "tokens/\nforward",
-    "text",
+    RunColumn("strategy", lambda entry: entry.run.name),
+    RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
+    RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
+    RunColumn("first\ntoken, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
+    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}")),
+    RunColumn("decode\ntokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
+    RunColumn("speed-up", _speedup),
+    RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
+    RunColumn("drafts/\nround", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
+    RunColumn("tokens/\nforward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
+    RunColumn("text", lambda entry: entry.comparison.text),
 )
-OF_SERVERS = ("first\ntoken, s", "decode\ntokens/s")  # columns of tables with servers
 # Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/\nround", "tokens", "first\ntoken, s", "acceptance", "decode\ntokens/s")
 LEFT = ("strategy", "text")  # columns of words
 MIN_TEXT_WIDTH = 36  # of a text beside others
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
+GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
 
 
-class ComparisonRow(NamedTuple):
-    """A row of the comparison. `cells` has one cell for each of COLUMNS, the name first."""
-
-    colour: str
-    cells: Sequence[str]
-
-
-def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Sequence[ComparedServer] = ()) -> Table:
+def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row for each strategy and server, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    rows = [*map(_strategy_row, compared), *(_server_row(index, entry) for index, entry in enumerate(servers))]
-    columns = {name: [row.cells[index] for row in rows] for index, name in enumerate(COLUMNS)}
-    if not servers:
-        columns = {name: cells for name, cells in columns.items() if name not in OF_SERVERS}
+    beside_servers = not all(entry.run.is_local for entry in compared)
+    shown = [column for column in COLUMNS if beside_servers or not column.of_servers]
+    columns = {column.heading: [column.cell(entry) for entry in compared] for column in shown}
     lines = {name: [line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()}
     sizes = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
     for name in OPTIONAL:
@@ -62,52 +72,12 @@ def comparison_table(compared: Sequence[ComparedRun], width: int, servers: Seque
         # rich would otherwise break words to make a column narrower.
         longest = max(cell_len(word) for line in lines[name] for word in line.split())
         table.add_column(name, justify="left" if name in LEFT else "right", min_width=longest)
-    for index, row in enumerate(rows):
+    for index, entry in enumerate(compared):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         cells = [Text(columns[name][index]) for name in sizes]
-        cells[0].stylize(row.colour)
+        cells[0].stylize(entry.arm.colour)
         table.add_row(*cells)
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _strategy_row(compared: ComparedRun) -> ComparisonRow:
-    strategy, run, comparison = compared
-    cells = (
-        strategy.name,
-        str(len(run.tokens)),
-        f"{run.seconds:.2f}",
-        _number(run.first_seconds, "{:.2f}"),
-        _number(run.tokens_per_second, "{:.1f}"),
-        _number(run.decode_tokens_per_second, "{:.1f}"),
-        "noise" if is_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
-        _number(run.acceptance_rate, "{:.3f}"),
-        _number(run.drafts_per_round if strategy.drafts else None, "{:.1f}"),
-        _number(run.tokens_per_target_forward if strategy.uses_target else None, "{:.2f}"),
-        comparison.text,
-    )
-    return ComparisonRow(strategy.colour, cells)
-
-
-def _server_row(index: int, compared: ComparedServer) -> ComparisonRow:
-    run, comparison = compared
-    cells = (
-        run.name,
-        _number(run.new_tokens, "{}"),
-        f"{run.seconds:.2f}",
-        _number(run.first_seconds, "{:.2f}"),
-        _number(run.tokens_per_second, "{:.1f}"),
-        _number(run.decode_tokens_per_second, "{:.1f}"),
-        "noise" if is_server_noise(compared) else _number(comparison.speedup, "{:.2f}x"),
-        _number(run.acceptance_rate, "{:.3f}"),
-        _number(run.drafts_per_round, "{:.1f}"),
-        _number(run.tokens_per_target_forward, "{:.2f}"),
-        comparison.text,
-    )
-    return ComparisonRow(COLOURS[index % len(COLOURS)], cells)
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
@@ -138,3 +108,98 @@ def side_by_side(columns: Sequence[Column], width: int, marker: str) -> Iterator
 def _marked(column: Column, marker: str) -> Text:
     text = Text(visible(column.text))
     return text.append(marker + visible(column.other), "bold") if column.other else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A heading and the cells below it."""
+
+    heading: str
+    cells: Sequence[str]
+
+    @property
+    def one_line(self) -> int:
+        """The width at which no cell is broken. A heading may take two lines."""
+        return max([self.least_heading, *map(cell_len, self.cells)])
+
+    @property
+    def least(self) -> int:
+        """The width at which no word is broken."""
+        return max([self.least_heading, *(cell_len(word) for cell in self.cells for word in cell.split())])
+
+    @property
+    def least_heading(self) -> int:
+        return max(map(cell_len, _in_lines(self.heading).split("\n")))
+
+    def heading_for(self, width: int) -> str:
+        return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
+
+
+def _in_lines(heading: str) -> str:
+    """A heading on two lines of similar width, if it has a blank or a slash as in tokens/forward (but not tokens/s)."""
+    cuts = [match.end() for match in re.finditer(r" |/(?=\w\w)", heading)]
+    forms = [f"{heading[:cut].rstrip()}\n{heading[cut:]}" for cut in cuts]
+    return min(forms, key=lambda form: max(map(cell_len, form.split("\n"))), default=heading)
+
+
+def report_table(
+    headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int, optional: Sequence[str] = ()
+) -> Table:
+    """Rows under headings, one line each if the screen has room for that without the optional columns.
+
+    The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
+    broken between words. On a very narrow screen each row becomes a list.
+    """
+    shown = [tuple(visible(cell) for cell in row) for row in rows]
+    columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
+    for heading in optional:
+        if _fits([column.one_line for column in columns], width):
+            break
+        columns = [column for column in columns if column.heading != heading]
+    if not _fits([column.least for column in columns], width):
+        return _as_lists(columns, width)
+    return _table(columns, width)
+
+
+def _fits(sizes: Sequence[int], width: int, gap: int = GAPS[-1]) -> bool:
+    return sum(sizes) + gap * len(sizes) <= width
+
+
+def _table(columns: Sequence[_Column], width: int) -> Table:
+    sizes = [column.least for column in columns]
+    full = [column.one_line for column in columns]
+    gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
+    # Cells come before headings that would otherwise take two lines, and the first columns before others.
+    for wanted in (full, [max(size, cell_len(column.heading)) for size, column in zip(full, columns, strict=True)]):
+        for index, want in enumerate(wanted):
+            sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
+        table.add_column(column.heading_for(size), overflow="fold", width=size)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _as_lists(columns: Sequence[_Column], width: int) -> Table:
+    """Each row as a list of its cells, with a blank line between rows."""
+    headings = [column.heading for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
+    return list_table(lines[1:], width)
+
+
+def transposed_rows(
+    headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
+) -> list[list[tuple[str, ...]]]:
+    """Lists with one line per heading and one column per row. Each list has as many rows as fit on the screen."""
+    first = max(map(cell_len, headings)) + GAPS[0]
+    lists: list[list[tuple[str, ...]]] = []
+    taken: list[tuple[str, ...]] = []
+    for row in rows:
+        sizes = [max(cell_len(visible(cell)) for cell in one) + GAPS[0] for one in (*taken, row)]
+        if taken and first + sum(sizes) > width:
+            lists.append(list(zip(headings, *taken, strict=True)))
+            taken = []
+        taken.append(row)
+    return [*lists, list(zip(headings, *taken, strict=True))]

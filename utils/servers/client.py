@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ import httpx
 
 from utils.decode.steps import FinishReason
 from utils.servers.address import ServerAddress, key_headers, without_key
-from utils.servers.kinds.completion import Arrival, Event, Piece, ServerCompletion, ServerRequest, finish_of
+from utils.servers.kinds.completion import Event, Piece, ServerCompletion, ServerRequest, finish_of
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.text import count_of, visible
 
@@ -184,7 +185,7 @@ class AnswerStream:
         self._address, self._kind, self._request = address, kind, request
         self._rest = b""  # the beginning of an incomplete line
         self._events: list[Event] = []
-        self._arrivals: list[Arrival] = []
+        self._pieces: list[Piece] = []
         self._last: float = 0.0  # time of the last content
         self._is_done = False
         self._usage = Piece()
@@ -226,7 +227,7 @@ class AnswerStream:
             self._last = seconds
             self.received += len(piece.text)
             self._tokens += len(piece.token_ids or ())
-            self._arrivals.append(Arrival(seconds, piece))
+            self._pieces.append(replace(piece, seconds=seconds))
             self._check_length()
             yield piece
 
@@ -256,18 +257,18 @@ class AnswerStream:
         """End an answer of a server that ignores the maximum number of tokens."""
         most = self._request.max_tokens
         bound = most + SPARE
-        if self._tokens > most or len(self._arrivals) > bound or self.received > MAX_CHARACTERS * bound:
+        if self._tokens > most or len(self._pieces) > bound or self.received > MAX_CHARACTERS * bound:
             raise self._error(f"sent more than the {most} tokens that were requested")
 
     def completion(self, seconds: float, *, interrupted: bool = False) -> ServerCompletion:
         """The completion at the end of the stream. Raises ServerError if the stream ended too early."""
-        pieces = [arrival.piece for arrival in self._arrivals]
+        pieces = tuple(self._pieces)
         reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
         if not interrupted and not reason and not self._is_done:
             raise self._error("ended the stream before the text was complete")
         return ServerCompletion(
             text=without_key("".join(piece.text for piece in pieces), self._address.key),
-            arrivals=tuple(self._arrivals),
+            pieces=pieces,
             finish=FinishReason.INTERRUPTED if interrupted else finish_of(reason),
             finish_reason=without_key(reason, self._address.key),
             seconds=seconds,

@@ -8,24 +8,13 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress, with_server
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Piece, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.servers.processes.local_servers import LocalServers
 from utils.servers.processes.programs import Launch
 
 PATIENCE = 5.0  # seconds for one answer while a server starts
 RequestFor = Callable[[ServerKind, ServerClient], ServerRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAnswer:
-    """An answer and its origin. `kind` is the name of the server kind. `acceptance` is None if nothing is known."""
-
-    request: ServerRequest
-    completion: ServerCompletion
-    acceptance: ServerAcceptance | None
-    kind: str
-    model: str
 
 
 class Connection:
@@ -54,7 +43,7 @@ class Connection:
             self._kind = recognise(self.client)
         return self._kind
 
-    def ask(self, request_for: RequestFor, watch: Callable[[Piece], None] = lambda piece: None) -> ServerAnswer:
+    def ask(self, request_for: RequestFor, watch: Callable[[Piece], None] = lambda piece: None) -> ServerCompletion:
         """Request one answer. `request_for` makes the request for the server kind. `watch` is as in
         ServerClient.complete.
 
@@ -66,9 +55,8 @@ class Connection:
             before = kind.counters(client)
             completion = client.complete(request, kind, watch)
             after = kind.counters(client)
-            return ServerAnswer(
-                request, completion, kind.acceptance(completion, before, after), kind.name, client.model()
-            )
+            drafts = kind.acceptance(completion, before, after)
+            return replace(completion, request=request, acceptance=drafts, kind=kind.name, model=client.model())
         except ServerError as error:
             self.close()
             if ending := self._ending():

@@ -50,7 +50,7 @@ def runs(pair, folder, *lines):
     for line in ("/length 20", "/gamma 4", *lines):
         assert session.handle(line) is Verdict.DONE, line
     records = {record["strategy"]: record for record in records_of(folder / "r.jsonl")}
-    assert all(record["same_as_target"] for record in records.values())
+    assert all(record["same_as_baseline"] for record in records.values())
     return records
 
 

@@ -25,7 +25,7 @@ CIRCUMSTANCES: Row = {
 def record(prompt: str, speed: float, **changes: Any) -> Row:
     """A record of a generation."""
     row: Row = {
-        "schema": 1,
+        "schema": 2,
         "record": "generation",
         "prompt": prompt,
         "history": [],
@@ -37,7 +37,7 @@ def record(prompt: str, speed: float, **changes: Any) -> Row:
         "finish": "length",
         "tokens_per_second": speed,
         "tokens_per_target_forward": 2.0,
-        "speedup_vs_target": speed / 10,
+        "speedup_vs_baseline": speed / 10,
         "drafted": 10,
         "accepted": 5,
         "rounds": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from fakes import Screen, open_session, records_of, screen
 from verdict_runs import Runs, helpful, similar_pair, verdict_of
 
-from utils.comparison.harness import Harness
-from utils.comparison.strategies import Strategy
+from utils.comparison.arms import LocalArm, ids_of
+from utils.comparison.runs import Run
 from utils.config.settings import Settings
 from utils.metrics.results import Generation
+from utils.prompts.conversation import Turns
 from utils.repl.runner import Verdict
 
 CATEGORIES = ("writing", "stem", "translation", "qa")
@@ -58,15 +60,20 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: list[tuple[str, str, Generation]] = []  # strategy, text of the prompt ids, run
-        run_alone = Harness.run_alone
+        run_arm = LocalArm.run
 
-        def run(harness: Harness, ids: list[int], strategy: Strategy, settings: Settings, **options: Any) -> Generation:
-            made = run_alone(harness, ids, strategy, settings, **options)
-            made = Generation(made.steps, 0.1 * len(made.steps), 0.1, made.finish, made.timings)
-            self.runs.append((strategy.name, str(harness.pair.tokenizer.decode(ids)), made))
-            return made
+        def run(arm: LocalArm, text: str, settings: Settings, history: Turns = (), watch: Any = None) -> Run:
+            made = run_arm(arm, text, settings, history, watch)
+            assert made.generation is not None
+            steps, seconds = made.generation.steps, 0.1 * len(made.generation.steps)
+            generation = Generation(steps, seconds, 0.1, made.finish, made.generation.timings)
+            ids = ids_of(arm.pair, text, settings, history)
+            self.runs.append((arm.strategy.name, str(arm.pair.tokenizer.decode(ids)), generation))
+            decoding = generation.decode_tokens_per_second
+            changed = {"generation": generation, "seconds": seconds, "first_seconds": 0.1}
+            return replace(made, **changed, decode_tokens_per_second=decoding)
 
-        monkeypatch.setattr(Harness, "run_alone", run)
+        monkeypatch.setattr(LocalArm, "run", run)
 
     def of(self, strategy: str) -> list[Generation]:
         return [run for name, _, run in self.runs if name == strategy]

@@ -12,8 +12,7 @@ from recordings import Row, recorded
 from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
 from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
-from utils.comparison.matching import match
-from utils.comparison.recorded_runs import read_records
+from utils.comparison.recorded_runs import match, read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict
 
@@ -149,9 +148,9 @@ def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp
         (json.dumps(record("x", 1.0) | {"schema": 9}), "schema 9"),
         (json.dumps(record("x", 1.0) | {"finish": "interrupted"}), "line 2: the run was interrupted"),
         (json.dumps(record("x", 0.0)), "line 2: the run has no speed"),
-        (json.dumps({"schema": 1, "record": "race", "prompt": "x", "settings": {}, "findings": [3]}), '"findings"'),
-        (json.dumps({"schema": 1, "record": "race", "prompt": 3, "settings": {}, "findings": []}), '"prompt"'),
-        (json.dumps({"schema": 1, "record": "race", "settings": {"turns": True}, "findings": []}), "conversation"),
+        (json.dumps({"schema": 2, "record": "race", "prompt": "x", "settings": {}, "findings": [3]}), '"findings"'),
+        (json.dumps({"schema": 2, "record": "race", "prompt": 3, "settings": {}, "findings": []}), '"prompt"'),
+        (json.dumps({"schema": 2, "record": "race", "settings": {"turns": True}, "findings": []}), "conversation"),
     ],
 )
 def test_a_damaged_line_is_one_sentence(view: Screen, tmp_path: Path, line: str, reason: str) -> None:
@@ -171,7 +170,7 @@ def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:
     def race(speeds: list[float]) -> Row:
         finding = {"strategy": "speculative", "tokens_per_second": speeds, "speedups": [speed / 10 for speed in speeds]}
         return {
-            "schema": 1,
+            "schema": 2,
             "record": "race",
             "prompt": "x",
             "settings": SETTINGS,
@@ -197,7 +196,7 @@ def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) ->
             for prompt in PROMPTS
         ]
         row = {"length": 96, "gamma": None, "drafter_kind": "head", "by_prompt": each, **choice}
-        return {"schema": 1, "record": "verdict", "settings": SETTINGS, "findings": [{}, row], **CIRCUMSTANCES}
+        return {"schema": 2, "record": "verdict", "settings": SETTINGS, "findings": [{}, row], **CIRCUMSTANCES}
 
     rows, conclusion = compared(view, tmp_path, [verdict(1.0)], [verdict(1.5, gamma=4, drafter_kind="suffix")])
     assert [row["strategy"] for row in rows[:2]] == ["recommended", "target"] and len(rows) == 12

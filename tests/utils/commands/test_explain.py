@@ -6,9 +6,10 @@ import re
 
 import pytest
 from fakes import Screen, open_session, screen, table_pair
+from local_runs import compared_run
 from paths import ROOT
 
-from utils.comparison.glossary import FIGURES
+from utils.commands.explain import FIGURES
 from utils.decode.steps import FinishReason
 from utils.metrics.results import Comparison, Generation
 from utils.repl.repl_session import ReplSession
@@ -34,7 +35,7 @@ def test_the_pictures_of_the_readme_exist() -> None:
 
 def test_fractions_match_the_runs(ran: ReplSession, view: Screen) -> None:
     shown = {figure.name: _explained(ran, view, figure.name) for figure in FIGURES}
-    for strategy, run, comparison in ran.harness.last().compared:
+    for strategy, run, comparison in ran.harness.last().local:
         if strategy.drafts:
             assert shown["acceptance"][strategy.name] == f"{run.accepted}/{run.drafted} = {run.acceptance_rate:.3f}"
             assert (
@@ -71,7 +72,7 @@ def test_figures_without_a_denominator() -> None:
     session = open_session(screen(), table_pair())
     for strategy in session.harness.variants(session.settings):
         for figure in FIGURES:
-            value = figure.fraction(strategy, empty, Comparison())
+            value = figure.fraction(compared_run(strategy, empty, Comparison()))
             assert "= -" in value or "=" not in value, (figure.name, value)
 
 
@@ -90,7 +91,7 @@ def test_texts_are_shown_side_by_side(ran: ReplSession, view: Screen) -> None:
     assert ran.handle("/texts") is Verdict.DONE
     heading, about, *texts = view.take()[0].splitlines()
     assert heading.split() == ["target,", "speculative,", "ngram", "drafter"]
-    compared = {strategy.name: (run, comparison) for strategy, run, comparison in ran.harness.last().compared}
+    compared = {strategy.name: (run, comparison) for strategy, run, comparison in ran.harness.last().local}
     drafter, position = compared["drafter"][0], compared["drafter"][1].first_difference
     assert position is not None and "20 tokens, length" in about and str(position + 1) in about
     shared, whole = (

@@ -17,7 +17,7 @@ from fakes import Screen, open_session, records_of, screen, tiny_pair, with_spec
 from recordings import interrupt_after
 
 from utils.comparison import session_state
-from utils.comparison.marked_text import TextPiece, marked_text
+from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step
@@ -130,7 +130,7 @@ def test_figures_are_those_of_the_records(exports: Exported) -> None:
     page = exports.page
     exact = [value for tag, name, value in page.attributes if (tag, name) == ("td", "title")]
     runs = [row for row in exports.records if row["record"] == "generation"]
-    names = ("seconds", "tokens_per_second", "speedup_vs_target", "acceptance_rate", "tokens_per_target_forward")
+    names = ("seconds", "tokens_per_second", "speedup_vs_baseline", "acceptance_rate", "tokens_per_target_forward")
     for run in runs:
         assert all(repr(run[name]) in exact for name in names if run[name] is not None)
         assert f"{run['tokens_per_second']:.1f}" in page.all("td")

@@ -10,8 +10,8 @@ from fakes import Screen, open_session, records_of, screen
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
+from utils.commands.explain import FIGURES
 from utils.commands.shared.registry import ALIASES, FIRST_PAGE, GROUPS, SECOND_PAGE
-from utils.comparison.glossary import FIGURES
 from utils.config.setting_table import NGRAM_PARTS, SAMPLING_PARTS, setting_fields
 from utils.config.settings import Settings
 from utils.repl.repl_session import ReplSession

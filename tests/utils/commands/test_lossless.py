@@ -11,7 +11,7 @@ from fakes import Restless, Screen, checked, open_session, records_of, table_pai
 from tiny import tiny_llama, tiny_mamba
 
 from utils.commands.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
-from utils.comparison.harness import empty_storage
+from utils.comparison.arms import empty_storage
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
 from utils.config.processor_spec import ProcessorSpec
@@ -121,7 +121,7 @@ def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(
         for seed in range(12):
             runs = []
             for shared in (prefills, None):
-                storage = empty_storage(settings, 300)
+                storage = empty_storage(settings, pair)
                 job = Job(PROMPT, pair, replace(settings, seed=seed), storage, prefills=shared)
                 runs.append([step.tokens for step in islice(strategy.steps(job), 2)])
             assert runs[0] == runs[1]
@@ -171,14 +171,14 @@ def test_a_drafter_that_cannot_read_the_prompt_does_not_prevent_the_test(view: S
 def test_a_job_without_a_rewindable_cache_says_so() -> None:
     pair = SimpleNamespace(target=tiny_mamba(seed=0))
     with pytest.raises(UserError, match="recurrent state"):
-        Job([1], pair, Settings(), empty_storage(Settings(), 300), prefills=SharedPrefills()).session("target")
+        Job([1], pair, Settings(), empty_storage(Settings(), pair), prefills=SharedPrefills()).session("target")
 
 
 def test_a_run_with_a_shared_prefill_continues_the_noise() -> None:
     """Rounds after a shared prefill are those of the whole run."""
     pair = table_pair(chat=False)
     settings = replace(Settings(), processor=ProcessorSpec(1.0), verify="coupled", length=20)
-    storage = empty_storage(settings, 300)
+    storage = empty_storage(settings, pair)
     jobs = [Job(PROMPT, pair, settings, storage, prefills=prefills) for prefills in (SharedPrefills(), None)]
     shared, fresh = (tokens_of(STRATEGIES[0].steps(job)) for job in jobs)
     assert shared == fresh

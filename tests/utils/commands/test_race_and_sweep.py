@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.repeated_runs import PairedRun, RemainingTime
+from utils.commands.experiments.paired_runs import PairedRuns
+from utils.commands.experiments.repeated_runs import RemainingTime
+from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.processor_spec import ProcessorSpec
+from utils.config.settings import Settings
 from utils.config.value_types import StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
@@ -38,10 +42,23 @@ def session_with_prompt(view: Screen, file: Path) -> ReplSession:
 
 
 def test_speeds_of_a_paired_run() -> None:
-    paired = PairedRun(generation(9, 2.5), generation(9, 5.0))
-    assert (paired.tokens_per_second, paired.speedup, paired.decode_tokens_per_second) == (3.6, 2.0, 4.0)
-    assert PairedRun(generation(9, 2.5), None).speedup is None
-    assert PairedRun(generation(1, 0.5), None).decode_tokens_per_second is None
+    fast, slow, short = (
+        Run("target", "target", "", tuple(made.tokens), made.finish, made.seconds, 0.5, *_rates(made))
+        for made in (generation(9, 2.5), generation(9, 5.0), generation(1, 0.5))
+    )
+    arms: list[Any] = [object(), object()]
+    ours = replace(fast, name="ngram")
+    paired = PairedRuns.of(arms[0], [(arms[0], (ours,)), (arms[1], (slow,))], Settings())
+    assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
+    assert paired.same and short.decode_tokens_per_second is None
+    alone = PairedRuns.of(arms[0], [(arms[0], (ours,))], Settings())
+    assert alone.speedup is None and alone.same is None
+    itself = PairedRuns.of(arms[1], [(arms[1], (slow,))], Settings())
+    assert itself.speedup == 1.0 and itself.same
+
+
+def _rates(made: Generation) -> tuple[int, float | None]:
+    return len(made.tokens), made.decode_tokens_per_second
 
 
 def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:

@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_prompts_themselves(view: Screen, tmp_path: Pat
             assert row[figure] == total, (task, name, figure)
         if part[0]["target_forwards"] is not None:
             assert row["tokens_per_target_forward"] == row["new_tokens"] / sum(run["target_forwards"] for run in part)
-        assert row["tokens_per_second"] == row["new_tokens"] / row["seconds"]
+        assert row["pooled_tokens_per_second"] == row["new_tokens"] / row["seconds"]
         assert row["speedup"] == pytest.approx(geometric_mean(row["speedups"])) and len(row["speedups"]) == len(part)
         texts = 0 if name in ("drafter", "beam") else len(part)
         assert (row["same_texts"], row["compared_texts"]) == (texts, texts)

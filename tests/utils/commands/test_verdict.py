@@ -14,9 +14,9 @@ from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.verdicts import measurement, passes, record
-from utils.commands.verdicts.analysis import TimeSplit, expected_tokens, limits, with_better_drafter
+from utils.commands.verdicts import figures, measurement
 from utils.commands.verdicts.elsewhere import equivalent_lines, equivalents
+from utils.commands.verdicts.figures import TimeSplit, expected_tokens, limits, with_better_drafter
 from utils.commands.verdicts.wording import answer, tasks
 from utils.comparison.recorded_runs import RECOMMENDED, read_records
 from utils.config.arguments import parse_arguments
@@ -75,7 +75,7 @@ def test_noise_alone_is_not_distinguishable(view: Screen, tmp_path: Path, monkey
 def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A baseline that happens to be slow does not make a strategy fast that saves no forward pass."""
     Runs(monkeypatch, lambda strategy, step: STEP * (2 if strategy.is_baseline else 1))
-    monkeypatch.setattr(record, "NO_GAIN", 99.0)  # so that these drafts count as none
+    monkeypatch.setattr(figures, "NO_GAIN", 99.0)  # so that these drafts count as none
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
@@ -131,7 +131,7 @@ def test_with_sampling_texts_have_the_same_distribution_or_are_the_same(
 ) -> None:
     runs = Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 2)
-    monkeypatch.setattr(passes, "NARROW", 0.0)
+    monkeypatch.setattr(measurement, "NARROW", 0.0)
     session, path = session_of(view, tmp_path), prompts_file(tmp_path, TEXTS[:6])
     session.handle("/processor multinomial 1")
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")

@@ -126,7 +126,7 @@ def test_the_chart_has_predictions_and_what_was_measured(view: Screen, tmp_path:
     (chart,) = shown.report.charts(shown.findings)
     assert isinstance(chart, LineChart) and chart.reference == 1.0
     rows = records_of(tmp_path / "records.jsonl")
-    speedups = {run["strategy"]: run["speedup_vs_target"] for run in rows[:-1] if run["drafter_kind"]}
+    speedups = {run["strategy"]: run["speedup_vs_baseline"] for run in rows[:-1] if run["drafter_kind"]}
     measured = {(point.series, point.x): point.y for point in chart.markers if point.name == "measured"}
     assert measured == {(kind, 3): speedup for kind, speedup in speedups.items()}
     figures = [row for row in rows[-1]["findings"] if row["drafter"] == "ngram"]

@@ -19,13 +19,15 @@ import pytest
 import torch
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.verdicts import timing
-from utils.comparison.harness import Harness
+from utils.commands.verdicts import measurement
+from utils.comparison import arms
+from utils.comparison.arms import LocalArm
+from utils.comparison.runs import Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
+from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -64,37 +66,41 @@ class Runs:
         self.made: list[tuple[str, int, tuple[int, ...]]] = []  # strategy, length, prompt
         self.now, self._cost, self._noise = 0.0, cost, noise
         self._random = np.random.default_rng(3)
-        self._run_alone = Harness.run_alone
+        self._run_arm = LocalArm.run
         self.seeds: set[int] = set()
-        self._known: dict[Any, Generation] = {}
+        self._known: dict[Any, Run] = {}
         self.stop_after: Callable[[], bool] = lambda: False
-        monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(Harness, "run_alone", lambda *arguments, **options: self._run(*arguments, **options))
+        monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(LocalArm, "run", lambda *arguments, **options: self._run(*arguments, **options))
 
-    def _decoded(self, harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings) -> Generation:
+    def _decoded(self, arm: LocalArm, text: str, settings: Settings, history: Turns) -> Run:
         """The same runs give the same tokens, so they are decoded once."""
         greedy = settings.processor.is_greedy
-        key = (id(harness), tuple(prompt), strategy.name, repr(replace(settings, seed=0) if greedy else settings))
+        key = (id(arm.pair), text, history, arm.name, repr(replace(settings, seed=0) if greedy else settings))
         if key not in self._known:
-            self._known[key] = self._run_alone(harness, prompt, strategy, settings)
+            self._known[key] = self._run_arm(arm, text, settings, history)
         return self._known[key]
 
-    def _run(
-        self, harness: Harness, prompt: list[int], strategy: Strategy, settings: Settings, **options: Any
-    ) -> Generation:
+    def _run(self, arm: LocalArm, text: str, settings: Settings, history: Turns = (), watch: Any = None) -> Run:
+        if arm.job is not None:
+            return self._run_arm(arm, text, settings, history, watch)
         if self.stop_after():
             raise KeyboardInterrupt
-        run = self._decoded(harness, prompt, strategy, settings)
+        run = self._decoded(arm, text, settings, history)
+        assert run.generation is not None
+        steps = run.generation.steps
         self.seeds.add(settings.seed)
-        self.made.append((strategy.name, settings.length, tuple(prompt)))
+        self.made.append((arm.name, settings.length, tuple(arms.ids_of(arm.pair, text, settings, history))))
         factor = exp(self._noise * self._random.standard_normal())
-        each = [factor * self._cost(strategy, step) for step in run.steps]
+        each = [factor * self._cost(arm.strategy, step) for step in steps]
         self.now += sum(each)
         timings = tuple(
             RoundTiming(drafting := 0.2 * STEP * len(step.drafted), spent - drafting, spent, len(step.drafted))
-            for step, spent in zip(run.steps, each, strict=True)
+            for step, spent in zip(steps, each, strict=True)
         )
-        return replace(run, seconds=sum(each), first_seconds=each[0], timings=timings)
+        generation = replace(run.generation, seconds=sum(each), first_seconds=each[0], timings=timings)
+        changed = {"generation": generation, "seconds": sum(each), "first_seconds": each[0]}
+        return replace(run, **changed, decode_tokens_per_second=generation.decode_tokens_per_second)
 
 
 def prompts_file(folder: Path, prompts: list[Any]) -> Path:

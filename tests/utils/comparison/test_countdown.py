@@ -8,8 +8,8 @@ import pytest
 from fake_clock import FakeClock
 from fakes import Screen, open_session
 
-from utils.comparison import countdown
-from utils.comparison.countdown import Countdown
+from utils.comparison import reports
+from utils.comparison.reports import Countdown
 from utils.repl.runner import Verdict
 
 
@@ -28,7 +28,7 @@ def test_the_time_left_is_shown_once_a_second() -> None:
     ("line", "words"),
     [
         ("/whatif", ["replaying speculative", "replaying ngram"]),
-        ("/audit 2", ["repeat: 1 of 2", "order: 2 of 2", "width: 1 of 2", "batch: 2 of 2"]),
+        ("/audit 2", ["repeat: 1 of 2", "order: 2 of 2", "width: 1 of 2", "prefix: 2 of 2"]),
         ("/lossless 4", ["speculative: 3 of 4", "target: 2 of 4"]),
         ("/why", ["1 of 2", "2 of 2"]),
         ("/race 2", ["repeat 2 of 2"]),
@@ -37,7 +37,7 @@ def test_the_time_left_is_shown_once_a_second() -> None:
 def test_long_reports_say_how_far_they_are(
     line: str, words: list[str], view: Screen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(countdown, "INTERVAL", 0.0)
+    monkeypatch.setattr(reports, "INTERVAL", 0.0)
     session = open_session(view)
     for typed in ("/length 6", "/processor multinomial 1", "Hello"):
         assert session.handle(typed) is Verdict.DONE

@@ -35,7 +35,7 @@ def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, 
     assert [(row["strategy"], row["drafter_kind"]) for row in rows[:-1]] == [
         (f"speculative {kind}", kind) for kind in KINDS
     ]
-    assert rows[-1]["strategy"] == "target" and all(row["same_as_target"] for row in rows)
+    assert rows[-1]["strategy"] == "target" and all(row["same_as_baseline"] for row in rows)
     assert all(row["drafted"] for row in rows[:-1])
     shown = view.take()[0]
     assert all(f"Speculative, {kind}" in shown for kind in KINDS)

@@ -77,7 +77,7 @@ def damaged(**changes: Any) -> Callable[[Row], str]:
         (lambda row: "[" * 100_000, "JSON"),
         (lambda row: '{"prompt": "Hello"}', "record"),
         (lambda row: "[1]", "record"),
-        (damaged(schema=2), "schema 2"),
+        (damaged(schema=1), "schema 1"),
         (damaged(record="race", schema=...), "schema none"),
         (damaged(prompt=...), '"prompt" is missing'),
         (damaged(prompt=3), '"prompt"'),

@@ -65,7 +65,7 @@ def test_prompts_reports_and_records_have_it(factor: float, is_reported: bool, v
     assert ("1.25x as fast in the invariant engine" in shown) is is_reported
     rows = records_of(file)
     for record in rows:
-        estimate = record["speedup_vs_target"] / factor if is_reported else None
+        estimate = record["speedup_vs_baseline"] / factor if is_reported else None
         assert record[FIGURE] == pytest.approx(estimate) if is_reported else record[FIGURE] is None
         other = record["engine"]["faster_baseline"]
         assert other == ({"name": "invariant", "factor": pytest.approx(1.25)} if is_reported else None)

@@ -14,7 +14,6 @@ from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from trained_drafter import PROMPT, RIGHT, target_model, trained
 
-from utils.comparison.low_acceptance import is_low, low_acceptance_hint
 from utils.comparison.session_state import SessionState
 from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
@@ -24,7 +23,9 @@ from utils.models.feature_drafter import Origin
 from utils.pairs import doctor
 from utils.pairs.doctor import INTERRUPTED, READINGS
 from utils.pairs.doctor import _reading_file as reading_file
+from utils.repl.runner import is_low, low_acceptance_hint
 
+pytestmark = pytest.mark.usefixtures("readings_compared_once")
 WRONG = replace(RIGHT, feature_layers=(3, 5, 6))
 
 
@@ -140,7 +141,8 @@ def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):
 def runs(pair: Any, drafted: int, accepted: int) -> Any:
     steps = [Step((5,), int(index < accepted), 7) for index in range(drafted)] + [Step((), 0, 7)]
     strategy = SimpleNamespace(name="speculative", drafts=True, drafter_label=lambda pair: "head")
-    return SimpleNamespace(job=SimpleNamespace(pair=pair), compared=[(strategy, SimpleNamespace(steps=steps), None)])
+    local = [(strategy, SimpleNamespace(steps=steps), None)]
+    return SimpleNamespace(is_local=True, job=SimpleNamespace(pair=pair), local=local)
 
 
 def test_low_acceptance_is_pointed_out_once(pair):

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.commands import race
-from utils.commands.experiments.suite_conclusion import task_sentence
+from utils.commands.experiments.race_conclusion import repeats_conclusion, task_sentence
 from utils.commands.experiments.sweep_conclusion import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
 
@@ -82,17 +81,19 @@ def claimed(lines: list[str]) -> bool:
 
 def test_a_race_claims_nothing_without_evidence() -> None:
     target = row("target", [1.0] * 5)
-    assert claimed(race.conclusion([row("speculative", CLEAR), target]))
-    assert "1.50x" in race.conclusion([row("speculative", CLEAR), target])[0]
-    few = race.conclusion([row("speculative", [1.7]), target])
+    assert claimed(repeats_conclusion([row("speculative", CLEAR), target]))
+    assert "1.50x" in repeats_conclusion([row("speculative", CLEAR), target])[0]
+    few = repeats_conclusion([row("speculative", [1.7]), target])
     assert not claimed(few) and "1.7x" in few[0] and "/race 5" in few[-1]
-    noise = race.conclusion([row("ngram", [1.29], 1.0), target])
+    noise = repeats_conclusion([row("ngram", [1.29], 1.0), target])
     assert not claimed(noise) and "noise" in noise[0]
-    assert "noise" not in race.conclusion([row("ngram", [0.7], 1.0), target])[0], "drafts that gain nothing take time"
-    assert not claimed(race.conclusion([row("ngram", CLEAR, 1.0), target]))
-    assert "/why" in race.conclusion([row("ngram", [0.8, 1.2, 1.0, 1.1, 0.9]), target])[-1]
+    assert "noise" not in repeats_conclusion([row("ngram", [0.7], 1.0), target])[0], (
+        "drafts that gain nothing take time"
+    )
+    assert not claimed(repeats_conclusion([row("ngram", CLEAR, 1.0), target]))
+    assert "/why" in repeats_conclusion([row("ngram", [0.8, 1.2, 1.0, 1.1, 0.9]), target])[-1]
     assert speed_sentence(target) == ""
-    assert "/target on" in race.conclusion([row("ngram", [])])[0]
+    assert "/target on" in repeats_conclusion([row("ngram", [])])[0]
 
 
 def test_a_task_claims_nothing_without_evidence() -> None:

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from local_runs import compared_run, compared_with, local_run
 
-from utils.comparison.last_prompt import ComparedRun
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.summary import PromptRuns, ending, is_noise, summary
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.divergence import Cause
-from utils.metrics.results import Comparison, Generation, compare
+from utils.metrics.results import Comparison, Generation
 
 ROWS = {row.name: row for row in STRATEGIES}
 ROWS |= {f"speculative {kind}": replace(ROWS["speculative"], name=f"speculative {kind}") for kind in ("head", "lookup")}
@@ -29,7 +29,7 @@ def drafting(factor: float, *, accepted: int = 20, rejected: int = 20, tokens: i
 
 
 def looks_like_noise(run: Generation, name: str = "ngram") -> bool:
-    return is_noise(ComparedRun(ROWS[name], run, compare(run, run_of(60))))
+    return is_noise(compared_with(local_run(ROWS[name], run), local_run(ROWS["target"], run_of(60))))
 
 
 def said(*, planned: tuple[str, ...] = (), same: bool = True, **runs: Generation) -> str:
@@ -38,8 +38,8 @@ def said(*, planned: tuple[str, ...] = (), same: bool = True, **runs: Generation
 
 def prompt_runs(*planned: str, same: bool = True, more: Any = (), **runs: Generation) -> PromptRuns:
     named = {name.replace("_", " "): run for name, run in runs.items()}
-    target = named.get("target")
-    compared = [ComparedRun(ROWS[name], run, compare(run, target, same_request=same)) for name, run in named.items()]
+    made = {name: local_run(ROWS[name], run) for name, run in named.items()}
+    compared = [compared_with(run, made.get("target"), same_request=same) for run in made.values()]
     return PromptRuns(compared, [*named, *planned], **dict(more))
 
 
@@ -52,12 +52,13 @@ def prompt_runs(*planned: str, same: bool = True, more: Any = (), **runs: Genera
     ],
 )
 def test_the_end_of_a_text_is_named_unless_it_ended_by_itself(finish: FinishReason, words: tuple[str, ...]) -> None:
-    shown = ending(run_of(12, finish), 12)
+    shown = ending(local_run(ROWS["target"], run_of(12, finish)), 12)
     assert all(word in shown for word in words) and bool(shown) == bool(words)
 
 
 def test_a_text_that_filled_the_context_does_not_advise_a_longer_length() -> None:
-    assert "/length" not in ending(run_of(12), 13) and "context" in ending(run_of(12), 13)
+    shown = ending(local_run(ROWS["target"], run_of(12)), 13)
+    assert "/length" not in shown and "context" in shown
 
 
 def test_one_run_that_was_faster_is_about_so_much_and_is_to_be_confirmed() -> None:
@@ -172,6 +173,6 @@ def test_texts_without_content_are_not_praised() -> None:
 
 
 def test_a_comparison_without_a_speed_is_no_rival() -> None:
-    empty = ComparedRun(ROWS["speculative"], drafting(1.4), Comparison())
-    target = ComparedRun(ROWS["target"], run_of(60), Comparison(1.0, same=True))
+    empty = compared_run(ROWS["speculative"], drafting(1.4), Comparison())
+    target = compared_run(ROWS["target"], run_of(60), Comparison(1.0, same=True))
     assert "1.4" not in summary(PromptRuns([empty, target], ["speculative", "target"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from re import sub
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from fake_engines import events, row, started, whole_llama
 from fakes import constant_costs
 from fixed_speeds import fix_speeds, only_engines, steady
-from stored_models import from_files
+from stored_models import from_files, loaded
 from tiny import tiny_llama
 
 from utils.engine import Engine
@@ -129,23 +130,33 @@ def assert_plain(engine: Engine, model: Any) -> None:
 def test_ctrl_c_at_any_report_leaves_the_plain_engine(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The preparation of a model whose weights are in files, interrupted at each report in turn. `auto` has trials."""
+    """The preparation of a model whose weights are in files, interrupted at the first and the last report of each of
+    its parts. `auto` has trials.
+    """
     only_engines(monkeypatch, "plain", kind)
     monkeypatch.setattr(engine_module, "verify_costs", reported_costs)
-    ids, reference = torch.tensor([[3, 4, 5, 60]]), tiny_llama()
-    model = from_files(tmp_path, reference)
-    engine = Engine([model], identity="the files")
+    ids, reference, said = torch.tensor([[3, 4, 5, 60]]), tiny_llama(), list[str]()
+    rehearsal, engine = Engine([from_files(tmp_path, reference)]), Engine([loaded(tmp_path)], identity="the files")
+    rehearsal.report, rehearsal.meter = said.append, fix_speeds(rehearsal, FAST).meter()
+    rehearsal.use(name, 1)
     engine.results, engine.meter = ResultFile(tmp_path / "engine.json"), fix_speeds(engine, FAST).meter()
-    for report in count(1):
+    for report in first_and_last(said):
         engine.report, engine.table = interrupted_at(report), {}
-        try:
-            assert engine.use(name, 1).kind == kind
-            break
-        except KeyboardInterrupt:
-            assert_plain(engine, model)
-            assert torch.equal(model(ids).logits, reference(ids).logits), "the weights can still be read"
-            assert not (tmp_path / "engine.json").exists()
-    assert report > 10 and engine.state.verified
+        with pytest.raises(KeyboardInterrupt):
+            engine.use(name, 1)
+        assert_plain(engine, engine._target)
+        assert torch.equal(engine._target(ids).logits, reference(ids).logits), "the weights can still be read"
+        assert not (tmp_path / "engine.json").exists()
+    engine.report = said.append
+    assert engine.use(name, 1).kind == kind and engine.state.verified
+
+
+def first_and_last(said: list[str]) -> list[int]:
+    """Numbers, from 1, of the first and the last of consecutive reports that differ in numbers alone."""
+    parts = [sub(r"\d+", "", text) for text in ["", *said, ""]]
+    chosen = [at for at in range(1, len(said) + 1) if parts[at] != parts[at - 1] or parts[at] != parts[at + 1]]
+    assert len(chosen) > 8
+    return chosen
 
 
 FAST = steady({"plain": 0.02, "invariant": 0.01, "openvino": 0.01})

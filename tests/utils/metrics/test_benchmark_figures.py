@@ -9,6 +9,9 @@ import pytest
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.benchmark_figures import benchmark_figures, conditional_acceptance
 from utils.metrics.results import Generation, pooled
+from utils.metrics.totals import Totals
+
+total = Totals.of_run
 
 
 def run_of(accepted: list[int], seconds: float, drafts: int = 3) -> Generation:
@@ -24,7 +27,7 @@ def alone(tokens: int, seconds: float) -> Generation:
 def test_figures_by_hand() -> None:
     # 4 tokens in 2 rounds at 2 tokens/s, and 5 tokens in 1 + 3 rounds at 0.5 tokens/s.
     first, second = run_of([2, 0], 2.0), run_of([1, 0, 0, 0], 10.0)
-    figures = benchmark_figures([[(first, alone(4, 4.0)), (second, alone(5, 10.0))]])
+    figures = benchmark_figures([[(total(first), total(alone(4, 4.0))), (total(second), total(alone(5, 10.0)))]])
     assert figures["mean_accepted_tokens"] == 9 / 6, "over rounds"
     assert figures["acceptance_length"] == mean([4 / 2, 5 / 4]), "over prompts"
     assert figures["speedup"] == pytest.approx(mean([2.0, 0.5]) / mean([1.0, 0.5])), "a ratio of means"
@@ -32,15 +35,16 @@ def test_figures_by_hand() -> None:
 
 
 def test_repeats_are_averaged_after_the_ratio_and_prompts_without_the_target_are_left_out() -> None:
-    fast, slow = [(run_of([1], 1.0), alone(2, 4.0))], [(run_of([1], 1.0), alone(2, 2.0))]
+    ours = total(run_of([1], 1.0))
+    fast, slow = [(ours, total(alone(2, 4.0)))], [(ours, total(alone(2, 2.0)))]
     assert benchmark_figures([fast, slow])["speedup"] == mean([4.0, 2.0])
-    assert benchmark_figures([[*slow, (run_of([3], 0.001), None)]])["speedup"] == 2.0
-    assert benchmark_figures([[(run_of([1], 1.0), None)]])["speedup"] is None
+    assert benchmark_figures([[*slow, (total(run_of([3], 0.001)), None)]])["speedup"] == 2.0
+    assert benchmark_figures([[(ours, None)]])["speedup"] is None
 
 
 def test_a_round_with_fewer_drafts_is_a_rejection_for_the_conditional_rate_only() -> None:
     short = Generation((Step((1, 2), 2, 3), Step((1,), 1, 3), Step((), 0, 3)), 1.0, None, FinishReason.LENGTH)
-    assert conditional_acceptance(short) == [2 / 3, 1 / 2]
+    assert conditional_acceptance(total(short)) == [2 / 3, 1 / 2]
     assert [accepted / tried for accepted, tried in short.accepted_by_position] == [1.0, 1.0]
 
 
@@ -55,15 +59,15 @@ def test_the_conditional_rate_is_that_of_the_histogram_of_lengths() -> None:
         before = running / len(lengths)
         running -= count
     assert rates[0] == 1.0
-    assert conditional_acceptance(pooled(runs)) == pytest.approx(rates[1:])
+    assert conditional_acceptance(total(pooled(runs))) == pytest.approx(rates[1:])
 
 
 def test_a_run_without_tokens_or_drafts_has_figures() -> None:
-    empty = Generation((), 1.0, None, FinishReason.LENGTH)
+    empty = total(Generation((), 1.0, None, FinishReason.LENGTH))
     assert benchmark_figures([[(empty, empty)]]) == {
         "speedup": None,
         "mean_accepted_tokens": None,
         "acceptance_length": None,
         "conditional_acceptance": [],
     }
-    assert benchmark_figures([[(alone(3, 1.0), alone(3, 1.0))]])["conditional_acceptance"] == []
+    assert benchmark_figures([[(total(alone(3, 1.0)), total(alone(3, 1.0)))]])["conditional_acceptance"] == []

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny import tiny_llama, tiny_sliding, tiny_t5
 
+from utils.commands.lossless import chi_square_tail, fit
 from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_session import ModelSession
-from utils.metrics.chi_square import chi_square_tail, fit
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 

@@ -82,11 +82,11 @@ def test_runs_and_the_debug_screen_have_the_time_of_every_activity() -> None:
     for line in ("/length 8", "/debug on", "Hello"):
         assert session.handle(line) is Verdict.DONE
     last: Any = session.harness.state.last
-    for strategy, run, _ in last.compared:
+    for strategy, run, _ in last.local:
         assert len(run.timings) == len(run.steps)
         timed = [timing.verifying for timing in run.timings]
         assert all(timed) if strategy.drafts else not any(timed)
     lines = view.take()[0].splitlines()
     # Rounds without drafts may share a line.
     rounds = [int(line.rsplit("+", 1)[1]) for line in lines if " | verify " in line]
-    assert sum(rounds) == sum(len(run.tokens) for row, run, _ in last.compared if row.drafts)
+    assert sum(rounds) == sum(len(run.tokens) for row, run, _ in last.local if row.drafts)

@@ -25,6 +25,8 @@ from utils.pairs.doctor import (
 )
 from utils.pairs.doctor import _significance as significance
 
+pytestmark = pytest.mark.usefixtures("readings_compared_once")
+
 
 def diagnosed(conventions: Conventions) -> Any:
     target, text, drafter = trained()

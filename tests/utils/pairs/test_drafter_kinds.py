@@ -105,7 +105,7 @@ def test_a_new_row_can_be_selected_run_recorded_and_replayed(
     session = open_session(view, records=file)
     checked(session, file, "/ngram off", "/length 20", "/drafter_kind third", "one two one two one two")
     row = records_of(file)[0]
-    assert (row["strategy"], row["drafter_kind"], row["same_as_target"]) == ("speculative", "third", True)
+    assert (row["strategy"], row["drafter_kind"], row["same_as_baseline"]) == ("speculative", "third", True)
     assert row["drafted"] and "third" in dict(session.settings.costs.draft)
     assert {finding["drafter"] for finding in checked(session, file, "/whatif")["findings"]} == {"third", "ngram"}
     assert session.handle("/drafter_kind thrid") is Verdict.FAILED and "third" in view.take()[1]

@@ -58,7 +58,7 @@ def test_every_strategy_continues_its_own_conversation(view: Screen, tmp_path: P
     session = open_session(view, pair, records=file)
     handled(session, *START, "/drafter on", "/beams 2", "Hello")
     first = by_name(file, "Hello")
-    assert first["drafter"]["text"] != first["target"]["text"] and first["drafter"]["same_as_target"] is False
+    assert first["drafter"]["text"] != first["target"]["text"] and first["drafter"]["same_as_baseline"] is False
     assert OWN_CONVERSATION.format("drafter", 2) not in view.take()[0]
     handled(session, "And why?")
     second, shown = by_name(file, "And why?"), view.take()[0]
@@ -69,11 +69,13 @@ def test_every_strategy_continues_its_own_conversation(view: Screen, tmp_path: P
             and second[name]["history"][1]["content"] == first[name]["text"]
         )
     drafter = second["drafter"]
-    assert (drafter["same_as_target"], drafter["first_difference"]) == (None, None) and drafter["speedup_vs_target"] > 0
+    assert (drafter["same_as_baseline"], drafter["first_difference"]) == (None, None) and drafter[
+        "speedup_vs_baseline"
+    ] > 0
     assert shown.splitlines().count(OWN_CONVERSATION.format("drafter", 2)) == 1
     handled(session, "Go on")
     assert OWN_CONVERSATION.format("drafter", 2) in view.take()[0]
-    assert all(by_name(file, "Go on")[name]["same_as_target"] is True for name in ("speculative", "ngram", "target"))
+    assert all(by_name(file, "Go on")[name]["same_as_baseline"] is True for name in ("speculative", "ngram", "target"))
 
 
 @pytest.mark.parametrize("setup", [(), ("/processor multinomial 1", "/verify coupled")])
@@ -86,7 +88,7 @@ def test_lossless_strategies_give_the_same_text_in_every_turn(
     rows = records_of(file)
     assert [row["strategy"] for row in rows] == ["speculative model", "speculative suffix", "ngram", "target"] * 3
     assert [row["turn"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4
-    assert all(row["same_as_target"] is True for row in rows)
+    assert all(row["same_as_baseline"] is True for row in rows)
 
 
 def test_every_strategy_uses_new_noise_in_a_later_turn(view: Screen, tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, *START, "/length 12", "/processor multinomial 1.2", "Hello")
     assert by_name(file, "Hello")["speculative"]["divergence"]["cause"] == "sampling"
     monkeypatch.setattr(
-        "utils.comparison.last_prompt.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
+        "utils.comparison.session_state.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
     )
     view.take()
     handled(session, "And why?")
@@ -150,10 +152,10 @@ def test_a_strategy_that_joins_later_continues_the_targets_conversation(view: Sc
         jobs_of(session)["drafter"].prompt == jobs_of(session)["target"].prompt
         and jobs_of(session)["drafter"].turn == 1
     )
-    assert by_name(file, "And why?")["drafter"]["same_as_target"] is False
+    assert by_name(file, "And why?")["drafter"]["same_as_baseline"] is False
     handled(session, "/speculative on", "/ngram on", "Go on")
     rows = by_name(file, "Go on")
-    assert [rows[name]["same_as_target"] for name in ("speculative", "ngram", "drafter")] == [True, True, None]
+    assert [rows[name]["same_as_baseline"] for name in ("speculative", "ngram", "drafter")] == [True, True, None]
     assert rows["speculative"]["turn"] == rows["ngram"]["turn"] == 2
 
 
@@ -187,7 +189,9 @@ def test_the_same_ids_in_a_different_turn_are_not_compared(view: Screen, tmp_pat
     session = open_session(view, pair, file)
     handled(session, *START, "/target off", "Hello", "/target on", "Hello")
     rows = by_name(file, "Hello")
-    assert rows["ngram"]["prompt_tokens"] == rows["target"]["prompt_tokens"] and rows["ngram"]["same_as_target"] is None
+    assert (
+        rows["ngram"]["prompt_tokens"] == rows["target"]["prompt_tokens"] and rows["ngram"]["same_as_baseline"] is None
+    )
 
 
 def test_names_of_special_tokens_in_answers_are_text(view: Screen) -> None:

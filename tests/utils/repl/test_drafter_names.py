@@ -13,7 +13,7 @@ from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
-from utils.commands.verdicts.candidates import kind_name
+from utils.commands.verdicts.selection import kind_name
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.errors import UserError

@@ -10,7 +10,7 @@ from sampling import autoregressive_generate
 from utils.decode.steps import Step
 from utils.prompts.chat_template import prompt_ids
 from utils.repl.runner import Verdict
-from utils.screen.marked_text import Mark
+from utils.screen.wrapped_text import Mark
 
 FIELDS = {
     "schema",
@@ -22,12 +22,21 @@ FIELDS = {
     "drafter_kind",
     "text",
     "token_ids",
+    "server",
     "prompt_tokens",
     "new_tokens",
+    "tokens_counted_by",
     "finish",
+    "finish_reason",
     "seconds",
     "first_token_seconds",
     "tokens_per_second",
+    "decode_tokens_per_second",
+    "acceptance_is_valid",
+    "acceptance_note",
+    "baseline",
+    "decode_speedup_vs_baseline",
+    "first_difference_in",
     "drafted",
     "accepted",
     "acceptance_rate",
@@ -38,9 +47,9 @@ FIELDS = {
     "declined_rounds",
     "draft_seconds",
     "verify_seconds",
-    "speedup_vs_target",
+    "speedup_vs_baseline",
     "speedup_vs_fastest_engine",
-    "same_as_target",
+    "same_as_baseline",
     "first_difference",
     "divergence",
     "seed",
@@ -80,7 +89,7 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
     ids = prompt_ids(pair.tokenizer, "one two one two", chat=True, system=None)
     expected = autoregressive_generate(ids, pair.target, 20, eos_tokens_id=pair.end_ids)
     for row in records_of(file):
-        assert row["token_ids"] == expected and row["same_as_target"] is True and row["first_difference"] is None
+        assert row["token_ids"] == expected and row["same_as_baseline"] is True and row["first_difference"] is None
         assert row["new_tokens"] == len(expected) and row["prompt_tokens"] == len(ids)
         assert row["text"] == pair.tokenizer.decode(expected, skip_special_tokens=True)
         assert row["finish"] == ("stop" if expected[-1] in pair.end_ids else "length")
@@ -102,7 +111,7 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
         }
         assert row["versions"]["torch"] and row["machine"]["cpu"]
     speculative, ngram, target = records_of(file)
-    assert target["speedup_vs_target"] == 1.0 and target["target_forwards"] == len(expected)
+    assert target["speedup_vs_baseline"] == 1.0 and target["target_forwards"] == len(expected)
     assert all(
         target[name] is None
         for name in ("drafted", "accepted", "acceptance_rate", "rounds", "accepted_by_position", "drafter_kind")
@@ -113,7 +122,7 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
             row["finish"] == "stop" and row["accepted"] + row["rounds"] > len(expected)
         ) == len(expected)
         assert sum(accepted for accepted, _ in row["accepted_by_position"]) == row["accepted"]
-        assert row["speedup_vs_target"] == pytest.approx(row["tokens_per_second"] / target["tokens_per_second"])
+        assert row["speedup_vs_baseline"] == pytest.approx(row["tokens_per_second"] / target["tokens_per_second"])
     assert (speculative["drafter_kind"], ngram["drafter_kind"]) == ("model", "ngram")
 
 
@@ -125,7 +134,7 @@ def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) ->
     rows = records_of(file)
     assert [row["strategy"] for row in rows] == ["speculative", "ngram"]
     assert all(
-        row[name] is None for row in rows for name in ("speedup_vs_target", "same_as_target", "first_difference")
+        row[name] is None for row in rows for name in ("speedup_vs_baseline", "same_as_baseline", "first_difference")
     )
 
 

@@ -13,7 +13,7 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl import runner
 from utils.repl.runner import OUT_OF_MEMORY, Verdict
-from utils.screen.marked_text import MarkedPiece, plain_text
+from utils.screen.wrapped_text import MarkedPiece, plain_text
 
 
 def interrupting(job: Job) -> Iterator[Step]:
@@ -53,7 +53,7 @@ def test_ctrl_c_keeps_partial_results_and_skips_the_rest(view: Screen, tmp_path:
     assert session.handle("Hello") is Verdict.INTERRUPTED
     rows = records_of(file)
     assert [(row["strategy"], row["finish"]) for row in rows] == [("speculative", "length"), ("ngram", "interrupted")]
-    assert rows[1]["token_ids"] == [5, 6] and rows[1]["same_as_target"] is None
+    assert rows[1]["token_ids"] == [5, 6] and rows[1]["same_as_baseline"] is None
     assert "interrupted" in view.take()[0]
     session.handle("/ngram off")
     assert session.handle("Hello") is Verdict.DONE

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 from fakes import Screen, open_session, screen
+from local_runs import arm_of, compared_with, local_run
 from terminal import Terminal
 from tiny import tiny_tokenizer
 
-from utils.comparison.last_prompt import ComparedRun
+from utils.comparison.runs import Run
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Comparison, Generation, collect, compare
+from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import RoundTiming
 from utils.repl.runner import Verdict
 from utils.screen.run_view import PromptView
@@ -41,8 +42,8 @@ def shown(view: Screen, *, debug: str = "off", live: bool = True, **texts: list[
     """The results on the screen after these runs."""
     prompt = PromptView(view.renderer, TOKENIZER, Settings(debug=debug), live=live)
     for name, steps in texts.items():
-        run_view = prompt.begin(ROWS[name])
-        run_view.end(collect(iter(steps), run_view.show))
+        run_view = prompt.begin(arm_of(ROWS[name]))
+        run_view.end(local_run(ROWS[name], collect(iter(steps), run_view.step)))
     results, messages = view.take()
     assert live or messages == "", "only a run that is going on shows how far it has got"
     return results
@@ -77,11 +78,10 @@ def test_texts_are_compared_by_their_tokens(view: Screen) -> None:
 def test_a_strategy_that_failed_has_its_title_above_its_error(view: Screen) -> None:
     prompt = PromptView(view.renderer, TOKENIZER, Settings())
     for name in ("speculative", "ngram"):
-        prompt.begin(ROWS[name])
-        prompt.failed(ROWS[name])
+        prompt.begin(arm_of(ROWS[name])).failed()
         assert view.take()[0].count(ROWS[name].title) == 1
-        run_view = prompt.begin(ROWS["target"])
-        run_view.end(collect(iter(plain("abc")), run_view.show))
+        run_view = prompt.begin(arm_of(ROWS["target"]))
+        run_view.end(local_run(ROWS["target"], collect(iter(plain("abc")), run_view.step)))
         view.take()
 
 
@@ -107,13 +107,13 @@ def test_a_run_shows_how_far_it_has_got_on_a_terminal_only() -> None:
     view = screen(colour=True)
     prompt = PromptView(view.renderer, TOKENIZER, Settings())
     for name in ("speculative", "ngram"):
-        run_view = prompt.begin(ROWS[name])
+        run_view = prompt.begin(arm_of(ROWS[name]))
         steps = plain("abcd")
         for step in steps:
-            run_view.show(step, None)
+            run_view.step(step, None)
         messages = Terminal(view.messages.getvalue()).lines[-1]
         assert name in messages if name == "ngram" else messages == ""
-        run_view.end(Generation(tuple(steps), 1.0, 0.1, FinishReason.STOP))
+        run_view.end(local_run(ROWS[name], Generation(tuple(steps), 1.0, 0.1, FinishReason.STOP)))
         assert Terminal(view.messages.getvalue()).lines == [""]
     piped = screen()
     shown(piped, speculative=plain("abcd"), ngram=plain("abcd"))
@@ -130,12 +130,12 @@ def test_a_text_without_content_says_so(tokens: list[str], words: str, view: Scr
 
 def test_rounds_without_drafts_are_folded_with_their_total_time(view: Screen) -> None:
     prompt = PromptView(view.renderer, TOKENIZER, Settings(debug="on"))
-    run_view = prompt.begin(ROWS["ngram"])
+    run_view = prompt.begin(arm_of(ROWS["ngram"]))
     a, b = ids("ab")
     steps = [Step((), 0, a), *[Step((b,), 0, a)], *[Step((), 0, b)] * 23, Step((a,), 1, b), Step((), 0, a)]
     for step in steps:
-        run_view.show(step, RoundTiming(0.001, 0.01, 0.012))
-    run_view.end(Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH))
+        run_view.step(step, RoundTiming(0.001, 0.01, 0.012))
+    run_view.end(local_run(ROWS["ngram"], Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)))
     rounds = [line.split() for line in view.take()[0].splitlines() if " | other " in line]
     assert [words[0] for words in rounds] == ["1", "2", "3", "26", "27"]
     folded = " ".join(rounds[2])
@@ -158,21 +158,21 @@ def test_a_session_shows_one_text_a_table_and_one_sentence(view: Screen) -> None
     assert "/" in results.splitlines()[-1] and "speculative" in results[results.index("strategy") :]
 
 
-def compared(name: str, run: Generation, comparison: Comparison) -> ComparedRun:
+def run_of(name: str, generation: Generation) -> Run:
     kind = "speculative" if name.startswith("speculative") else name
-    return ComparedRun(replace(ROWS[kind], name=name), run, comparison)
+    return local_run(replace(ROWS[kind], name=name), generation)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_table_fits_and_keeps_the_important_columns(width: int) -> None:
-    target = Generation(tuple(plain("abcdefgh" * 16)), 1.5, 0.1, FinishReason.LENGTH)
+    target = run_of("target", Generation(tuple(plain("abcdefgh" * 16)), 1.5, 0.1, FinishReason.LENGTH))
     steps = drafted("abcdefgh" * 15)
     runs = [
-        compared(name, run, compare(run, target))
-        for name, run in (
-            ("speculative lookup", Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)),
-            ("speculative layers:12", Generation(tuple(steps[1:]), 1.0, 0.1, FinishReason.LENGTH)),
-            ("target", target),
+        compared_with(run, target)
+        for run in (
+            run_of("speculative lookup", Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)),
+            run_of("speculative layers:12", Generation(tuple(steps[1:]), 1.0, 0.1, FinishReason.LENGTH)),
+            target,
         )
     ]
     view = screen(width=width)
@@ -185,10 +185,10 @@ def test_the_table_fits_and_keeps_the_important_columns(width: int) -> None:
 
 
 def test_a_speed_up_without_accepted_drafts_is_not_in_the_table(view: Screen) -> None:
-    target = Generation(tuple(plain("abcdefgh")), 1.0, 0.1, FinishReason.LENGTH)
+    target = run_of("target", Generation(tuple(plain("abcdefgh")), 1.0, 0.1, FinishReason.LENGTH))
     rejected: Any = [replace(step, drafted=(0,)) for step in plain("abcdefgh")]
     runs = [
-        compared("ngram", run, compare(run, target))
+        compared_with(run_of("ngram", run), target)
         for run in (Generation(tuple(rejected), seconds, 0.1, FinishReason.LENGTH) for seconds in (0.8, 1.25))
     ]
     view.renderer.comparison(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import screen
 
-from utils.screen.report_tables import transposed_rows
+from utils.screen.tables import transposed_rows
 
 HEADINGS = ("strategy", "tokens/s", "range", "speed-up", "tokens/forward", "verdict")
 ROWS = [

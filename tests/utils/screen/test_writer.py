@@ -12,8 +12,8 @@ from terminal import Terminal
 
 from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.runner import Verdict
-from utils.screen.marked_text import Mark
 from utils.screen.renderer import Renderer, make_renderer
+from utils.screen.wrapped_text import Mark
 
 LONG_CELL = "a cell with many words, " * 10
 

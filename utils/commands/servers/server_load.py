@@ -10,16 +10,16 @@ from math import ceil, isfinite
 from typing import Any
 
 from utils.bounds import WholeRange
+from utils.commands.experiments.race_conclusion import OTHER_REASON
 from utils.commands.experiments.repeated_runs import rotated, then_findings
-from utils.commands.experiments.server_race import OTHER_REASON
 from utils.commands.servers.server_words import parse_numbers, parse_words
 from utils.commands.shared.columns import ResultTable, Row, TableColumn, figure, figures_of, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
+from utils.comparison.arms import request_maker
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.server_requests import request_maker
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
@@ -202,7 +202,7 @@ def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[
 
 def _requests(harness: Harness, plan: LoadPlan, settings: Settings, connection: Connection) -> list[ServerRequest]:
     client, kind = connection.client, connection.kind
-    made = [request_maker(harness, text, settings)(kind, client) for text in plan.sent]
+    made = [request_maker(harness.loaded, text, settings)(kind, client) for text in plan.sent]
     return [replace(request, max_tokens=plan.length, ignore_eos=True) for request in made]
 
 

@@ -5,27 +5,30 @@ server runs as before.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.repeated_runs import median_text, range_text, then_findings
+from utils.commands.experiments.paired_runs import PairedRuns
+from utils.commands.experiments.race_figures import race_row, range_text, spread
+from utils.commands.experiments.race_runs import RaceItem, RaceResult
+from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.servers.server_words import parse_words
+from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
+from utils.comparison.arms import RunWatcher, ServerArm, complete
 from utils.comparison.charts import DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
-from utils.comparison.server_requests import request_maker
-from utils.comparison.server_runs import ServerRun
-from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, SpeedClaim, interval_text, speedup_text
-from utils.comparison.strategies import is_greedy
+from utils.comparison.runs import Run
+from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, claim_text, interval_text, speedup_text
 from utils.config.settings import Settings
-from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.metrics.results import first_difference
 from utils.models import Count
+from utils.prompts.conversation import Turns
+from utils.prompts.prompt_files import Prompt
 from utils.servers.connection import ServerList
 from utils.servers.processes.programs import DRAFTS, Launch
 from utils.text import count_of
@@ -33,18 +36,17 @@ from utils.text import count_of
 PASSES, REPEATS = 2, 3
 MAX_REPEATS = WholeRange(1, 100)
 MOST = 16  # maximum number of draft lengths
-HEADINGS = (
-    "draft",
-    "tokens/s",
-    "range",
-    "decoding",
-    "speed-up",
-    "95 % interval",
-    "acceptance",
-    "tokens/forward",
-    "text",
+TABLE = ResultTable(
+    figure("draft", "draft"),
+    spread("tokens/s", "tokens_per_second", "{:.1f}"),
+    TableColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
+    spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3),
+    TableColumn("speed-up", speedup_text),
+    TableColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
+    figure("acceptance", "acceptance_rate", "{:.3f}"),
+    figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
+    TableColumn("text", lambda row: {None: NOTHING, True: "same", False: "differs"}[row["same_as_draft_0"]]),
 )
-OPTIONAL = ("range", "95 % interval", "decoding", "tokens/forward")
 OPTIONS = ("draft", "repeats")
 EXAMPLE = "/server sweep llama.cpp-ngram4 draft=0,2,4,8"
 NO_PROMPT = "a prompt is needed: send one first."
@@ -55,20 +57,27 @@ DIFFERENT = "The texts differ, so part of the difference in speed may come from 
 
 
 @dataclass(slots=True)
-class Length:
-    """One draft length and its runs by pass. `failure` says why the server did not run with it."""
+class DraftLength:
+    """An arm: the server with one draft length, and its runs by (pass, repeat). `failure` says why it did not run."""
 
+    harness: Harness
+    server: str
     launch: Launch
-    runs: list[list[ServerRun]] = field(default_factory=list)
+    runs: dict[tuple[int, int], Run] = field(default_factory=dict)
     failure: str = ""
 
     @property
-    def draft(self) -> int:
-        return self.launch.drafts
+    def name(self) -> str:
+        return f"draft {self.launch.drafts}"
 
-    @property
-    def all_runs(self) -> list[ServerRun]:
-        return [run for runs in self.runs for run in runs]
+    title = colour = ""
+    strategy = None
+
+    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
+        """The answer of the server as it runs now, which is compared with that of draft 0."""
+        connection = self.harness.state.servers.connections[self.server]
+        run = complete(ServerArm(connection, self.harness.loaded).run(text, settings, history, watch))
+        return replace(run, name=self.name, baseline=BASE)
 
 
 def sweep(argument: str, context: CommandContext) -> Outcome:
@@ -80,23 +89,23 @@ def sweep(argument: str, context: CommandContext) -> Outcome:
     launch = servers.local.launch_of(name)
     if not launch.drafter:
         raise UserError(f"{name} has no drafter, so draft lengths change nothing; /server start with drafter= first.")
-    lengths = [Length(launch.with_draft(draft)) for draft in _drafts(words.options["draft"])]
+    drafts = _drafts(words.options["draft"])
     repeats = MAX_REPEATS.parse(words.options["repeats"]) if "repeats" in words.options else REPEATS
     if not prompts:
         raise UserError(NO_PROMPT)
-    settings, text = context.settings, prompts[-1]
-    events = _events(context.harness, name, lengths, text=text, settings=settings, repeats=repeats)
-    title = f'/server sweep {name}, {count_of(PASSES, "start")} x {count_of(repeats, "run")} of "{shortened(text)}"'
+    lengths = [DraftLength(context.harness, name, launch.with_draft(draft)) for draft in drafts]
+    item = RaceItem(1, Prompt(prompts[-1]), name, context.settings, lengths)
+    each = f"{count_of(PASSES, 'start')} x {count_of(repeats, 'run')}"
     report = Report(
-        "server sweep",
-        text,
-        settings,
-        HEADINGS,
-        events,
+        *("server sweep", prompts[-1], context.settings, TABLE.headings),
+        then_findings(
+            _restored(_measured(servers, item, lengths, repeats), servers, name),
+            lambda: map(TABLE.finding, _rows(item, lengths)),
+        ),
         conclusion,
         charts=sweep_charts,
-        optional=OPTIONAL,
-        title=title,
+        optional=TABLE.optional,
+        title=f'/server sweep {name}, {each} of "{shortened(prompts[-1])}"',
     )
     return [RunReport(report)]
 
@@ -106,15 +115,6 @@ def _drafts(text: str) -> list[int]:
     if not 2 <= len(drafts) <= MOST:
         raise UserError(f"draft= takes two to {MOST} different lengths, for example draft=0,2,4,8.")
     return drafts
-
-
-def _events(
-    harness: Harness, name: str, lengths: Sequence[Length], *, text: str, settings: Settings, repeats: int
-) -> Iterator[ReportEvent]:
-    greedy = is_greedy(settings)
-    servers = harness.state.servers
-    measured = _measured(harness, name, lengths, text=text, settings=settings, repeats=repeats)
-    yield from then_findings(_restored(measured, servers, name), lambda: _findings(lengths, greedy=greedy))
 
 
 def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> Iterator[ReportEvent]:
@@ -128,104 +128,44 @@ def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> 
 
 
 def _measured(
-    harness: Harness, name: str, lengths: Sequence[Length], *, text: str, settings: Settings, repeats: int
+    servers: ServerList, item: RaceItem, lengths: Sequence[DraftLength], repeats: int
 ) -> Iterator[ReportEvent]:
-    servers, make = harness.state.servers, request_maker(harness, text, settings)
+    text, settings = item.prompt.text, item.settings
     for number in range(PASSES):
         for length in list(lengths)[:: -1 if number % 2 else 1]:
             if length.failure:
                 continue
-            where = f"{name} with draft {length.draft}, pass {number + 1} of {PASSES}"
-            runs: list[ServerRun] = []
+            where = f"{item.group} with {length.name}, pass {number + 1} of {PASSES}"
+            runs: dict[tuple[int, int], Run] = {}
             try:
-                for line in servers.restart(name, length.launch):
+                for line in servers.restart(item.group, length.launch):
                     yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
-                connection = servers.connections[name]
-                connection.ask(make)  # the first answer includes the first use
+                length.run(text, settings)  # the first answer includes the first use
                 for repeat in range(repeats):
                     yield Progress(f"{where}: run {repeat + 1} of {repeats} ...")
-                    run = ServerRun(connection.address, connection.ask(make))
-                    if run.finish is FinishReason.INTERRUPTED:
-                        raise KeyboardInterrupt
-                    runs.append(run)
+                    runs[number, repeat] = length.run(text, settings)
             except UserError as error:
                 length.failure = str(error)
-                yield Note(f"draft {length.draft}: {error}")
-            length.runs.append(runs)
+                yield Note(f"{length.name}: {error}")
+            length.runs |= runs
 
 
-def _findings(lengths: Sequence[Length], *, greedy: bool) -> Iterator[Finding]:
-    base = next((length for length in lengths if length.draft == 0), None)
+def _rows(item: RaceItem, lengths: Sequence[DraftLength]) -> Iterator[dict[str, Any]]:
+    """The figures of each length. Runs of the same number in the same pass are compared."""
     for length in lengths:
-        if runs := length.all_runs:
-            figures = _figures(length, base, greedy=greedy)
-            yield Finding(_cells(figures, runs), figures)
-
-
-def _figures(length: Length, base: Length | None, *, greedy: bool) -> dict[str, Any]:
-    runs = length.all_runs
-    pairs = [] if base is None else _pairs(length, base)
-    speedups = [
-        ours.tokens_per_second / theirs.tokens_per_second
-        for ours, theirs in pairs
-        if ours.tokens_per_second and theirs.tokens_per_second
-    ]
-    same = [_first_difference(ours, theirs) is None for ours, theirs in pairs] if greedy else []
-    per_forward = runs[0].tokens_per_target_forward if length.draft else None
-    claim = SpeedClaim.of([speedups], baseline=length is base, tokens_per_forward=per_forward)
-    return {
-        "setting": f"draft {length.draft}",
-        "draft": length.draft,
-        "tokens_per_second": [run.tokens_per_second or 0.0 for run in runs],
-        "decode_tokens_per_second": [run.decode_tokens_per_second for run in runs],
-        "first_token_seconds": [run.first_seconds for run in runs],
-        "drafted": _total(run.drafted for run in runs),
-        "accepted": _total(run.accepted for run in runs),
-        "tokens_per_target_forward": per_forward,
-        "same_as_draft_0": all(same) if same else None,
-        "speedups": speedups,
-        **claim.figures,
-    }
-
-
-def _pairs(length: Length, base: Length) -> list[tuple[ServerRun, ServerRun]]:
-    """The runs and those of the base with the same number in the same pass. After Ctrl-C one list may be shorter."""
-    passes = zip(length.runs, base.runs, strict=False)
-    return [pair for ours, theirs in passes for pair in zip(ours, theirs, strict=False)]
-
-
-def _first_difference(ours: ServerRun, theirs: ServerRun) -> int | None:
-    """The index of the first different token if both servers return ids, otherwise of the first different character."""
-    ids = ours.answer.completion.token_ids, theirs.answer.completion.token_ids
-    if ids[0] is not None and ids[1] is not None:
-        return first_difference(ids[0], ids[1])
-    return first_difference(ours.text, theirs.text)
-
-
-def _total(counts: Iterator[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _cells(row: dict[str, Any], runs: Sequence[ServerRun]) -> tuple[str, ...]:
-    decode = [speed for speed in row["decode_tokens_per_second"] if speed]
-    same = {None: "-", True: "same", False: "differs"}[row["same_as_draft_0"]]
-    return (
-        str(row["draft"]),
-        median_text(row["tokens_per_second"], "{:.1f}"),
-        range_text(row["tokens_per_second"]),
-        f"{median(decode):.1f}" if decode else "-",
-        speedup_text(row),
-        interval_text(row["interval"]),
-        f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else "-",
-        f"{row['tokens_per_target_forward']:.2f}" if row["tokens_per_target_forward"] else "-",
-        same,
-    )
+        results = []
+        for number, place in enumerate(length.runs):
+            others = [(other, (other.runs[place],)) for other in lengths if place in other.runs]
+            results.append(RaceResult(item, number, PairedRuns.of(length, others, item.settings)))
+        if results:
+            same = [result.runs.same for result in results if result.runs.same is not None]
+            row = race_row(item.group, results) | {"setting": length.name, "draft": length.launch.drafts}
+            yield row | {"same_as_draft_0": all(same) if same else None}
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
     """The fastest draft length, and whether the difference is distinguishable from noise."""
-    rows: list[dict[str, Any]] = [finding.figures for finding in findings]
+    rows = figures_of(findings)
     if not rows:
         return []
     others = [row for row in rows if row["draft"]]
@@ -242,9 +182,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
 
 
 def _best(row: Row) -> str:
-    text = f"{row['speedup']:.2f}x {BASE}"
-    if row["interval"] is not None:
-        text += f" (95 % interval {row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
+    text = claim_text(row)
     if row["verdict"] == FASTER:
         return f"{row['setting']} is the fastest: {text}."
     if row["verdict"] == TOO_FEW:
@@ -254,7 +192,7 @@ def _best(row: Row) -> str:
 
 def sweep_charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each run over draft 0, or the throughput of each run without draft 0."""
-    rows = [finding.figures for finding in findings]
+    rows = figures_of(findings)
     if any(row["speedups"] for row in rows if row["draft"]):
         dots = [DotRow(row["setting"], row["speedups"], series=row["setting"]) for row in rows if row["speedups"]]
         dots = [dot for dot in dots if dot.label != BASE]

@@ -15,9 +15,8 @@ from utils.bounds import WholeRange
 from utils.commands.servers.server_words import parse_numbers
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
-from utils.comparison.countdown import Countdown
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.server_requests import request_maker
+from utils.comparison.arms import request_maker
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
@@ -181,7 +180,7 @@ def _requests(connection: Connection, prompts: Sequence[str], context: CommandCo
     """The greedy requests, with token ids as prompts if the server supports them."""
     made = []
     for prompt in prompts:
-        request = request_maker(context.harness, prompt, context.settings)(connection.kind, connection.client)
+        request = request_maker(context.harness.loaded, prompt, context.settings)(connection.kind, connection.client)
         request = replace(request, temperature=0.0, top_k=0, top_p=1.0)
         if isinstance(request.prompt, str | Chat):
             ids = connection.kind.tokens(connection.client, request.prompt, special=True)

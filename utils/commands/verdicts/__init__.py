@@ -1,5 +1,6 @@
-"""/verdict: does speculative decoding help here, with which settings, and is the text the target's own?
+"""The parts of /verdict.
 
-plan chooses the prompts, selection finds a candidate on some of them, measurement runs it against the target alone on
-the others, analysis computes the figures, wording turns them into sentences, and elsewhere lists equivalent settings.
+plan chooses the prompts, selection finds a local candidate on some of them, measurement runs a candidate against its
+baseline on the others, figures computes the rows, wording turns them into sentences, and elsewhere lists equivalent
+settings.
 """

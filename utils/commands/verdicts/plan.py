@@ -5,7 +5,7 @@ both done on the same prompts, in different repeats; then the answer holds for t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.comparison.harness import Harness
@@ -95,7 +95,8 @@ def ready_prompts(
     session = ModelSession(harness.pair.target, use_cache=False)  # only `begin` is used, which checks the length
     for number, prompt in enumerate(prompts, start=1):
         try:
-            ids = harness.prompt_ids(encodable(prompt.text), settings)
+            prompt = replace(prompt, text=encodable(prompt.text))
+            ids = harness.prompt_ids(prompt.text, settings)
             session.begin(ids)
         except UserError as error:
             skipped.append(f"Prompt {number} was skipped: {error}")

@@ -1,13 +1,12 @@
 """The sentences of a verdict. They depend on its figures alone, so a record yields the same sentences as the screen."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
+from utils.commands.experiments.race_conclusion import other_reason, prompt_numbers
+from utils.commands.experiments.race_figures import spread
+from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure
 from utils.comparison.speed_claims import TOO_FEW, baseline_name
 from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
-Row = Mapping[str, Any]
 WIDE = 1.1  # more prompts would help an interval whose ends have a larger ratio
 SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
 LITTLE_GAIN = 1.02  # tasks with a smaller speed-up do not profit
@@ -20,11 +19,46 @@ CAUSES = {
 }
 
 
+def verdict_table(*, servers: bool) -> ResultTable:
+    """A column of the screen for the baseline and one for the candidate; each heading is a line."""
+    memory = [] if servers else [TableColumn("extra weights", _memory)]
+    return ResultTable(
+        figure("", "name"),
+        TableColumn("whole run", _whole_run),
+        spread("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
+        spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
+        TableColumn("acceptance", _acceptance),
+        figure("tokens per forward", "tokens_per_target_forward", "{:.2f}"),
+        *memory,
+    )
+
+
+def _whole_run(row: Row) -> str:
+    if row["pooled_tokens_per_second"] is None:
+        return NOTHING
+    speed = f"{row['pooled_tokens_per_second']:.1f} tokens/s"
+    return f"{speed}, {row['speedup']:.2f}x" if "candidate" in row else speed
+
+
+def _acceptance(row: Row) -> str:
+    return f"{row['accepted']}/{row['drafted']} = {row['acceptance_rate']:.3f}" if row["drafted"] else NOTHING
+
+
+def _memory(row: Row) -> str:
+    memory = row.get("extra_memory")
+    return NOTHING if memory is None else byte_size(memory) if memory else "none"
+
+
 def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. `row` has the figures of the candidate's finding."""
-    lines = [answer(row, texts_sentence(row)), *more_prompts(row), conditions(row), *tasks(row)]
-    if row["bottleneck"]:
+    servers = "baseline" in row
+    texts = server_texts(row) if servers else texts_sentence(row)
+    lines = [answer(row, texts), *more_prompts(row), conditions(row), *tasks(row)]
+    if row.get("bottleneck"):
         lines += [bottleneck(row), better_drafter(row)]
+    if servers:
+        reason = [other_reason(row)] if row["verdict"] == FASTER and not row["drafted"] else []
+        return [*lines, *reason, *server_selection(row), *row["skipped"]]
     return [*lines, *selection(row), *row["skipped"], *apply(row)]
 
 
@@ -99,20 +133,46 @@ def texts_sentence(row: Row) -> str:
     return f"{identical} (not on prompt {numbers}: {cause})"
 
 
+def server_texts(row: Row) -> str:
+    """Whether the texts are those of the server's baseline."""
+    name = row["strategy"].partition(" ")[2]
+    if not row["compared_texts"]:
+        return f"texts were not compared, because they are sampled: /server text {name} compares greedy ones"
+    identical = f"text identical on {row['same_texts']} of {row['compared_texts']}"
+    if not (others := row["other_texts_at_prompts"]):
+        return identical
+    return f"{identical} (not on prompt {prompt_numbers(others)}: /server text {name} examines these)"
+
+
 def conditions(row: Row) -> str:
     """The conditions of the measurement."""
     passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)}"
     where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
-    chosen = "other prompts" if row["divided"] else "runs that are not counted"
     shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
-    first = " Every prompt began a new conversation." if row["turns"] else ""
-    if row["conversations"]:
-        first += f" {row['conversations']} of the prompts were conversations of several turns."
     left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
+    what, chosen = "whole requests, one at a time", ""
+    if "baseline" not in row:
+        what, chosen = "whole runs with prefill", f" The settings were chosen on {_chosen_on(row)}."
+        chosen += " Every prompt began a new conversation." if row["turns"] else ""
+    if row["conversations"]:
+        chosen += f" {row['conversations']} of the prompts were conversations of several turns."
+    load = " /server load shows many requests at once." if "baseline" in row else ""
     return (
-        f"Measured: whole runs with prefill, up to {row['length']} new tokens{shorter}, {row['processor']}, "
-        f"{where}, in turns with target-only. The settings were chosen on {chosen}.{first}{left_out}"
+        f"Measured: {what}, up to {row['length']} new tokens{shorter}, {row['processor']}, {where}, in turns with "
+        f"{baseline_name(row)}.{chosen}{left_out}{load}"
     )
+
+
+def _chosen_on(row: Row) -> str:
+    return "other prompts" if row["divided"] else "runs that are not counted"
+
+
+def server_selection(row: Row) -> list[str]:
+    """Which servers were considered, if there were several."""
+    if len(row["considered"]) < 2:
+        return []
+    shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
+    return [f"Chosen by its speed-up on {_chosen_on(row)}: {shown}."]
 
 
 def _too_few(row: Row) -> bool:
@@ -185,37 +245,4 @@ def apply(row: Row) -> list[str]:
         return ["This session uses these settings already."]
     if helps(row):
         return [f"To use it here: /verdict apply, or {' and '.join(row['commands'])}."]
-    return ["/verdict apply turns speculative decoding off here." if row["verdict"] == SLOWER else ""]
-
-
-def cells(row: Row, *, memory: int | None) -> tuple[str, ...]:
-    """The column of one arm in the table."""
-
-    def text(name: str, form: str, scale: float = 1) -> str:
-        return "-" if row.get(name) is None else form.format(scale * row[name])
-
-    drafted = f"{row['accepted']}/{row['drafted']}" if row.get("drafted") else "-"
-    return (
-        row["name"],
-        text("tokens_per_second", "{:.1f} tokens/s") + ("" if memory is None else text("speedup", ", {:.2f}x")),
-        text("decode_tokens_per_second", "{:.1f} tokens/s"),
-        text("first_token_seconds", "{:.0f} ms", 1000),
-        drafted + text("acceptance_rate", " = {:.3f}") if row.get("drafted") else "-",
-        text("tokens_per_target_forward", "{:.2f}"),
-        "-" if memory is None else "none" if not memory else byte_size(memory),
-    )
-
-
-HEADINGS = (
-    "",
-    "whole run",
-    "decoding",
-    "time to first token",
-    "acceptance",
-    "tokens per forward",
-    "extra weights",
-)
-
-
-def without_blanks(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if line]
+    return ["/verdict apply turns speculative decoding off here."] if row["verdict"] == SLOWER else []

@@ -58,7 +58,8 @@ class Piece:
     """The content of one event, as parsed by a server kind.
 
     `token_ids` are those of this event, or None if the server returns no ids. `finish_reason` is the server's word,
-    empty until the last piece. `prompt_tokens` and `new_tokens` are usage figures of the whole request.
+    empty until the last piece. `prompt_tokens` and `new_tokens` are usage figures of the whole request. `seconds` is
+    the time of arrival, counted from the request.
     """
 
     text: str = ""
@@ -66,6 +67,7 @@ class Piece:
     finish_reason: str = ""
     prompt_tokens: int | None = None
     new_tokens: int | None = None
+    seconds: float = 0.0
 
     @property
     def has_content(self) -> bool:
@@ -74,41 +76,37 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A piece with content. `seconds` counts from the request."""
-
-    seconds: float
-    piece: Piece
-
-
-@dataclass(frozen=True, slots=True)
 class ServerCompletion:
     """One finished or interrupted answer.
 
-    `text` never contains the server's key. `arrivals` are the pieces with content, in order and unchanged. `finish` is
-    the reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the
-    end of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `events` are all JSON objects of the
-    stream.
+    `text` never contains the server's key. `pieces` are those with content, in order and unchanged. `finish` is the
+    reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the end
+    of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `events` are all JSON objects of the
+    stream. A Connection adds the rest: the request, the names of the server kind and of the model, and the drafts,
+    which are None if nothing is known.
     """
 
     text: str
-    arrivals: tuple[Arrival, ...]
+    pieces: tuple[Piece, ...]
     finish: FinishReason
     finish_reason: str
     seconds: float
     prompt_tokens: int | None = None
     usage_tokens: int | None = None
     events: tuple[Event, ...] = ()
+    request: ServerRequest | None = None
+    acceptance: "ServerAcceptance | None" = None
+    kind: str = ""
+    model: str = ""
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
         """The ids of all new tokens, or None if the server does not return them for the whole text."""
-        pieces = [arrival.piece for arrival in self.arrivals]
-        if not any(piece.token_ids for piece in pieces):
+        if not any(piece.token_ids for piece in self.pieces):
             return None
-        if any(piece.text and piece.token_ids is None for piece in pieces):
+        if any(piece.text and piece.token_ids is None for piece in self.pieces):
             return None
-        ids = tuple(token for piece in pieces for token in piece.token_ids or ())
+        ids = tuple(token for piece in self.pieces for token in piece.token_ids or ())
         # llama.cpp leaves out ids of characters that several tokens make up.
         return ids if self.usage_tokens in (None, len(ids)) else None
 
@@ -127,12 +125,12 @@ class ServerCompletion:
     @property
     def first_seconds(self) -> float | None:
         """Time to the first token in seconds."""
-        return self.arrivals[0].seconds if self.arrivals else None
+        return self.pieces[0].seconds if self.pieces else None
 
     @property
     def decode_seconds(self) -> float | None:
         """Seconds from the first piece with content to the last one."""
-        return self.arrivals[-1].seconds - self.arrivals[0].seconds if self.arrivals else None
+        return self.pieces[-1].seconds - self.pieces[0].seconds if self.pieces else None
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -143,7 +141,7 @@ class ServerCompletion:
         count, seconds = self.token_count, self.decode_seconds
         if count is None or not seconds:
             return None
-        later = count - (len(self.arrivals[0].piece.token_ids or ()) if self.token_ids is not None else 1)
+        later = count - (len(self.pieces[0].token_ids or ()) if self.token_ids is not None else 1)
         return later / seconds if later > 0 else None
 
     def field(self, name: str) -> Any:
@@ -173,7 +171,3 @@ class ServerAcceptance:
     valid: bool = True
     note: str = ""
     forwards: int | None = None
-
-    def tokens_per_forward(self, tokens: int | None) -> float | None:
-        """New tokens per forward pass of the target, as in Generation.tokens_per_target_forward."""
-        return tokens / self.forwards if tokens and self.forwards else None

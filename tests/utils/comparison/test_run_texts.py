@@ -5,21 +5,24 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_runs import local_run
 
+from utils.comparison.run_texts import relation, start_of_context, start_of_difference
+from utils.comparison.runs import Run
 from utils.comparison.strategies import STRATEGIES
-from utils.comparison.text_relation import relation, start_of_context, start_of_difference
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation
 
 ROWS = {row.name: row for row in STRATEGIES}
 
 
-def run_of(*tokens: int) -> Generation:
-    return Generation(tuple(Step((), 0, token) for token in tokens), 1.0, 0.1, FinishReason.LENGTH)
+def run_of(*tokens: int, name: str = "drafter") -> Run:
+    steps = tuple(Step((), 0, token) for token in tokens)
+    return local_run(ROWS[name], Generation(steps, 1.0, 0.1, FinishReason.LENGTH))
 
 
-def earlier(**runs: Generation) -> list:
-    return [(ROWS[name], run) for name, run in runs.items()]
+def earlier(**runs: tuple[int, ...]) -> list[Run]:
+    return [run_of(*tokens, name=name) for name, tokens in runs.items()]
 
 
 @pytest.mark.parametrize(
@@ -35,18 +38,18 @@ def earlier(**runs: Generation) -> list:
 def test_a_text_is_compared_with_an_equal_one_or_the_first(
     tokens: tuple[int, ...], other: str, position: int | None, words: tuple[str, ...]
 ) -> None:
-    found = relation(run_of(*tokens), earlier(speculative=run_of(1, 2, 3), ngram=run_of(1, 2, 4)))
-    assert found.other[0].name == other and found.position == position
+    found = relation(run_of(*tokens), earlier(speculative=(1, 2, 3), ngram=(1, 2, 4)))
+    assert found.other.name == other and found.position == position
     assert all(word in found.sentence() for word in words)
     assert ("speculative" in found.sentence()) is False
 
 
 def test_the_targets_text_comes_before_the_first_one() -> None:
-    runs = earlier(speculative=run_of(1, 2, 3), target=run_of(1, 2, 4))
+    runs = earlier(speculative=(1, 2, 3), target=(1, 2, 4))
     found = relation(run_of(1, 5), runs)
-    assert found.other[0].is_baseline and "target" in found.sentence() and found.position == 1
-    both = earlier(speculative=run_of(1, 2), target=run_of(1, 2))
-    assert relation(run_of(1, 2), both).other[0].is_baseline
+    assert found.other.name == "target" and "target" in found.sentence() and found.position == 1
+    both = earlier(speculative=(1, 2), target=(1, 2))
+    assert relation(run_of(1, 2), both).other.name == "target"
 
 
 @given(st.text("ab \n", max_size=60), st.text("ab \n", max_size=60))

@@ -1,20 +1,30 @@
-"""The figures of a verdict: how the candidate spent its time, what limits it, and what a better drafter would gain.
+"""The figures of a verdict: speeds, texts, tasks, how the candidate spent its time, what limits it, and what a better
+drafter would gain.
 
 All times are measured. The model is that of Leviathan et al. 2023, section 3.3: a round takes a decode step of the
 target, the extra time of a wider verify pass, and the time of its drafts. Possible gains are computed from it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log
-from statistics import mean, median
+from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
+from utils.commands.experiments.paired_runs import PairedRuns, pooled_totals
 from utils.commands.experiments.predicted_speed import TargetTiming
-from utils.commands.experiments.repeated_runs import PairedRun
-from utils.decode.steps import FinishReason
-from utils.metrics.results import Generation, first_difference, pooled
+from utils.commands.experiments.race_figures import race_row, race_rows
+from utils.commands.verdicts.measurement import Measurement
+from utils.commands.verdicts.plan import PromptPlan
+from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.comparison.speed_claims import NO_GAIN
+from utils.config.setting_table import setting_fields
+from utils.config.settings import Settings
+from utils.metrics.results import Generation, pooled
+from utils.prompts.prompt_files import ALL_TASKS
 
+Row = dict[str, Any]
+TASK_FIGURES = ("strategy", "prompts", "speedup", "speedups", "speedups_by_prompt", "without_gain", "accepted")
+BENCHMARK_FIGURES = ("task", "strategy", "prompts", "drafted", "benchmark")
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 
 
@@ -35,9 +45,9 @@ class TimeSplit:
     target: float
 
     @classmethod
-    def of(cls, pairs: Sequence[PairedRun]) -> "TimeSplit | None":
+    def of(cls, pairs: Sequence[tuple[Generation, Generation]]) -> "TimeSplit | None":
         """None if the target's answers are too short to time a decode step."""
-        timed = [(pair.run, pair.target) for pair in pairs if pair.target and len(pair.target.steps) > 1]
+        timed = [(run, target) for run, target in pairs if len(target.steps) > 1]
         if not timed:
             return None
         prefill = steps = verifying = drafting = other = 0.0
@@ -107,33 +117,16 @@ def expected_tokens(rates: Sequence[float], run: Generation) -> float:
     return mean(sums[len(step.drafted)] for step in run.steps)
 
 
-def run_figures(runs: Sequence[Generation]) -> dict[str, Any]:
-    """The figures of all runs of one arm."""
-    total = pooled(runs)
-    first = [run.first_seconds for run in runs if run.first_seconds is not None]
-    later = [(len(run.tokens) - len(run.steps[0].tokens), run.seconds - (run.first_seconds or 0.0)) for run in runs]
-    tokens, seconds = sum(part for part, _ in later), sum(part for _, part in later)
-    return {
-        "runs": len(runs),
-        "new_tokens": len(total.tokens),
-        "seconds": total.seconds,
-        "tokens_per_second": total.tokens_per_second,
-        "decode_tokens_per_second": tokens / seconds if tokens and seconds > 0 else None,
-        "first_token_seconds": median(first) if first else None,
-        "tokens_per_target_forward": total.tokens_per_target_forward,
-        "cut": sum(run.finish is FinishReason.LENGTH for run in runs),
-    }
-
-
-def draft_figures(pairs: Sequence[PairedRun], speedup: float) -> dict[str, Any]:
+def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
     """Drafts, costs, limits, and the gain from a better drafter."""
-    run, split = pooled(pair.run for pair in pairs), TimeSplit.of(pairs)
-    drafts = sum(part.drafts for pair in pairs for part in pair.run.timings)
+    run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
+    drafts = sum(part.drafts for ours, _ in pairs for part in ours.timings)
     figures: dict[str, Any] = {
         "drafted": run.drafted,
         "accepted": run.accepted,
         "acceptance_rate": run.acceptance_rate,
         "rounds": len(run.steps),
+        "drafts_per_round": run.drafts_per_round or 0.0,
         "declined_rounds": run.declined_rounds,
         "accepted_by_position": [list(position) for position in run.accepted_by_position],
     }
@@ -157,11 +150,76 @@ def bottleneck(run: Generation, gains: dict[str, float]) -> str:
     return max(gains, key=gains.__getitem__)
 
 
-def same_texts(pairs: Sequence[PairedRun]) -> bool:
-    """Whether every run of a prompt has the target's own tokens."""
-    return all(pair.target and first_difference(pair.run.tokens, pair.target.tokens) is None for pair in pairs)
+def baseline_row(measurement: Measurement, name: str) -> Row:
+    """The figures of the baseline. `name` is shown."""
+    arm, settings = measurement.baseline, measurement.settings
+    own = [
+        replace(one, runs=PairedRuns.of(arm, [(arm, one.runs.theirs or ())], settings)) for one in measurement.results
+    ]
+    return {**race_row(ALL_TASKS, own), "name": name, "runs": len(own)}
 
 
-def geometric(values: Sequence[float]) -> float:
-    """The geometric mean."""
-    return exp(mean(map(log, values)))
+def candidate_row(measurement: Measurement, plan: PromptPlan, settings: Settings) -> Row:
+    """The figures that every candidate has. `settings` are the session's."""
+    interval, results = measurement.interval(), measurement.results
+    assert interval is not None
+    sample = BenchmarkSample.chosen([one.item.prompt for one in results], plan.total)
+    by_task = list(race_rows(results, [measurement.candidate], sample))
+    whole = by_task[-1]
+    repeated = measurement.is_repeated or whole["prompts"] == 1
+    return {
+        **whole,
+        "speedup": interval.estimate,
+        "interval": [interval.low, interval.high] if interval.is_bounded else None,
+        "verdict": interval.verdict,
+        "without_gain": bool(whole["drafted"]) and (whole["tokens_per_target_forward"] or 1.0) < NO_GAIN,
+        "runs": sum(len(one.runs.ours) for one in results),
+        "pairs": len(results),
+        "passes": 1 + max(one.repeat for one in results),
+        "interval_over": "repeats" if repeated else "prompts",
+        "by_prompt": [_prompt_row(number, measurement) for number in sorted(measurement.pairs)],
+        "tasks": {one["task"]: _task_figures(one) for one in by_task[:-1] or by_task if one["speedup"]},
+        "conversations": len({one.item.number for one in results if len(one.runs.ours) > 1}),
+        "benchmark": [{name: row[name] for name in BENCHMARK_FIGURES} for row in by_task] if sample.name else None,
+        "divided": plan.divided,
+        "source": plan.source,
+        "left_out": plan.left_out,
+        "turns": settings.keeps_conversation,
+        "processor": setting_fields()["processor"].show(settings),
+        "length": measurement.settings.length,
+        "length_setting": settings.length,
+    }
+
+
+def _task_figures(row: Row) -> Row:
+    return {name: row[name] for name in TASK_FIGURES} | {"accepted": row["accepted"] or 0}
+
+
+def generations(measurement: Measurement) -> list[tuple[Generation, Generation]]:
+    """The local runs of each turn with the target's, because each turn of a conversation has its own prefill."""
+    turns = (zip(one.runs.ours, one.runs.theirs or (), strict=False) for one in measurement.results)
+    return [
+        (ours.generation, theirs.generation)
+        for pair in turns
+        for ours, theirs in pair
+        if ours.generation is not None and theirs.generation is not None
+    ]
+
+
+def _prompt_row(number: int, measurement: Measurement) -> Row:
+    """The figures of one prompt."""
+    prompt, pairs = measurement.prompts[number], measurement.pairs[number]
+    total = pooled_totals([run for pair in pairs for run in pair.ours])
+    known = [pair.same for pair in pairs if pair.same is not None]
+    baselines = [pair.baseline_totals for pair in pairs]
+    return {
+        "number": number,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "speedups": [pair.speedup for pair in pairs],
+        "tokens_per_second": [pair.totals.tokens_per_second for pair in pairs],
+        "target_tokens_per_second": [one.tokens_per_second for one in baselines if one is not None],
+        "same": all(known) if known else None,
+        "accepted": total.accepted,
+        "drafted": total.drafted,
+    }
