@@ -20,8 +20,16 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import complete
 from utils.comparison.harness import Harness
-from utils.comparison.matching import Problem, RunMatch, differences, problem_sentences
-from utils.comparison.recorded_runs import CIRCUMSTANCES, RecordedRun, RecordsFile, read_records
+from utils.comparison.recorded_runs import (
+    CIRCUMSTANCES,
+    Problem,
+    RecordedRun,
+    RecordsFile,
+    RunMatch,
+    differences,
+    problem_sentences,
+    read_records,
+)
 from utils.comparison.records import GENERATION, circumstances
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy
@@ -42,7 +50,7 @@ def _replay(argument: str, context: CommandContext) -> Outcome:
     replayed = _Replay(context, file, [run for run in file.runs if run.record == GENERATION])
     if not replayed.recorded:
         raise UserError(f"{file.path} holds no record of a generation. --json FILE writes one for each.")
-    file.others.update(run.record for run in file.runs if run.record != GENERATION)
+    file.others.update({run.line: run.record for run in file.runs if run.record != GENERATION}.values())
     report = Report(
         *("replay", str(file.path), context.settings, TABLE.headings, replayed.events(), replayed.conclusion),
         charts=comparison_charts,

@@ -12,8 +12,7 @@ from recordings import Row, recorded
 from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
 from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
-from utils.comparison.matching import match
-from utils.comparison.recorded_runs import read_records
+from utils.comparison.recorded_runs import match, read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict
 
@@ -205,6 +204,8 @@ def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) ->
     assert "recommended: B is faster than A: B / A is 1.50" in conclusion and "target: not disting" in conclusion
     assert "drafter kind: head in A, suffix in B" in conclusion and "setting gamma: auto in A, 4 in B" in conclusion
     assert rows[0]["accepted"] == [4, 4] and "24/48 = 0.500 in A" in conclusion
+    (tmp_path / "verdict.jsonl").write_text(json.dumps(verdict(1.0)), encoding="utf-8")
+    assert {run.record for run in read_records(tmp_path / "verdict.jsonl").runs} == {"verdict"}
 
 
 def test_real_records_match(view: Screen, tmp_path: Path) -> None:
