@@ -9,8 +9,9 @@ from typing import Any
 from tiny import tiny_tokenizer
 
 from utils.comparison.arms import ComparedRun, LocalArm
-from utils.comparison.runs import Run
-from utils.comparison.strategies import Strategy
+from utils.comparison.runs import Run, compare_run
+from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.config.settings import Settings
 from utils.metrics.results import Comparison, Generation
 
 
@@ -31,3 +32,10 @@ def local_run(strategy: Strategy, generation: Generation) -> Run:
 
 def compared_run(strategy: Strategy, generation: Generation, comparison: Comparison) -> ComparedRun:
     return ComparedRun(arm_of(strategy), local_run(strategy, generation), comparison)
+
+
+def compared_with(run: Run, target: Run | None, *, same_request: bool = True) -> ComparedRun:
+    """The run and its comparison with the target's run."""
+    runs = [] if target is None else [target]
+    arm = arm_of(next(row for row in STRATEGIES if run.name.startswith(row.name)))
+    return ComparedRun(arm, run, compare_run(run, runs, Settings(), same_request=same_request))

@@ -165,9 +165,10 @@ def described(method: str, answer: Answer, problem: str) -> str:
     acceptance, tokens = answer.acceptance, own_tokens(answer.completion)
     figures = "nothing drafted"
     if acceptance is not None:
+        per_forward = tokens / acceptance.forwards if tokens and acceptance.forwards else 0
         figures = (
             f"{acceptance.accepted} of {acceptance.drafted} accepted in {acceptance.rounds} passes, "
-            f"tokens per forward {acceptance.tokens_per_forward(tokens) or 0:.3g}, "
+            f"tokens per forward {per_forward:.3g}, "
             f"by position {acceptance.by_position}, valid {acceptance.valid}"
         )
     counted = f"{tokens} tokens by {answer.completion.counted_by}"

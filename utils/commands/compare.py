@@ -12,8 +12,7 @@ from utils.commands.experiments.compared_runs import (
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.matching import match
-from utils.comparison.recorded_runs import read_records
+from utils.comparison.recorded_runs import match, read_records
 from utils.comparison.reports import Report
 from utils.errors import UserError
 

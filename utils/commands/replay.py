@@ -20,8 +20,16 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import complete
 from utils.comparison.harness import Harness
-from utils.comparison.matching import Problem, RunMatch, differences, problem_sentences
-from utils.comparison.recorded_runs import CIRCUMSTANCES, RecordedRun, RecordsFile, read_records
+from utils.comparison.recorded_runs import (
+    CIRCUMSTANCES,
+    Problem,
+    RecordedRun,
+    RecordsFile,
+    RunMatch,
+    differences,
+    problem_sentences,
+    read_records,
+)
 from utils.comparison.records import GENERATION, circumstances
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.strategies import Strategy

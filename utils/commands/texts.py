@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowTexts
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.records import SERVER, divergence_figures, run_records
 from utils.comparison.reports import Column, Finding, Report
+from utils.comparison.run_texts import candidate_piece
+from utils.comparison.session_state import LastPrompt, divergence_of, own_conversations, unlike_target
 from utils.comparison.strategies import Strategy
-from utils.comparison.text_relation import candidate_piece
 from utils.errors import UserError
 from utils.metrics.divergence import Cause, Divergence
 from utils.metrics.results import first_difference
@@ -73,8 +73,8 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
         return Column(names, about, run.text)
     # In characters: two different tokens may begin with the same characters.
     shared = first_difference(run.text, other.text)
-    whose = "" if run.is_local else f" {other.name}"
-    about += f", differs from{whose} {comparison.unit} {comparison.first_difference + 1}"
+    whose = "" if run.is_local else f"{other.name} from "
+    about += f", differs from {whose}{comparison.unit} {comparison.first_difference + 1}"
     return Column(names, about, run.text[:shared], "" if shared is None else run.text[shared:])
 
 

@@ -17,8 +17,8 @@ from utils.comparison.charts import LineChart, Marker
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.reports import Countdown, Finding, Progress, Report, ReportEvent
+from utils.comparison.session_state import LastPrompt
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.text import count_of

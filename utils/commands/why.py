@@ -13,8 +13,8 @@ from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
-from utils.comparison.last_prompt import LastPrompt, LocalResult
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.session_state import LastPrompt, LocalResult
 from utils.comparison.warm_up import with_costs
 from utils.engine import Engine
 from utils.engine.forward_timing import WIDTHS, time_of_repeats

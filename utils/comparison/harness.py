@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from ngram_assisted import NGramStorage
 from utils.comparison.arms import Arm, LocalArm, ServerArm, empty_storage, ids_of
 from utils.comparison.job import Job
-from utils.comparison.last_prompt import LastPrompt, PlannedRun
-from utils.comparison.session_state import SessionState
+from utils.comparison.session_state import LastPrompt, PlannedRun, SessionState
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.decode.model_info import check_memory, context_length
@@ -109,7 +108,8 @@ class Harness:
 
     def server_arms(self) -> list[ServerArm]:
         """The arms of the session's servers."""
-        return [ServerArm(connection, self.loaded, place) for place, connection in enumerate(self.state.servers)]
+        connections = self.state.servers.connections.values()
+        return [ServerArm(connection, self.loaded, place) for place, connection in enumerate(connections)]
 
     def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
         """The enabled strategies, with jobs that share the session's storage and caches, and then the servers.

@@ -18,10 +18,10 @@ from typing import Any
 
 from utils import __version__
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
 from utils.comparison.second_baseline import FIGURE, estimated
+from utils.comparison.session_state import LastPrompt
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
 from utils.engine.machine import machine_facts

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from utils.comparison.arms import ComparedRun
-from utils.comparison.last_prompt import LastPrompt
 from utils.comparison.runs import PREFIX, Run
 from utils.comparison.second_baseline import second_sentence
+from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.engine.engine_choice import FasterEngine
 from utils.metrics.divergence import Cause
-from utils.metrics.results import CHARACTER
 from utils.text import count_of
 
 FULL_CONTEXT = "cut at {}: the context is full"
@@ -46,7 +45,6 @@ NO_BASELINE = (
 OTHER_HOST = "{} and {} are on different hosts, so their speeds are not compared."
 NO_RUN = "{} has no answer of {} to be compared with."
 OTHER_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
-NO_ACCEPTED_DRAFT = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
 SAMPLED = "Sampled texts need not be equal; /server text {} compares greedy ones."
 LOCAL_BASELINE = "Texts of servers and of the local target are compared under greedy decoding only (/temperature 0)."
 NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of drafting"
@@ -302,7 +300,7 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     elif baseline != TARGET and other is None:
         yield NO_RUN.format(run.name, baseline)
     if run.accepted == 0 and run.drafted:
-        yield NO_ACCEPTED_DRAFT.format(run.name)
+        yield NOISE.format(run.name, "accepted")
     if other is not None and run.host != other.host:
         yield OTHER_HOST.format(run.name, baseline)
     lengths = (run.new_tokens, comparison.baseline_tokens)
@@ -328,6 +326,6 @@ def _server_text(entry: ComparedRun) -> str:
     if comparison.same:
         return f"the same text as {comparison.baseline}"
     place = (comparison.first_difference or 0) + 1
-    where = "character" if comparison.unit == CHARACTER else "token"
     name = entry.run.name.removeprefix(PREFIX)
-    return f"another text than {comparison.baseline} from {where} {place} (a rounding tie? see /server text {name})"
+    where = f"{comparison.unit} {place} (a rounding tie? see /server text {name})"
+    return f"another text than {comparison.baseline} from {where}"

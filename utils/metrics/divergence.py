@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TokenCandidate:
     """A token, its probability under the processor (of the raw logits if greedy), and its raw logit."""
 
     token: int
@@ -52,9 +52,9 @@ class Divergence:
     """
 
     position: int
-    ours: Candidate | None
-    theirs: Candidate | None
-    highest: tuple[Candidate, ...]
+    ours: TokenCandidate | None
+    theirs: TokenCandidate | None
+    highest: tuple[TokenCandidate, ...]
     rounding: float | None
     cause: Cause
 
@@ -129,8 +129,8 @@ def explain(case: DivergenceCase, rounding: float = 0.0) -> Divergence:
     # Greedy probabilities are 0 or 1 and explain nothing: show those of the raw logits.
     shown = probs if float(probs.max()) < 1 else torch.softmax(at_once[-1].float(), dim=-1)
 
-    def candidate(token: int) -> Candidate:
-        return Candidate(token, float(shown[token]), float(at_once[-1, token]))
+    def candidate(token: int) -> TokenCandidate:
+        return TokenCandidate(token, float(shown[token]), float(at_once[-1, token]))
 
     moved, cause = None, Cause.UNEXPLAINED
     # A text that ends earlier stays unexplained: both runs obey the same end tokens and length.

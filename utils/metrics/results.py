@@ -181,26 +181,6 @@ def pooled(runs: Iterable[Generation]) -> Generation:
     return Generation(steps, sum(run.seconds for run in runs), None, FinishReason.LENGTH)
 
 
-def compare(run: Generation, target: Generation | None, *, same_request: bool = True) -> Comparison:
-    """Compare a run with the target's. The result is empty if either is missing or was interrupted.
-
-    `same_request` is True if both had the same prompt and noise. If not, only their speeds are compared.
-    """
-    if target is None:
-        return Comparison()
-    # Before the check for interrupts: an interrupted target still equals itself.
-    if run is target:
-        return Comparison(speedup=1.0, same=True)
-    if FinishReason.INTERRUPTED in (run.finish, target.finish):
-        return Comparison()
-    ours, theirs = run.tokens_per_second, target.tokens_per_second
-    speedup = ours / theirs if ours is not None and theirs else None
-    if not same_request:
-        return Comparison(speedup=speedup)
-    difference = first_difference(run.tokens, target.tokens)
-    return Comparison(speedup=speedup, same=difference is None, first_difference=difference)
-
-
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """The index of the first difference, or None if both are equal. If one is a prefix of the other, its length."""
     for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):

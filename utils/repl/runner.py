@@ -9,13 +9,19 @@ from enum import Enum, auto
 from traceback import clear_frames
 
 from utils.comparison.harness import Harness
-from utils.comparison.last_prompt import LastPrompt, PlannedRun, divergence_of, unlike_target
-from utils.comparison.marked_text import TextPiece, marked_text
 from utils.comparison.records import RecordFile, report_record, run_records
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
+from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
 from utils.comparison.second_baseline import with_second_baseline
-from utils.comparison.session_state import SessionState, ShownResult
+from utils.comparison.session_state import (
+    LastPrompt,
+    PlannedRun,
+    SessionState,
+    ShownResult,
+    divergence_of,
+    unlike_target,
+)
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.errors import UserError

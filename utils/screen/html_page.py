@@ -10,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 
 from utils.comparison.charts import Chart
-from utils.comparison.marked_text import TextPiece
+from utils.comparison.run_texts import TextPiece
 from utils.screen.svg_charts import svg_chart
 from utils.text import visible
 

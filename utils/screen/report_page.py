@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.comparison.charts import prompt_charts
-from utils.comparison.marked_text import TextPiece
 from utils.comparison.reports import shortened
+from utils.comparison.run_texts import TextPiece
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.speed_claims import NO_GAIN, NO_GAIN_SENTENCE, speedup_text
 from utils.config.setting_table import as_json

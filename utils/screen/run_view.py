@@ -5,12 +5,17 @@ from itertools import repeat
 from typing import Any
 
 from utils.comparison.arms import Arm
-from utils.comparison.last_prompt import LastPrompt, own_conversations
-from utils.comparison.marked_text import MarkedStream
 from utils.comparison.reports import Finding, Report
+from utils.comparison.run_texts import (
+    MarkedStream,
+    divergence_sentence,
+    relation,
+    start_of_context,
+    start_of_difference,
+)
 from utils.comparison.runs import Run
+from utils.comparison.session_state import LastPrompt, own_conversations
 from utils.comparison.summary import PromptRuns, ending, server_summary, summary
-from utils.comparison.text_relation import divergence_sentence, relation, start_of_context, start_of_difference
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Cause, Divergence

@@ -12,8 +12,7 @@ from recordings import Row, recorded
 from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
 from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
-from utils.comparison.matching import match
-from utils.comparison.recorded_runs import read_records
+from utils.comparison.recorded_runs import match, read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict
 

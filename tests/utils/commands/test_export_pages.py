@@ -17,7 +17,7 @@ from fakes import Screen, open_session, records_of, screen, tiny_pair, with_spec
 from recordings import interrupt_after
 
 from utils.comparison import session_state
-from utils.comparison.marked_text import TextPiece, marked_text
+from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.session_state import ShownResult, ShownResults
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import Step

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_runs import compared_run, local_run
+from local_runs import compared_run, compared_with, local_run
 
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.summary import PromptRuns, ending, is_noise, summary
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.divergence import Cause
-from utils.metrics.results import Comparison, Generation, compare
+from utils.metrics.results import Comparison, Generation
 
 ROWS = {row.name: row for row in STRATEGIES}
 ROWS |= {f"speculative {kind}": replace(ROWS["speculative"], name=f"speculative {kind}") for kind in ("head", "lookup")}
@@ -29,7 +29,7 @@ def drafting(factor: float, *, accepted: int = 20, rejected: int = 20, tokens: i
 
 
 def looks_like_noise(run: Generation, name: str = "ngram") -> bool:
-    return is_noise(compared_run(ROWS[name], run, compare(run, run_of(60))))
+    return is_noise(compared_with(local_run(ROWS[name], run), local_run(ROWS["target"], run_of(60))))
 
 
 def said(*, planned: tuple[str, ...] = (), same: bool = True, **runs: Generation) -> str:
@@ -38,8 +38,8 @@ def said(*, planned: tuple[str, ...] = (), same: bool = True, **runs: Generation
 
 def prompt_runs(*planned: str, same: bool = True, more: Any = (), **runs: Generation) -> PromptRuns:
     named = {name.replace("_", " "): run for name, run in runs.items()}
-    target = named.get("target")
-    compared = [compared_run(ROWS[name], run, compare(run, target, same_request=same)) for name, run in named.items()]
+    made = {name: local_run(ROWS[name], run) for name, run in named.items()}
+    compared = [compared_with(run, made.get("target"), same_request=same) for run in made.values()]
     return PromptRuns(compared, [*named, *planned], **dict(more))
 
 

@@ -11,9 +11,9 @@ from sampling import RULES, Rule
 from utils.commands.texts import EXPLANATIONS, NO_RUNS
 from utils.comparison.harness import NO_PROMPT_YET
 from utils.comparison.records import RecordFile, divergence_figures
-from utils.comparison.text_relation import REASONS
+from utils.comparison.run_texts import REASONS
 from utils.decode.noise import Noise
-from utils.metrics.divergence import Candidate, Cause, Divergence
+from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
 
 
@@ -86,9 +86,9 @@ def test_an_unexplained_divergence_is_shown_with_the_data_of_a_replay(
 def test_masked_logits_are_null_in_a_record(tmp_path: Path) -> None:
     divergence = Divergence(
         0,
-        Candidate(1, 0.0, float("-inf")),
+        TokenCandidate(1, 0.0, float("-inf")),
         None,
-        (Candidate(2, 1.0, 3.0), Candidate(1, 0.0, float("-inf"))),
+        (TokenCandidate(2, 1.0, 3.0), TokenCandidate(1, 0.0, float("-inf"))),
         None,
         Cause.UNEXPLAINED,
     )
@@ -103,7 +103,7 @@ def test_a_failed_explanation_does_not_affect_the_runs(
     def broken(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("utils.comparison.last_prompt.explain", broken)
+    monkeypatch.setattr("utils.comparison.session_state.explain", broken)
     file = tmp_path / "runs.jsonl"
     repl = open_session(view, records=file)
     repl.handle("/processor multinomial 1.2")
@@ -118,9 +118,9 @@ def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: 
 
     def explain(case: object, rounding: float) -> Divergence:
         known.append(rounding)
-        return Divergence(0, None, None, (Candidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
+        return Divergence(0, None, None, (TokenCandidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
 
-    monkeypatch.setattr("utils.comparison.last_prompt.explain", explain)
+    monkeypatch.setattr("utils.comparison.session_state.explain", explain)
     repl = open_session(view, tiny_pair())
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
         repl.handle(line)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fake_clock import FakeClock
 
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Comparison, Generation, collect, compare, first_difference
+from utils.metrics.results import Generation, collect, first_difference
 from utils.metrics.stopwatch import RoundTiming
 
 STEPS = (
@@ -69,17 +69,6 @@ def test_an_interrupted_run_keeps_its_steps_and_time() -> None:
 
 def generation(tokens: list[int], seconds: float, finish: FinishReason = FinishReason.LENGTH) -> Generation:
     return Generation(tuple(Step((), 0, token) for token in tokens), seconds, seconds, finish)
-
-
-def test_comparisons_with_the_target() -> None:
-    target = generation([1, 2, 3, 4], 4.0)
-    assert compare(target, target) == Comparison(1.0, True, None)
-    assert compare(generation([1, 2, 3, 4], 2.0), target) == Comparison(2.0, True, None)
-    assert compare(generation([1, 2, 9, 4], 4.0), target) == Comparison(1.0, False, 2)
-    assert compare(generation([1, 2], 1.0), target) == Comparison(2.0, False, 2)
-    assert compare(target, None) == Comparison()
-    assert compare(generation([1], 1.0, FinishReason.INTERRUPTED), target) == Comparison()
-    assert compare(generation([], 1.0), generation([], 0.0)) == Comparison(None, True, None)
 
 
 def test_first_difference() -> None:

@@ -120,7 +120,7 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, *START, "/length 12", "/processor multinomial 1.2", "Hello")
     assert by_name(file, "Hello")["speculative"]["divergence"]["cause"] == "sampling"
     monkeypatch.setattr(
-        "utils.comparison.last_prompt.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
+        "utils.comparison.session_state.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
     )
     view.take()
     handled(session, "And why?")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
-from utils.comparison.marked_text import marked_text
+from utils.comparison.run_texts import marked_text
 from utils.decode.steps import Step
 from utils.screen.wrapped_text import (
     Mark,

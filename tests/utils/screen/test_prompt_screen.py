@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from fakes import Screen, open_session, screen
-from local_runs import arm_of, compared_run, local_run
+from local_runs import arm_of, compared_with, local_run
 from terminal import Terminal
 from tiny import tiny_tokenizer
 
-from utils.comparison.arms import ComparedRun
+from utils.comparison.runs import Run
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Comparison, Generation, collect, compare
+from utils.metrics.results import Generation, collect
 from utils.metrics.stopwatch import RoundTiming
 from utils.repl.runner import Verdict
 from utils.screen.run_view import PromptView
@@ -158,21 +158,21 @@ def test_a_session_shows_one_text_a_table_and_one_sentence(view: Screen) -> None
     assert "/" in results.splitlines()[-1] and "speculative" in results[results.index("strategy") :]
 
 
-def compared(name: str, run: Generation, comparison: Comparison) -> ComparedRun:
+def run_of(name: str, generation: Generation) -> Run:
     kind = "speculative" if name.startswith("speculative") else name
-    return compared_run(replace(ROWS[kind], name=name), run, comparison)
+    return local_run(replace(ROWS[kind], name=name), generation)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_table_fits_and_keeps_the_important_columns(width: int) -> None:
-    target = Generation(tuple(plain("abcdefgh" * 16)), 1.5, 0.1, FinishReason.LENGTH)
+    target = run_of("target", Generation(tuple(plain("abcdefgh" * 16)), 1.5, 0.1, FinishReason.LENGTH))
     steps = drafted("abcdefgh" * 15)
     runs = [
-        compared(name, run, compare(run, target))
-        for name, run in (
-            ("speculative lookup", Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)),
-            ("speculative layers:12", Generation(tuple(steps[1:]), 1.0, 0.1, FinishReason.LENGTH)),
-            ("target", target),
+        compared_with(run, target)
+        for run in (
+            run_of("speculative lookup", Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)),
+            run_of("speculative layers:12", Generation(tuple(steps[1:]), 1.0, 0.1, FinishReason.LENGTH)),
+            target,
         )
     ]
     view = screen(width=width)
@@ -185,10 +185,10 @@ def test_the_table_fits_and_keeps_the_important_columns(width: int) -> None:
 
 
 def test_a_speed_up_without_accepted_drafts_is_not_in_the_table(view: Screen) -> None:
-    target = Generation(tuple(plain("abcdefgh")), 1.0, 0.1, FinishReason.LENGTH)
+    target = run_of("target", Generation(tuple(plain("abcdefgh")), 1.0, 0.1, FinishReason.LENGTH))
     rejected: Any = [replace(step, drafted=(0,)) for step in plain("abcdefgh")]
     runs = [
-        compared("ngram", run, compare(run, target))
+        compared_with(run_of("ngram", run), target)
         for run in (Generation(tuple(rejected), seconds, 0.1, FinishReason.LENGTH) for seconds in (0.8, 1.25))
     ]
     view.renderer.comparison(runs)

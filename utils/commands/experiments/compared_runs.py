@@ -12,7 +12,7 @@ from typing import Any
 
 from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, by_strategy, figure
 from utils.comparison.charts import BASELINE, DotChart, DotRow
-from utils.comparison.matching import RunMatch, differences
+from utils.comparison.recorded_runs import RunMatch, differences
 from utils.comparison.reports import Finding, shortened
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import first_difference

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from utils.comparison.last_prompt import LastPrompt
+from utils.comparison.session_state import LastPrompt
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.metrics.costs import Costs

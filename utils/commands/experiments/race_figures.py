@@ -11,8 +11,8 @@ from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
+from utils.comparison.run_texts import text_figures
 from utils.comparison.speed_claims import SpeedClaim, interval_text, speedup_text
-from utils.comparison.text_relation import text_figures
 from utils.metrics.benchmark_figures import Repeat
 from utils.prompts.prompt_files import ALL_TASKS
 

@@ -171,7 +171,3 @@ class ServerAcceptance:
     valid: bool = True
     note: str = ""
     forwards: int | None = None
-
-    def tokens_per_forward(self, tokens: int | None) -> float | None:
-        """New tokens per forward pass of the target, as in Generation.tokens_per_target_forward."""
-        return tokens / self.forwards if tokens and self.forwards else None

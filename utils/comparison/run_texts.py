@@ -1,13 +1,16 @@
-"""How the text of a run relates to texts on the screen: equal, or different from some token or character on."""
+"""Texts of runs: pieces that are accepted drafts or not, the relation to texts on the screen, and why they differ."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from utils.comparison.runs import Run
-from utils.metrics.divergence import Candidate, Cause, Divergence
+from utils.decode.steps import Step
+from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
-from utils.text import token_piece, visible
+from utils.text import TextStream, token_piece, visible
 
 CONTEXT = 32  # characters before a difference that are shown with it
 REASONS = {
@@ -99,14 +102,14 @@ def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
     }
 
 
-def candidate_piece(tokenizer: Any, candidate: Candidate | None) -> str:
+def candidate_piece(tokenizer: Any, candidate: TokenCandidate | None) -> str:
     """A token as a readable piece with its probability. None is the end of a text."""
     if candidate is None:
         return "(the end)"
     return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
 
 
-def _choice(tokenizer: Any, candidate: Candidate | None) -> str:
+def _choice(tokenizer: Any, candidate: TokenCandidate | None) -> str:
     """The same, for use within a sentence."""
     if candidate is None:
         return "the end of the text"
@@ -118,3 +121,45 @@ def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> st
     reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
     ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
     return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
+
+
+class TextPiece(NamedTuple):
+    """Part of a text. `accepted` is True if its tokens are accepted drafts."""
+
+    text: str
+    accepted: bool
+
+
+class MarkedStream:
+    """The pieces that the steps of a run complete. Together they are the text of its tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextStream(tokenizer)
+        self._all_accepted = True  # whether all tokens of the held-back text were accepted
+
+    def add(self, step: Step) -> list[TextPiece]:
+        """The text that a step completes. A character of several tokens counts as a draft only if all of them are
+        drafts.
+        """
+        pieces = []
+        for index, token in enumerate(step.tokens):
+            self._all_accepted &= index < step.accepted
+            if text := self._text.add((token,)):
+                pieces.append(self._piece(text))
+        return pieces
+
+    def end(self) -> list[TextPiece]:
+        """The rest of the text, incomplete characters included."""
+        return [self._piece(rest)] if (rest := self._text.end()) else []
+
+    def _piece(self, text: str) -> TextPiece:
+        accepted, self._all_accepted = self._all_accepted, True
+        return TextPiece(text, accepted)
+
+
+def marked_text(steps: Iterable[Step], tokenizer: Any) -> tuple[TextPiece, ...]:
+    """The pieces of a run's text, neighbours of the same kind joined. Together they are the text of its tokens."""
+    stream = MarkedStream(tokenizer)
+    pieces = [piece for step in steps for piece in stream.add(step)]
+    groups = groupby([*pieces, *stream.end()], key=itemgetter(1))
+    return tuple(TextPiece("".join(piece.text for piece in group), accepted) for accepted, group in groups)

@@ -1,0 +1,64 @@
+"""How runs compare with their baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from local_runs import local_run
+
+from utils.comparison.runs import Run, compare_run
+from utils.comparison.strategies import STRATEGIES
+from utils.config.processor_spec import ProcessorSpec
+from utils.config.settings import Settings
+from utils.decode.steps import FinishReason, Step
+from utils.metrics.results import Comparison, Generation
+from utils.servers.address import ServerAddress
+from utils.servers.kinds.completion import ServerCompletion
+
+ROWS = {row.name: row for row in STRATEGIES}
+SETTINGS = Settings()
+
+
+def run_of(name: str, tokens: list[int], seconds: float, finish: FinishReason = FinishReason.LENGTH) -> Run:
+    steps = tuple(Step((), 0, token) for token in tokens)
+    return local_run(ROWS[name], Generation(steps, seconds, 0.0, finish))
+
+
+def answer(
+    name: str, text: str, seconds: float, *, url: str = "http://127.0.0.1:1", baseline: str | None = None
+) -> Run:
+    completion = ServerCompletion(text, (), FinishReason.LENGTH, "length", seconds, usage_tokens=4)
+    return Run.of_server(ServerAddress(name, url, baseline=baseline), completion)
+
+
+def test_strategies_are_compared_with_the_target() -> None:
+    target = run_of("target", [1, 2, 3, 4], 4.0)
+
+    def figures(run: Run, *, same_request: bool = True) -> tuple[float | None, bool | None, int | None]:
+        found = compare_run(run, [run_of("ngram", [9], 1.0), target], SETTINGS, same_request=same_request)
+        assert found.baseline == "target" and found.unit == "token"
+        return found.speedup, found.same, found.first_difference
+
+    assert figures(target) == (1.0, True, None)
+    assert figures(run_of("ngram", [1, 2, 3, 4], 2.0)) == (2.0, True, None)
+    assert figures(run_of("ngram", [1, 2, 9, 4], 4.0)) == (1.0, False, 2)
+    assert figures(run_of("ngram", [1, 2], 1.0)) == (2.0, False, 2)
+    assert figures(run_of("ngram", [1, 2], 1.0), same_request=False) == (2.0, None, None)
+    assert figures(run_of("ngram", [1], 1.0, FinishReason.INTERRUPTED)) == (None, None, None)
+    alone = run_of("ngram", [1], 1.0)
+    assert compare_run(alone, [alone], SETTINGS) == Comparison(baseline="target")
+    nothing = compare_run(run_of("ngram", [], 1.0), [run_of("target", [], 0.0)], SETTINGS)
+    assert (nothing.speedup, nothing.same) == (None, True)
+
+
+def test_servers_are_compared_on_their_host_and_by_greedy_texts() -> None:
+    plain, spec = answer("plain", "one two", 4.0), answer("spec", "one too", 2.0, baseline="plain")
+    found = compare_run(spec, [plain, spec], SETTINGS)
+    assert (found.baseline, found.speedup, found.baseline_tokens) == ("server plain", 2.0, 4)
+    assert (found.same, found.first_difference, found.unit) == (False, 5, "character")
+    sampled = replace(SETTINGS, processor=ProcessorSpec(1.0))
+    assert compare_run(spec, [plain, spec], sampled).same is None
+    far = answer("spec", "one two", 2.0, url="http://10.0.0.1:1", baseline="plain")
+    found = compare_run(far, [plain, far], SETTINGS)
+    assert found.speedup is None and found.same is True
+    assert compare_run(plain, [plain, spec], SETTINGS) == Comparison()
