@@ -14,7 +14,7 @@ from random import Random
 from torch import Tensor
 
 from utils.bounds import WholeRange
-from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
@@ -44,7 +44,7 @@ TABLE = ResultTable(
     figure("trials", "trials"),
     figure("unique outputs", "unique_outputs"),
     figure("logit difference", "largest_logit_difference", "{:.2g}"),
-    TableColumn(
+    ResultColumn(
         "argmax flips",
         lambda row: f"{row['argmax_flips']} of {row['positions']}" if "argmax_flips" in row else NOTHING,
     ),

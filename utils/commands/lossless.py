@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
@@ -33,12 +33,12 @@ TABLE = ResultTable(
     figure("strategy", "strategy"),
     figure("draws", "draws", drop=2),
     figure("cells", "cells", drop=1),
-    TableColumn(
+    ResultColumn(
         "chi-square",
         lambda row: NOTHING if row["statistic"] is None else f"{row['statistic']:.1f} ({row['freedom']} df)",
     ),
     figure("p-value", "p_value", "{:.2g}"),
-    TableColumn("matches", lambda row: f"{row['matches']}/{row['draws']}" if row["statistic"] is None else NOTHING),
+    ResultColumn("matches", lambda row: f"{row['matches']}/{row['draws']}" if row["statistic"] is None else NOTHING),
     figure("verdict", "verdict"),
 )
 GREEDY = (

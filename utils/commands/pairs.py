@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.harness import Harness
@@ -97,17 +97,17 @@ def _examined(
         yield TABLE.finding(_figures(reading, found))
 
 
-def _agreement(place: int) -> TableColumn:
+def _agreement(place: int) -> ResultColumn:
     """The agreement of one draft, with a dash for drafts beyond those of the drafter."""
 
     def shown(row: Row) -> str:
         return f"{row['agreement'][place]:.2f}" if place < len(row["agreement"]) else NOTHING
 
-    return TableColumn(f"draft {place + 1}", shown)
+    return ResultColumn(f"draft {place + 1}", shown)
 
 
 TABLE = ResultTable(
-    TableColumn("reading", lambda row: row["reading"] or "as it is read now"),
+    ResultColumn("reading", lambda row: row["reading"] or "as it is read now"),
     *(_agreement(place) for place in range(DEPTH)),
 )
 

@@ -50,7 +50,7 @@ def _replay(argument: str, context: CommandContext) -> Outcome:
     replayed = _Replay(context, file, [run for run in file.runs if run.record == GENERATION])
     if not replayed.recorded:
         raise UserError(f"{file.path} holds no record of a generation. --json FILE writes one for each.")
-    file.others.update(run.record for run in file.runs if run.record != GENERATION)
+    file.others.update({run.line: run.record for run in file.runs if run.record != GENERATION}.values())
     report = Report(
         *("replay", str(file.path), context.settings, TABLE.headings, replayed.events(), replayed.conclusion),
         charts=comparison_charts,

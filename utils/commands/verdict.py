@@ -16,9 +16,9 @@ from utils.commands.verdicts import wording
 from utils.commands.verdicts.elsewhere import equivalent_lines, equivalents
 from utils.commands.verdicts.figures import Row, baseline_row, candidate_row, draft_figures, generations
 from utils.commands.verdicts.measurement import SELECTION_SECONDS, Measurement, VerdictClock, run_length, run_seconds
-from utils.commands.verdicts.plan import BUILT_IN, PromptPlan, plan_prompts, ready_prompts
+from utils.commands.verdicts.plan import BUILT_IN, PromptPlan, plan_prompts, usable_prompts
 from utils.commands.verdicts.selection import Selection, VerdictCandidate, best_of_each, kind_name
-from utils.comparison.arms import Arm, LocalArm, RunWatcher, complete
+from utils.comparison.arms import Arm, complete
 from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness, comparable_servers
@@ -28,13 +28,8 @@ from utils.comparison.speed_claims import SpeedClaim, baseline_name
 from utils.comparison.warm_up import shortened as shorter_settings
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
-from utils.decode.steps import Step
 from utils.errors import UserError
-from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.intervals import SLOWER
-from utils.metrics.stopwatch import RoundTiming
-from utils.prompts.conversation import Turns
-from utils.servers.kinds.completion import Piece
 
 APPLY = "apply"
 PROBE_TOKENS = 16
@@ -48,13 +43,13 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     if argument == APPLY:
         return _apply(context)
     harness, settings = context.harness, context.settings
-    plan, clock = plan_prompts(argument, harness.state.prompts), VerdictClock.start()
+    plan = plan_prompts(argument, harness.state.prompts)
     runs: list[_VerdictRun] = []
     if harness.has_pair or not harness.state.servers:
-        runs.append(_LocalVerdict(harness, settings, plan, clock))
+        runs.append(_LocalVerdict(harness, settings, plan))
     # Without loaded models, servers that cannot be compared are an error; otherwise they are skipped.
     if harness.state.servers and (not runs or comparable_servers(harness)):
-        runs.append(_ServerVerdict(harness, settings, plan, clock, candidates=_candidates(harness)))
+        runs.append(_ServerVerdict(harness, settings, plan, candidates=_candidates(harness)))
     return [RunReport(run.report()) for run in runs]
 
 
@@ -88,7 +83,7 @@ class _VerdictRun(ABC):
     harness: Harness
     settings: Settings
     plan: PromptPlan
-    clock: VerdictClock
+    clock: VerdictClock = field(default_factory=VerdictClock.start)
     measurement: Measurement | None = None
     skipped: list[str] = field(default_factory=list)
 
@@ -140,24 +135,6 @@ class _VerdictRun(ABC):
         return ""
 
 
-class _Unwatched:
-    """Watches nothing: a run is timed by its parts only if it has a watcher."""
-
-    def reading(self, done: int, total: int) -> None: ...
-
-    def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None: ...
-
-    def piece(self, piece: Piece) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _TimedArm(LocalArm):
-    """The candidate, whose runs are timed by their parts."""
-
-    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        return LocalArm.run(self, text, replace(settings, debug="off"), history, watch or _Unwatched())
-
-
 @dataclass(slots=True)
 class _LocalVerdict(_VerdictRun):
     """A verdict on the drafters of the loaded pair."""
@@ -169,22 +146,22 @@ class _LocalVerdict(_VerdictRun):
         # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
         settings = replace(self.settings, turns=False)
         self.clock = VerdictClock.start()
-        measured, self.skipped = ready_prompts(self.harness, settings, self.plan.measured)
-        tuning, _ = ready_prompts(self.harness, settings, self.plan.tuning)
+        measured, self.skipped = usable_prompts(self.harness, settings, self.plan.measured)
+        tuning, _ = usable_prompts(self.harness, settings, self.plan.tuning)
         if not measured or not tuning:
             raise UserError(f"none of the prompts can be used. {' '.join(self.skipped[:1])}")
         if not settings.uses_chat and any(prompt.later for prompt in self.plan.measured):
             self.skipped.append(ONLY_FIRST_TURNS)
-        self.selection = Selection(self.harness, settings, tuning, self.clock)
+        self.selection = Selection(self.harness, settings, list(tuning.values()), self.clock)
         yield from self.selection.run()
         self.chosen = self.selection.chosen()
         length = run_length(self.selection.step, settings.length, seconds=run_seconds(len(measured)))
         self.measurement = Measurement(
-            _TimedArm(self.chosen.strategy, self.harness.pair, self.harness.state.caches.cut_models),
+            replace(self.harness.arm(self.chosen.strategy), timed=True),
             self.harness.arm(self.harness.baseline),
             self.chosen.short_label(self.harness.pair),
             self.chosen.settings(self.selection.settings, length),
-            {ready.number: ready.prompt for ready in measured},
+            measured,
             self.plan.divided,
             self.clock,
         )

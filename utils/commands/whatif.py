@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.shared.columns import ResultTable, TableColumn, by_strategy, figure, rate_of
+from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
@@ -37,9 +37,9 @@ def _shown(gamma: int | None) -> str:
 
 TABLE = ResultTable(
     figure("strategy", "strategy"),
-    TableColumn("gamma", lambda row: _shown(row["gamma"])),
+    ResultColumn("gamma", lambda row: _shown(row["gamma"])),
     figure("rounds", "rounds", drop=2),
-    TableColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
+    ResultColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
     rate_of("acceptance", "accepted", "drafted"),
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}"),
     figure("tokens/s", "tokens_per_second", "{:.1f}"),

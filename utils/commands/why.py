@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
-from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import Chart, acceptance_chart, time_chart
@@ -33,14 +33,14 @@ MIN_GAIN = 1.02  # predicted improvement from which another gamma is recommended
 REPEATS = 9  # of each verify width, when costs are measured
 
 
-def _seconds_column(part: str) -> TableColumn:
+def _seconds_column(part: str) -> ResultColumn:
     """The seconds of one part of the run, and their share."""
 
     def shown(row: Row) -> str:
         total = sum(row["seconds"].values())
         return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
 
-    return TableColumn(part, shown)
+    return ResultColumn(part, shown)
 
 
 TABLE = ResultTable(
@@ -50,11 +50,11 @@ TABLE = ResultTable(
     figure("tokens/round", "tokens_per_round", "{:.2f}"),
     figure("drafts/round", "drafts_per_round", "{:.1f}"),
     figure("draft cost", "draft_cost", "{:.3f}"),
-    TableColumn("verify cost", lambda row: f"{1 + row['window_cost']:.2f}"),
-    TableColumn(
+    ResultColumn("verify cost", lambda row: f"{1 + row['window_cost']:.2f}"),
+    ResultColumn(
         "by position", lambda row: " ".join(f"{rate:.2f}" for rate in row["by_position"][:SHOWN_POSITIONS]) or NOTHING
     ),
-    TableColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
+    ResultColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
     *map(_seconds_column, ("drafting", "verifying", "other")),
 )
 

@@ -82,13 +82,14 @@ class LocalArm:
     """A strategy on the loaded models.
 
     With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has a storage and texts
-    of its own, and only the layer cuts in `cut_models` are shared.
+    of its own, and only the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
     """
 
     strategy: Strategy
     pair: Pair
     cut_models: dict[Any, Any] = field(default_factory=dict)
     job: Job | None = None
+    timed: bool = False
 
     @property
     def name(self) -> str:
@@ -108,7 +109,9 @@ class LocalArm:
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         if watch is None:
-            return Run.of_strategy(self.strategy, job, collect(self.strategy.steps(job)))
+            clock = Stopwatch() if self.timed else None
+            steps = self.strategy.steps(job.with_observers(clock))
+            return Run.of_strategy(self.strategy, job, collect(steps, stopwatch=clock))
         # Only this rule accepts a draft by its own p/q.
         by_ratio = settings.verify == "rejection"
         tracer = DraftTracer(accepts_by_ratio=by_ratio) if settings.debug == "full" else None

@@ -49,7 +49,7 @@ COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "kind", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
 NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
-TARGET_PART = "target"  # its runs do not depend on how drafts are made
+# The runs of the baseline do not depend on these.
 DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
 SHOWN_LINES = 8  # line numbers shown in a sentence
 
@@ -228,7 +228,7 @@ def _verdict(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
             }
             kind = str(last.get("drafter_kind"))
             yield RecordedRun(
-                RACE, line, prompt, RECOMMENDED, settings, circumstances, ours, speedups, drafter_kind=kind, **counts
+                VERDICT, line, prompt, RECOMMENDED, settings, circumstances, ours, speedups, drafter_kind=kind, **counts
             )
             yield RecordedRun(VERDICT, line, prompt, BASELINE, settings, circumstances, target, ())
 
@@ -387,7 +387,7 @@ def _match_group(
 def _by_method(runs: Sequence[RecordedRun]) -> dict[tuple[str, ...], list[RecordedRun]]:
     methods: dict[tuple[str, ...], list[RecordedRun]] = {}
     for one in runs:
-        names = () if one.strategy == TARGET_PART else DRAFTING
+        names = () if one.strategy == BASELINE else DRAFTING
         methods.setdefault(_values(one, names), []).append(one)
     return methods
 
@@ -444,7 +444,7 @@ def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     counts = one.prompt_tokens, other.prompt_tokens
     if one.model == other.model and counts[0] != counts[1] and None not in counts:
         yield "the prompt has a different number of tokens: the chat template or the tokenizer differs"
-    ignored = (*NOT_COMPARED, *(DRAFTING if one.strategy == TARGET_PART else ()))
+    ignored = (*NOT_COMPARED, *(DRAFTING if one.strategy == BASELINE else ()))
     yield from (
         f"setting {name}: {shown_value(value)} in A, {shown_value(other.settings[name])} in B"
         for name, value in one.settings.items()

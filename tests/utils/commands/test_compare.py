@@ -204,6 +204,8 @@ def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) ->
     assert "recommended: B is faster than A: B / A is 1.50" in conclusion and "target: not disting" in conclusion
     assert "drafter kind: head in A, suffix in B" in conclusion and "setting gamma: auto in A, 4 in B" in conclusion
     assert rows[0]["accepted"] == [4, 4] and "24/48 = 0.500 in A" in conclusion
+    (tmp_path / "verdict.jsonl").write_text(json.dumps(verdict(1.0)), encoding="utf-8")
+    assert {run.record for run in read_records(tmp_path / "verdict.jsonl").runs} == {"verdict"}
 
 
 def test_real_records_match(view: Screen, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from utils.repl.runner import Verdict
 from utils.text import decode, token_piece, visible
 
 README = ROOT / "README.md"
-PAGE = ROOT / "utils" / "commands" / "README.md"
 
 
 @pytest.fixture
@@ -27,12 +26,6 @@ def ran(view: Screen) -> ReplSession:
         assert session.handle(line) is Verdict.DONE
     view.take()
     return session
-
-
-def test_every_figure_is_on_the_page() -> None:
-    page = " ".join(PAGE.read_text(encoding="utf-8").replace("`", "").replace("\\|", "|").split())
-    for figure in FIGURES:
-        assert f"| {figure.name} | {figure.meaning} |" in page, figure.name
 
 
 def test_the_pictures_of_the_readme_exist() -> None:

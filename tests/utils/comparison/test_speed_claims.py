@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from utils.commands.experiments.race_conclusion import repeats_conclusion, task_sentence
-from utils.commands.experiments.sweep_conclusion import conclusion as sweep_conclusion
+from utils.commands.sweep import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
 
 CLEAR = [1.5, 1.52, 1.48, 1.51, 1.49]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, by_strategy, figure
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, by_strategy, figure
 from utils.comparison.charts import BASELINE, DotChart, DotRow
 from utils.comparison.recorded_runs import RunMatch, differences
 from utils.comparison.reports import Finding, shortened
@@ -43,16 +43,16 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 TABLE = ResultTable(
-    TableColumn("prompt", lambda row: shortened(row["prompt"], SHOWN_PROMPT)),
+    ResultColumn("prompt", lambda row: shortened(row["prompt"], SHOWN_PROMPT)),
     figure("strategy", "strategy"),
-    TableColumn("runs", lambda row: " -> ".join(str(len(part)) for part in row["tokens_per_second"]), drop=1),
-    TableColumn(
+    ResultColumn("runs", lambda row: " -> ".join(str(len(part)) for part in row["tokens_per_second"]), drop=1),
+    ResultColumn(
         "tokens/s A -> B",
         lambda row: " -> ".join(f"{geometric_mean(part):.1f}" for part in row["tokens_per_second"]),
     ),
-    TableColumn("B / A", lambda row: f"{geometric_mean(row['ratios']):.2f}x"),
-    TableColumn("acceptance A -> B", _acceptance, drop=2),
-    TableColumn("text", _text),
+    ResultColumn("B / A", lambda row: f"{geometric_mean(row['ratios']):.2f}x"),
+    ResultColumn("acceptance A -> B", _acceptance, drop=2),
+    ResultColumn("text", _text),
 )
 
 

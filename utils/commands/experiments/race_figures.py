@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.commands.experiments.paired_runs import pooled_totals
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
-from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import BASELINE, DotChart, repeats_chart
@@ -25,19 +25,19 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
     tasks = len({item.group for item in items}) > 1
     both = servers or several
     columns = [
-        (tasks, TableColumn("task", lambda row: shortened(row["task"], SHOWN_TASK))),
+        (tasks, ResultColumn("task", lambda row: shortened(row["task"], SHOWN_TASK))),
         (True, figure("server" if servers else "strategy", "strategy")),
         (several and not servers, figure("prompts", "prompts", drop=1)),
         (several, figure("tokens/s", "pooled_tokens_per_second", "{:.1f}", drop=0 if servers else 7)),
         (not several, spread("tokens/s", "tokens_per_second", "{:.1f}")),
-        (not both, TableColumn("range", lambda row: range_text(row["tokens_per_second"]), 5)),
+        (not both, ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 5)),
         (not several or servers, spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000, drop=4)),
         (not several or servers, spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3)),
-        (True, TableColumn("speed-up", speedup_text)),
-        (True, TableColumn("95 % interval", lambda row: interval_text(row["interval"]))),
+        (True, ResultColumn("speed-up", speedup_text)),
+        (True, ResultColumn("95 % interval", lambda row: interval_text(row["interval"]))),
         (both, figure("acceptance", "acceptance_rate", "{:.3f}", drop=6)),
         (both, figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=2 if servers else 0)),
-        (both, TableColumn("text", same_text)),
+        (both, ResultColumn("text", same_text)),
         (not both, figure("verdict", "verdict")),
     ]
     return ResultTable(*(column for shown, column in columns if shown))
@@ -48,14 +48,14 @@ def same_text(row: Row) -> str:
     return f"same {row['same_texts']}/{row['compared_texts']}" if row["compared_texts"] else NOTHING
 
 
-def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> TableColumn:
+def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> ResultColumn:
     """A column with the median of a list of figures."""
 
     def shown(row: Row) -> str:
         known = [value for value in row[key] if value]
         return form.format(scale * median(known)) if known else NOTHING
 
-    return TableColumn(heading, shown, drop)
+    return ResultColumn(heading, shown, drop)
 
 
 def range_text(values: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ from utils.bounds import WholeRange
 from utils.commands.experiments.race_conclusion import OTHER_REASON
 from utils.commands.experiments.repeated_runs import rotated, then_findings
 from utils.commands.servers.server_words import parse_numbers, parse_words
-from utils.commands.shared.columns import ResultTable, Row, TableColumn, figure, figures_of, rate_of
+from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
@@ -279,12 +279,12 @@ TABLE = ResultTable(
     figure("at once", "concurrency"),
     figure("server", "server"),
     figure("tokens/s", "tokens_per_second", "{:.1f}"),
-    TableColumn("first token (95 %)", lambda row: _times(row["first_token_seconds"]), drop=3),
-    TableColumn("per token (95 %)", lambda row: _times(row["token_seconds"])),
+    ResultColumn("first token (95 %)", lambda row: _times(row["first_token_seconds"]), drop=3),
+    ResultColumn("per token (95 %)", lambda row: _times(row["token_seconds"])),
     rate_of("acceptance", "accepted", "drafted", drop=2),
-    TableColumn("speed-up", speedup_text),
-    TableColumn("95 % interval", lambda row: interval_text(row["interval"])),
-    TableColumn("requests", _requests_text, drop=1),
+    ResultColumn("speed-up", speedup_text),
+    ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
+    ResultColumn("requests", _requests_text, drop=1),
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from utils.bounds import WholeRange
 from utils.commands.servers.server_words import parse_words
+from utils.commands.shared.columns import ResultTable, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, UseServers
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
@@ -34,7 +35,13 @@ from utils.servers.processes.programs import (
 NUMBERS = {"draft": DRAFTS, "context": CONTEXT, "parallel": PARALLEL}
 WAIT = WholeRange(1, 86_400)  # seconds
 OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "program", "name", "baseline", "wait")
-HEADINGS = ("server", "URL", "drafts", "ready after", "log")
+TABLE = ResultTable(
+    figure("server", "server"),
+    figure("URL", "url"),
+    figure("drafts", "drafts"),
+    figure("ready after", "ready_seconds", "{:.1f} s"),
+    figure("log", "log"),
+)
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
 UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
 # The names of vLLM and SGLang for published drafter formats, from their sources.
@@ -76,7 +83,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
     with_server(servers.addresses, placeholder)
     wait = WAIT.parse(options["wait"]) if "wait" in options else READY_SECONDS
     report = Report(
-        *("server start", "", context.settings, HEADINGS),
+        *("server start", "", context.settings, TABLE.headings),
         _starting(servers, placeholder, launch, wait),
         _conclusion,
         title=f"/server start {kind}",
@@ -91,15 +98,14 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit
     url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
     process = servers.local.process_of(address.name)
     assert process is not None
-    how = launch.label or "no speculation"
-    cells = (address.name, url, how, f"{seconds:.1f} s", str(process.log))
     figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
-    yield Finding(cells, figures | asdict(launch))
+    shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
+    yield TABLE.finding(figures | shown | asdict(launch))
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    lines = [RUNS.format(finding.figures["server"]) for finding in findings]
-    kinds = {finding.figures["kind"] for finding in findings}
+    rows = figures_of(findings)
+    lines, kinds = [RUNS.format(row["server"]) for row in rows], {row["kind"] for row in rows}
     return [*lines, *(UNTRIED.format(kind) for kind in kinds if not PROGRAMS[kind].was_run)]
 
 

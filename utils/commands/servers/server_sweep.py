@@ -15,7 +15,7 @@ from utils.commands.experiments.race_figures import race_row, range_text, spread
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
 from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.servers.server_words import parse_words
-from utils.commands.shared.columns import NOTHING, ResultTable, TableColumn, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
@@ -39,13 +39,13 @@ MOST = 16  # maximum number of draft lengths
 TABLE = ResultTable(
     figure("draft", "draft"),
     spread("tokens/s", "tokens_per_second", "{:.1f}"),
-    TableColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
+    ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
     spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3),
-    TableColumn("speed-up", speedup_text),
-    TableColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
+    ResultColumn("speed-up", speedup_text),
+    ResultColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
     figure("acceptance", "acceptance_rate", "{:.3f}"),
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
-    TableColumn("text", lambda row: {None: NOTHING, True: "same", False: "differs"}[row["same_as_draft_0"]]),
+    ResultColumn("text", lambda row: {None: NOTHING, True: "same", False: "differs"}[row["same_as_draft_0"]]),
 )
 OPTIONS = ("draft", "repeats")
 EXAMPLE = "/server sweep llama.cpp-ngram4 draft=0,2,4,8"

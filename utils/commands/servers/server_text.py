@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.servers.server_words import parse_numbers
+from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
@@ -35,7 +35,6 @@ OPTIONS = {
     "limit": (4, WholeRange(1, 1000)),
 }
 MOST_EXAMINED = 8  # differences; each needs one more request
-HEADINGS = ("check", "server", "requests", "texts per prompt", "first difference", "cause")
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 TOKEN, CHARACTER = "token", "character"
 OPTION = re.compile(r"(\w+)=(\S*)", re.ASCII)
@@ -45,7 +44,30 @@ OWN_PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "Explain in a few sentences why the sky is blue.",
 )
-Figures = dict[str, Any]
+
+
+def _label(row: Row) -> str:
+    """The check, or the prompt with a difference."""
+    under = "alone" if row.get("under", row["check"]) == ALONE else f"{row['concurrency']} at once"
+    return f"prompt {row['number']}, {under}" if row["check"] == WHERE else under
+
+
+def _place(row: Row) -> str:
+    """Where texts differ from the reference."""
+    if row["check"] == WHERE:
+        return f"{row['first_difference_in'].removesuffix('s')} {row['first_difference'] + 1}"
+    count = row["differing_prompts"]
+    return f"in {count} of {count_of(row['prompts'], 'prompt')}" if count else "none"
+
+
+TABLE = ResultTable(
+    ResultColumn("check", _label),
+    figure("server", "server"),
+    figure("requests", "requests"),
+    figure("texts per prompt", "unique_texts"),
+    ResultColumn("first difference", _place),
+    figure("cause", "cause"),
+)
 
 
 class TextCause(StrEnum):
@@ -120,7 +142,7 @@ def text(argument: str, context: CommandContext) -> Outcome:
     title = f"/server text {name}{compared}, {_chosen_text(prompts, differing)}"
     conclude = partial(conclusion, name, None if baseline is None else baseline.address.name)
     report = Report(
-        "server_text", prompts[0], context.settings, HEADINGS, _events(trial, context), conclude, title=title
+        "server_text", prompts[0], context.settings, TABLE.headings, _events(trial, context), conclude, title=title
     )
     return [RunReport(report)]
 
@@ -246,21 +268,19 @@ def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, 
 
 def _row(trial: TextTrial, check: str, connection: Connection) -> Finding:
     name = connection.address.name
-    texts = max(len(set(outputs)) for outputs in trial.outputs[check, name])
-    differing = len(_unlike(trial, check, name))
-    figures: dict[str, Any] = {
-        "check": check,
-        "server": name,
-        "concurrency": trial.concurrency if check == LOAD else 1,
-        "prompts": len(trial.prompts),
-        "requests": trial.repeats * len(trial.prompts),
-        "unique_texts": texts,
-        "differing_prompts": differing,
-        "tokens": max(len(output.token_ids or ()) for outputs in trial.outputs[check, name] for output in outputs),
-    }
-    shown = check if check == ALONE else f"{trial.concurrency} at once"
-    compared = f"in {differing} of {count_of(len(trial.prompts), 'prompt')}" if differing else "none"
-    return Finding((shown, name, str(figures["requests"]), str(texts), compared, "-"), figures)
+    outputs = trial.outputs[check, name]
+    return TABLE.finding(
+        {
+            "check": check,
+            "server": name,
+            "concurrency": trial.concurrency if check == LOAD else 1,
+            "prompts": len(trial.prompts),
+            "requests": trial.repeats * len(trial.prompts),
+            "unique_texts": max(len(set(of_prompt)) for of_prompt in outputs),
+            "differing_prompts": len(_unlike(trial, check, name)),
+            "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
+        }
+    )
 
 
 def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
@@ -277,18 +297,19 @@ def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
     for check, name, number, ours, place in places[:MOST_EXAMINED]:
         yield Progress(f"examining prompt {number + 1} of {name} ...")
         unit, cause = ours.unit(_reference(trial, number)), cause_of(trial, number, ours, place)
-        figures = {
-            "check": WHERE,
-            "under": check,
-            "server": name,
-            "prompt": trial.prompts[number],
-            "number": number + 1,
-            "first_difference": place,
-            "first_difference_in": f"{unit}s",
-            "cause": cause.value,
-        }
-        label = f"prompt {number + 1}" + (", alone" if check == ALONE else f", {trial.concurrency} at once")
-        yield Finding((label, name, "-", "-", f"{unit} {place + 1}", cause.value), figures)
+        yield TABLE.finding(
+            {
+                "check": WHERE,
+                "under": check,
+                "server": name,
+                "concurrency": trial.concurrency if check == LOAD else 1,
+                "prompt": trial.prompts[number],
+                "number": number + 1,
+                "first_difference": place,
+                "first_difference_in": f"{unit}s",
+                "cause": cause.value,
+            }
+        )
 
 
 def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCause:
@@ -309,8 +330,8 @@ def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCau
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
     """The sentences, the most important one first."""
-    rows = {(finding.figures["check"], finding.figures["server"]): finding.figures for finding in findings}
-    found = [finding.figures for finding in findings if finding.figures["check"] == WHERE]
+    rows: dict[tuple[str, str], Row] = {(row["check"], row["server"]): row for row in figures_of(findings)}
+    found = [row for row in figures_of(findings) if row["check"] == WHERE]
     alone = [row for (check, _), row in rows.items() if check == ALONE]
     if len(alone) < (1 if baseline is None else 2):
         return []  # interrupted before the first comparison
@@ -324,7 +345,7 @@ def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> 
     return [first, *_under_load(name, baseline, rows), *_reasons(found, baseline or name)]
 
 
-def _repeats(name: str, row: Figures) -> str:
+def _repeats(name: str, row: Row) -> str:
     requests, prompts = count_of(row["requests"], "request"), count_of(row["prompts"], "prompt")
     return (
         f"Deterministic: {requests} for {prompts} got equal texts from {name}. With baseline=SERVER in "
@@ -332,7 +353,7 @@ def _repeats(name: str, row: Figures) -> str:
     )
 
 
-def _same_text(name: str, baseline: str, row: Figures, found: Sequence[Figures]) -> str:
+def _same_text(name: str, baseline: str, row: Row, found: Sequence[Row]) -> str:
     prompts, differing = row["prompts"], row["differing_prompts"]
     if not differing:
         length = f" of up to {count_of(row['tokens'], 'token')}" if row["tokens"] else ""
@@ -348,7 +369,7 @@ def _same_text(name: str, baseline: str, row: Figures, found: Sequence[Figures])
     )
 
 
-def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Figures]) -> list[str]:
+def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Row]) -> list[str]:
     loaded = {server: row for (check, server), row in rows.items() if check == LOAD}
     if name not in loaded:
         return []
@@ -363,7 +384,7 @@ def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Fig
     return [sentence]
 
 
-def _reasons(found: Sequence[Figures], reference: str) -> list[str]:
+def _reasons(found: Sequence[Row], reference: str) -> list[str]:
     """One sentence for each cause that occurs."""
     causes = {figures["cause"] for figures in found}
     lines = []

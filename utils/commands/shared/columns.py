@@ -11,7 +11,7 @@ NOTHING = "-"  # a cell without a value
 
 
 @dataclass(frozen=True, slots=True)
-class TableColumn:
+class ResultColumn:
     """One column. `shown` makes the cell from the figures of a row. A narrow screen drops the columns with a `drop`
     above 0, the smallest first.
     """
@@ -21,25 +21,25 @@ class TableColumn:
     drop: int = 0
 
 
-def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: int = 0) -> TableColumn:
+def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: int = 0) -> ResultColumn:
     """A column that formats one figure, with a dash where the row has none. `scale` multiplies it first."""
 
     def shown(row: Row) -> str:
         value = row.get(key)
         return NOTHING if value is None else form.format(value if scale == 1 else value * scale)
 
-    return TableColumn(heading, shown, drop)
+    return ResultColumn(heading, shown, drop)
 
 
-def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> TableColumn:
+def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:
     """A column with the ratio of two counts, with a dash where there is nothing to count."""
-    return TableColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
+    return ResultColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
 
 
 class ResultTable:
     """The columns of a report: `headings` and `optional` are those of the report."""
 
-    def __init__(self, *columns: TableColumn) -> None:
+    def __init__(self, *columns: ResultColumn) -> None:
         self._columns = columns
         self.headings = tuple(column.heading for column in columns)
         dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)

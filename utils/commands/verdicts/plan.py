@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from utils.commands.experiments.paired_runs import check_prompt
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
@@ -48,15 +48,6 @@ class PromptPlan:
         return f"{count} {self.source if count != 1 else self.source.replace('prompts', 'prompt', 1)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyPrompt:
-    """A prompt that fits the target. `number` is its place among the measured or tuning prompts, from 1."""
-
-    number: int
-    prompt: Prompt
-    ids: list[int]
-
-
 def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
     """The prompts of the argument, otherwise the typed ones, otherwise the built-in ones.
 
@@ -87,19 +78,17 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
     return PromptPlan(source, measured, tuning, left_out=len(others) - len(measured))
 
 
-def ready_prompts(
+def usable_prompts(
     harness: Harness, settings: Settings, prompts: Sequence[Prompt]
-) -> tuple[list[ReadyPrompt], list[str]]:
-    """The prompts with their token ids, and a sentence for each that the target cannot take."""
-    ready, skipped = [], []
-    session = ModelSession(harness.pair.target, use_cache=False)  # only `begin` is used, which checks the length
+) -> tuple[dict[int, Prompt], list[str]]:
+    """The prompts by their number, from 1, and a sentence for each that the target cannot take."""
+    usable, skipped = dict[int, Prompt](), list[str]()
     for number, prompt in enumerate(prompts, start=1):
+        prompt = replace(prompt, text=encodable(prompt.text))
         try:
-            prompt = replace(prompt, text=encodable(prompt.text))
-            ids = harness.prompt_ids(prompt.text, settings)
-            session.begin(ids)
+            check_prompt(harness, prompt, settings)
         except UserError as error:
             skipped.append(f"Prompt {number} was skipped: {error}")
         else:
-            ready.append(ReadyPrompt(number, prompt, ids))
-    return ready, skipped
+            usable[number] = prompt
+    return usable, skipped

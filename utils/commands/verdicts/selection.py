@@ -14,7 +14,6 @@ from typing import Any
 from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost
 from utils.commands.experiments.repeated_runs import rotated
 from utils.commands.verdicts.measurement import SELECTION_SECONDS, VerdictClock, run_length
-from utils.commands.verdicts.plan import ReadyPrompt
 from utils.comparison.arms import complete
 from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness
@@ -27,6 +26,7 @@ from utils.errors import UserError
 from utils.metrics.results import Generation
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL
+from utils.prompts.prompt_files import Prompt
 from utils.text import first_of
 
 PROBE_TOKENS = 8
@@ -163,7 +163,7 @@ class Selection:
 
     harness: Harness
     settings: Settings
-    prompts: Sequence[ReadyPrompt]
+    prompts: Sequence[Prompt]
     clock: VerdictClock
     length: int = 0
     step: float = 0.0
@@ -225,7 +225,7 @@ class Selection:
     def _warm_up(self) -> None:
         """Run everything once, which also shows what cannot run, and choose the length of the runs."""
         self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
-        text, probe = self.prompts[0].prompt.text, min(self.settings.length, PROBE_TOKENS)
+        text, probe = self.prompts[0].text, min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
             try:
                 self._run(text, strategy, probe)
@@ -251,9 +251,10 @@ class Selection:
             where = f"choosing a drafter: replaying tuning prompt {place} of {len(self.prompts)}"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
-            run = self._run(prompt.prompt.text, self.harness.baseline, length)
+            run = self._run(prompt.text, self.harness.baseline, length)
             if len(run.steps) > 1:
-                job = self.harness.job(prompt.ids, replace(self.settings, length=length))
+                ids = self.harness.prompt_ids(prompt.text, self.settings)
+                job = self.harness.job(ids, replace(self.settings, length=length))
                 scores = yield from self._replay(job, run, where)
                 self.predicted.append(scores)
         if not self.predicted:
@@ -295,6 +296,6 @@ class Selection:
             speeds: dict[int, float] = {}
             for index in rotated(range(len(self.tried)), turn):
                 one = self.tried[index]
-                run = self._run(prompt.prompt.text, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
+                run = self._run(prompt.text, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
                 speeds[index] = run.tokens_per_second or 1e-9
             self.speeds.append([speeds[index] for index in sorted(speeds)])

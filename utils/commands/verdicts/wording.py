@@ -2,7 +2,7 @@
 
 from utils.commands.experiments.race_conclusion import other_reason, prompt_numbers
 from utils.commands.experiments.race_figures import spread
-from utils.commands.shared.columns import NOTHING, ResultTable, Row, TableColumn, figure
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.speed_claims import TOO_FEW, baseline_name
 from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
@@ -21,13 +21,13 @@ CAUSES = {
 
 def verdict_table(*, servers: bool) -> ResultTable:
     """A column of the screen for the baseline and one for the candidate; each heading is a line."""
-    memory = [] if servers else [TableColumn("extra weights", _memory)]
+    memory = [] if servers else [ResultColumn("extra weights", _memory)]
     return ResultTable(
         figure("", "name"),
-        TableColumn("whole run", _whole_run),
+        ResultColumn("whole run", _whole_run),
         spread("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
         spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
-        TableColumn("acceptance", _acceptance),
+        ResultColumn("acceptance", _acceptance),
         figure("tokens per forward", "tokens_per_target_forward", "{:.2f}"),
         *memory,
     )
