@@ -20,13 +20,12 @@ from utils.errors import UserError
 from utils.files import check_regular
 from utils.models.hub import verified_download
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import CONVERSION, Source, found_file
+from utils.models.sources import Source, found_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MEDUSA_KEY, MEDUSA_WEIGHTS, MEDUSA_PICKLE = "medusa_num_heads", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 PREFIX = "model."  # some exports put it before every name
-DRAFT_TO_TARGET, TOKEN_MAP, ORDERING = "d2t", "token_map", "masked_embedding.token_ordering"
-ID_TENSORS = (DRAFT_TO_TARGET, "t2d", TOKEN_MAP, ORDERING)  # the others are weights
+DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
+ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
 EIGHT_BITS = {"I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # in safetensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -150,9 +149,9 @@ class DrafterCheckpoint:
         shapes = {new(name): shape for name, shape in self.shapes.items()}
         return replace(self, shapes=shapes, files={new(name): place for name, place in self.files.items()})
 
-    def layer_count(self, prefix: str = "layers.") -> int:
+    def layer_count(self) -> int:
         """The number of layers, by the names of their tensors."""
-        numbers = {name.removeprefix(prefix).split(".")[0] for name in self.shapes if name.startswith(prefix)}
+        numbers = {name.split(".")[1] for name in self.shapes if name.startswith("layers.")}
         return len([number for number in numbers if number.isdigit()])
 
 
@@ -167,8 +166,7 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         config = _json(source, CONFIG)
         with nullcontext() if source.hub_arguments is None else verified_download(source.location):
             found = _weight_files(source)
-        if config is None or not found:
-            _check_not_pickled(source, config or {})
+        if config is None or not (found or is_medusa_config(config)):  # Medusa heads have files of other names
             return None
         shapes, files = _tensor_names([Path(path) for path in found])
     return DrafterCheckpoint(source.name, config, shapes, files)
@@ -180,8 +178,7 @@ def _weight_files(source: Source) -> list[str]:
         return [single]
     if found_file(source, INDEX):
         return [_shard(source, name) for name in _shard_names(source)]
-    heads = found_file(source, MEDUSA_WEIGHTS)
-    return [heads] if heads else []
+    return []
 
 
 def _shard_names(source: Source) -> list[str]:
@@ -197,13 +194,9 @@ def _shard(source: Source, name: str) -> str:
     raise UserError(f"'{source.name}' lacks the file {name!r}, which the index of its weights names: fetch it again.")
 
 
-def _check_not_pickled(source: Source, config: dict[str, Any]) -> None:
-    """Raise UserError for Medusa heads without safetensors weights, since no loader of models would explain it."""
-    if MEDUSA_KEY in config:
-        raise UserError(
-            f"'{source.name}' has only pickled Medusa heads, which are never loaded because they can run code: "
-            f"download {MEDUSA_PICKLE} and convert it in Python with {CONVERSION.format(MEDUSA_PICKLE)}."
-        )
+def is_medusa_config(config: dict[str, Any]) -> bool:
+    """Whether a config is that of Medusa heads, in the layout of FasterDecoding or of vLLM."""
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def _json(source: Source, name: str) -> Any:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.checkpoint import DrafterCheckpoint, is_medusa_config
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
-from utils.drafter_formats.eagle1 import is_eagle1, load_eagle1
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, load_eagle3
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
-from utils.drafter_formats.medusa import is_medusa, load_medusa
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
 from utils.drafter_formats.peagle import is_peagle, load_peagle
 from utils.errors import UserError
@@ -43,10 +41,8 @@ class DrafterFormat:
 FORMATS = (
     DrafterFormat("P-EAGLE", is_peagle, load_peagle, is_ambiguous),
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3, is_ambiguous),
-    DrafterFormat("EAGLE", is_eagle1, load_eagle1),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
-    DrafterFormat("Medusa", is_medusa, load_medusa),
     DrafterFormat("MTP", is_mtp, load_published_mtp),
     DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
 )
@@ -81,4 +77,7 @@ def _name(checkpoint: DrafterCheckpoint) -> str | None:
         return f"speculators {kind}"
     if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
         return model_type
-    return eagle
+    if is_medusa_config(checkpoint.config) and checkpoint.layer_count() == 0:
+        return "Medusa"
+    fusion = checkpoint.shapes.get("fc.weight", ())  # of EAGLE, EAGLE-2 and HASS
+    return eagle or ("EAGLE" if len(fusion) == 2 and fusion[1] == 2 * fusion[0] else None)

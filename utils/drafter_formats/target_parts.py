@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
-from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, TOKEN_MAP, DrafterCheckpoint
+from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, DrafterCheckpoint
 from utils.errors import UserError
 from utils.files import read_text, replacing
 from utils.models.target_identity import fingerprint, is_same_target, target_sizes
@@ -67,8 +67,8 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     else:
         weight = shared
     vocabulary = _vocabulary(checkpoint, size)
-    has_own, mapped = checkpoint.has("lm_head.weight"), checkpoint.has(TOKEN_MAP)
-    if vocabulary is not None and (not has_own or (mapped and len(weight) > len(vocabulary))):
+    has_own = checkpoint.has("lm_head.weight")
+    if vocabulary is not None and not has_own:
         weight = weight[vocabulary.to(weight.device)]
     # Without any row, all logits would be minus infinity.
     if weight.shape[1:] != (hidden,) or not len(weight) or (vocabulary is None and len(weight) > size):
@@ -150,8 +150,7 @@ def _names_part(checkpoint: DrafterCheckpoint, rows: int) -> bool:
 
 def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     """The target ids (V',) of the draft vocabulary, or None if it is the whole one."""
-    # target id = token_map[draft id], of heads that may have all rows; or draft id + d2t[draft id]
-    name = TOKEN_MAP if checkpoint.has(TOKEN_MAP) else DRAFT_TO_TARGET
+    name = DRAFT_TO_TARGET
     if not checkpoint.has(name):
         return None
     if len(shape := checkpoint.shapes[name]) != 1 or not shape[0]:
@@ -161,9 +160,7 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     stored = checkpoint.tensors([name])[name]
     if stored.is_floating_point():
         raise UserError(f"'{checkpoint.name}' has a {name} that does not consist of ids: fetch or copy it again.")
-    ids = stored.long()
-    if name == DRAFT_TO_TARGET:
-        ids = ids + torch.arange(len(ids))
+    ids = stored.long() + torch.arange(len(stored))  # target id = draft id + d2t[draft id]
     if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != len(ids):
         raise misfit(checkpoint, f"its draft vocabulary has ids outside 0..{size - 1}, or ids that occur twice")
     return ids

@@ -12,7 +12,6 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from speculators_eagle_oracle import FLAGS
 from speculators_mtp_oracle import MTP, target_config
 from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
 from tiny import build, tiny_llama
@@ -28,12 +27,10 @@ FIXTURES = Path(__file__).parent / "fixtures" / "speculators"
 # Programs that wrote the fixtures, and packages that they need besides those of requirements.txt.
 HELPERS = ["loguru", "pydantic-settings"]
 PACKAGES = ["--no-deps", "speculators==0.9.0"]
-OLD_PACKAGES = ["--no-deps", "speculators==0.3.0", "transformers==4.56.2", "huggingface-hub==0.36.2"]
 PROGRAMS = {
     "speculators": ("speculators_oracle.py", PACKAGES),
     "speculators_blocks": ("speculators_block_oracle.py", PACKAGES),
     "speculators_mtp": ("speculators_mtp_oracle.py", PACKAGES),
-    "speculators_eagle": ("speculators_eagle_oracle.py", [*OLD_PACKAGES, "tokenizers==0.22.2"]),
 }
 
 
@@ -75,12 +72,6 @@ def check_logits(folder: Path, growth: int) -> None:
 @pytest.mark.parametrize("name", EAGLE3 | PEAGLE | SLIDING)
 def test_logits_are_those_of_the_package(name, growth):
     check_logits(FIXTURES / name, growth)
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_logits_of_the_old_layout_are_those_of_the_package(name):
-    run = load_file(FIXTURES.parent / "speculators_eagle" / name / "run.safetensors")
-    check_first_drafts(f"speculators_eagle/{name}", target_model(), [0, *run["tokens"].tolist()])
 
 
 @pytest.mark.parametrize("name", MTP)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from drafter_checkpoints import (
     VOCABULARY,
     eagle3_tensors,
     layer_keys,
-    layer_shapes,
     random_tensors,
     speculators_config,
     write_checkpoint,
@@ -36,15 +34,6 @@ from utils.pairs import load_pair
 
 LAYERS, READ = 6, (2, 3, 4)
 IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-def eagle1_tensors() -> Any:
-    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN)} | layer_shapes("layers.0.")
-    del shapes["layers.0.input_layernorm.weight"]
-    return random_tensors(shapes, seed=4)
-
-
-CHECKPOINTS: dict[str, Callable[[], Any]] = {"EAGLE-3": lambda: eagle3_tensors({}), "EAGLE": eagle1_tensors}
 
 
 def target_model() -> Any:
@@ -179,14 +168,13 @@ def test_a_model_with_weights_in_8_bits_is_refused(tmp_path, keys, dtype):
     assert name in sentence and "quantized" in sentence and str(dtype).removeprefix("torch.") in sentence
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE"])
-def test_no_random_weights_are_made(tmp_path, monkeypatch, name):
+def test_no_random_weights_are_made(tmp_path, monkeypatch):
     """They took seconds and memory before the stored ones replaced them, and longest for a config of wrong sizes."""
     target, made = target_model(), []
     monkeypatch.setattr(nn.init, "kaiming_uniform_", lambda part, **_: made.append(0 if part.is_meta else part.numel()))
-    loaded(write_checkpoint(tmp_path / "right", layer_keys(), CHECKPOINTS[name]()), target, name)
+    loaded(write_checkpoint(tmp_path / "right", layer_keys(), eagle3_tensors({})), target, "EAGLE-3")
     with pytest.raises(UserError, match="fc"):
-        loaded(write_checkpoint(tmp_path / "wrong", {"rms_norm_eps": 1e-5}, CHECKPOINTS[name]()), target, name)
+        loaded(write_checkpoint(tmp_path / "wrong", {"rms_norm_eps": 1e-5}, eagle3_tensors({})), target, "EAGLE-3")
     assert made and not any(made)
 
 
