@@ -47,7 +47,8 @@ def run_records(last: LastPrompt, divergences: Mapping[str, Divergence], pair: A
     """One record for each run of a prompt. `divergences` are keyed by name, and `pair` has the loaded models, or is
     None.
     """
-    return [_run(last, entry, divergences.get(entry.run.name), pair) for entry in last.compared]
+    shared = circumstances(pair, last.settings)
+    return [_run(last, entry, divergences.get(entry.run.name), pair) | shared for entry in last.compared]
 
 
 def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pair: Any) -> dict[str, Any]:
@@ -82,7 +83,6 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "first_difference": comparison.first_difference,
         "first_difference_in": f"{comparison.unit}s",
         "divergence": None if divergence is None else divergence_figures(divergence),
-        **circumstances(pair, last.settings),
     }
 
 

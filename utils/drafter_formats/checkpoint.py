@@ -23,7 +23,6 @@ from utils.models.load_errors import explained_errors, quiet
 from utils.models.sources import Source, found_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MEDUSA_KEY = "medusa_num_heads"  # in the config of Medusa heads, whose files have other names
 PREFIX = "model."  # some exports put it before every name
 DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
@@ -150,9 +149,9 @@ class DrafterCheckpoint:
         shapes = {new(name): shape for name, shape in self.shapes.items()}
         return replace(self, shapes=shapes, files={new(name): place for name, place in self.files.items()})
 
-    def layer_count(self, prefix: str = "layers.") -> int:
+    def layer_count(self) -> int:
         """The number of layers, by the names of their tensors."""
-        numbers = {name.removeprefix(prefix).split(".")[0] for name in self.shapes if name.startswith(prefix)}
+        numbers = {name.split(".")[1] for name in self.shapes if name.startswith("layers.")}
         return len([number for number in numbers if number.isdigit()])
 
 
@@ -167,7 +166,7 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         config = _json(source, CONFIG)
         with nullcontext() if source.hub_arguments is None else verified_download(source.location):
             found = _weight_files(source)
-        if config is None or not (found or MEDUSA_KEY in config):
+        if config is None or not (found or is_medusa_config(config)):  # Medusa heads have files of other names
             return None
         shapes, files = _tensor_names([Path(path) for path in found])
     return DrafterCheckpoint(source.name, config, shapes, files)
@@ -193,6 +192,11 @@ def _shard(source: Source, name: str) -> str:
     if path := found_file(source, name):
         return path
     raise UserError(f"'{source.name}' lacks the file {name!r}, which the index of its weights names: fetch it again.")
+
+
+def is_medusa_config(config: dict[str, Any]) -> bool:
+    """Whether a config is that of Medusa heads, in the layout of FasterDecoding or of vLLM."""
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def _json(source: Source, name: str) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from utils.drafter_formats.checkpoint import MEDUSA_KEY, DrafterCheckpoint
+from utils.drafter_formats.checkpoint import DrafterCheckpoint, is_medusa_config
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
@@ -61,10 +61,6 @@ def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
 
 def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
     """The name of an unsupported format. None if the checkpoint looks like a model."""
-    if MEDUSA_KEY in checkpoint.config:
-        return "Medusa"
-    if _joins_embeddings(checkpoint):
-        return "EAGLE"
     architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
     eagle = next((name for name in architectures if "eagle" in name.lower()), None)
     latent = any(name.endswith(LATENT) for name in checkpoint.shapes)
@@ -74,11 +70,7 @@ def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
         return f"speculators {kind}"
     if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
         return model_type
-    return eagle
-
-
-def _joins_embeddings(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether a layer `fc` of EAGLE, EAGLE-2 or HASS joins an embedding and a state before the decoder layers."""
-    joined = (checkpoint.shapes.get(name, ()) for name in ("fc.weight", "fusion_fc.weight"))
-    has_layers = checkpoint.has("layers.0.self_attn.q_proj.weight") or checkpoint.has("fusion_fc.weight")
-    return has_layers and any(len(shape) == 2 and shape[1] == 2 * shape[0] for shape in joined)
+    if is_medusa_config(checkpoint.config) and checkpoint.layer_count() == 0:
+        return "Medusa"
+    fusion = checkpoint.shapes.get("fc.weight", ())  # of EAGLE, EAGLE-2 and HASS
+    return eagle or ("EAGLE" if len(fusion) == 2 and fusion[1] == 2 * fusion[0] else None)

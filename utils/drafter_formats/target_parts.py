@@ -61,12 +61,15 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
     Its input has size `hidden`. Raises UserError if sizes or ids do not fit the target.
     """
     size, shared = vocabulary_size(target), target.get_output_embeddings().weight.detach()
-    weight, vocabulary, has_own = shared, _vocabulary(checkpoint, size), checkpoint.has("lm_head.weight")
-    if has_own:
-        stored = checkpoint.tensors(["lm_head.weight"])["lm_head.weight"]
-        weight = shared if _same(stored, shared) else stored
-    elif vocabulary is not None:
-        weight = shared[vocabulary.to(shared.device)]
+    if checkpoint.has("lm_head.weight"):
+        weight = checkpoint.tensors(["lm_head.weight"])["lm_head.weight"]
+        weight = shared if _same(weight, shared) else weight
+    else:
+        weight = shared
+    vocabulary = _vocabulary(checkpoint, size)
+    has_own = checkpoint.has("lm_head.weight")
+    if vocabulary is not None and not has_own:
+        weight = weight[vocabulary.to(weight.device)]
     # Without any row, all logits would be minus infinity.
     if weight.shape[1:] != (hidden,) or not len(weight) or (vocabulary is None and len(weight) > size):
         raise misfit(checkpoint, f"its output head is {tuple(weight.shape)}, and the target has {size} tokens")
@@ -157,7 +160,7 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     stored = checkpoint.tensors([name])[name]
     if stored.is_floating_point():
         raise UserError(f"'{checkpoint.name}' has a {name} that does not consist of ids: fetch or copy it again.")
-    ids = stored.long() + torch.arange(len(stored))
+    ids = stored.long() + torch.arange(len(stored))  # target id = draft id + d2t[draft id]
     if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != len(ids):
         raise misfit(checkpoint, f"its draft vocabulary has ids outside 0..{size - 1}, or ids that occur twice")
     return ids

@@ -27,7 +27,9 @@ MLA = "midlayer.self_attn.kv_a_proj_with_mqa.weight"
         ({"speculators_model_type": "unheard-of"}, ["fc.weight"], ("speculators unheard-of",)),
         ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight"], ("muse_glimmer_assistant",)),
         ({"architectures": ["HydraEagleModel"]}, ["fc.weight"], ("HydraEagleModel",)),
-        ({"medusa_num_heads": 5}, ["0.0.linear.weight"], ("Medusa",)),
+        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], ("Medusa",)),
+        ({"model_type": "medusa"}, ["blocks.0.layers.0.weight"], ("Medusa",)),
+        ({"speculators_model_type": "eagle"}, ["fusion_fc.weight"], ("speculators eagle",)),
     ],
 )
 def test_unsupported_drafters_are_refused_by_name(tmp_path, config, names, words):
@@ -37,18 +39,18 @@ def test_unsupported_drafters_are_refused_by_name(tmp_path, config, names, words
     assert all(word in sentence for word in words) and "EAGLE-3" in sentence
 
 
-def test_an_eagle_drafter_without_an_architecture_is_refused(tmp_path):
+def test_eagle_is_recognised_by_its_tensors(tmp_path):
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
-    tensors = random_tensors({"fc.weight": (HIDDEN, 2 * HIDDEN)} | layer_shapes("layers.0."), seed=4)
-    sentence = refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", layer_keys(), tensors))
-    assert "format EAGLE," in sentence and "EAGLE-3" in sentence
+    tensors = random_tensors(layer_shapes("layers.0.") | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, seed=1)
+    folder = write_checkpoint(tmp_path / "drafter", layer_keys(architectures=["LlamaForCausalLM"]), tensors)
+    assert "the format EAGLE, which is not supported" in refusal(tmp_path / "target", folder)
 
 
-def test_medusa_heads_in_files_of_their_own_names_are_refused(tmp_path):
+def test_medusa_heads_in_a_file_of_another_name_are_refused(tmp_path):
     save_folder(tmp_path / "target", tiny_llama(vocab_size=300), tiny_tokenizer())
-    folder = write_checkpoint(tmp_path / "drafter", {"medusa_num_heads": 5}, {"0": torch.zeros(2)})
+    folder = write_checkpoint(tmp_path / "drafter", {"medusa_num_heads": 3}, {"0.0.linear.weight": torch.ones(2, 2)})
     (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors")
-    assert "Medusa" in refusal(tmp_path / "target", folder)
+    assert "the format Medusa, which is not supported" in refusal(tmp_path / "target", folder)
 
 
 @pytest.mark.parametrize("key", ["architectures", "speculators_config", "num_depths", "transformer_layer_config"])
