@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from utils.bounds import MAX_NGRAMS, NGRAM_LIMIT, NGRAM_ORDER, WholeRange
@@ -241,7 +241,7 @@ def load_storage(path: Path, vocab_size: int, limit: int) -> tuple[NGramStorage,
         _restore(storage, arrays)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:  # a UserError is a ValueError
+    except Exception as error:  # whatever damaged files lead to
         reason = str(error).rstrip(".") if isinstance(error, UserError) else DAMAGED
         raise UserError(f"{path} is not an n-gram storage for this session: {reason}.") from error
     return storage, about["kind"], about["model"]

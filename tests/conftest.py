@@ -90,7 +90,7 @@ def readings_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that compare the same reading of a drafter with the same text share the result."""
     from trained_drafter import remembered_hits  # torch comes with it
 
-    monkeypatch.setattr("utils.pairs.doctor.Examination.hits", remembered_hits)
+    monkeypatch.setattr("utils.pairs.doctor.OwnText.hits", remembered_hits)
 
 
 @pytest.fixture(scope="session")

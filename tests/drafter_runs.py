@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.metrics.results import tokens_of
 from utils.models.sources import locate
-from utils.pairs.doctor import other_readings
 
 TOKENS = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
 DRAFTS = [50, 9, 33, 2, 61, 8]
@@ -38,12 +36,6 @@ def loaded(folder: Path, target: Any, name: str) -> Any:
     row = format_of(checkpoint)
     assert row is not None and row.name == name
     return row.load(checkpoint, target)
-
-
-def other_conventions(drafter: Any) -> dict[str, Any]:
-    """What the doctor compares with the conventions of a drafter, by a description."""
-    own = drafter.conventions
-    return {name: replace(own, **change) for name, change in other_readings(drafter, own).items()}
 
 
 def hidden_states(target: Any, layers: tuple[int, ...]) -> Tensor:

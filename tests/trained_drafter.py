@@ -17,11 +17,11 @@ from utils.decode.features import FeatureReader
 from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
-from utils.drafter_formats.target_parts import DraftHead
+from utils.drafter_formats.target_parts import DraftHead, share_parts
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
-from utils.pairs.doctor import Examination
+from utils.pairs.doctor import OwnText
 
 LAYERS, SIZE, LENGTH, PROMPT = 8, 32, 100, 4
 RIGHT = Conventions((2, 4, 5), norm_output=True)
@@ -54,14 +54,15 @@ def trained() -> tuple[Any, list[int], Eagle3]:
 
 
 HITS: dict[tuple[Any, ...], torch.Tensor] = {}
-compare = Examination.hits
+compare = OwnText.hits
 
 
-def remembered_hits(self: Examination, conventions: Conventions, *, moved: int = 0) -> torch.Tensor:
-    """The hits of an examination, which are computed once."""
-    key = (self.drafter, self.target, *self.text, "from", *self.rounds, conventions, moved)
+def remembered_hits(self: OwnText, drafter: Any, conventions: Conventions, *, moved: int = 0) -> torch.Tensor:
+    """The hits of a reading, which are computed once for each drafter, text and target."""
+    target = float(self.states[conventions.feature_layers[0]].sum())
+    key = (drafter, target, *self.tokens, "from", *self.rounds, conventions, moved)
     if key not in HITS:
-        HITS[key] = compare(self, conventions, moved=moved)
+        HITS[key] = compare(self, drafter, conventions, moved=moved)
     return HITS[key]
 
 
@@ -76,9 +77,9 @@ def new_drafter(target: Any) -> Eagle3:
     config = layer_config(layer_keys(), empty, head_norms=False)
     config.vocab_size = SIZE
     drafter = Eagle3(config, RIGHT, Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False))
-    return drafter.share(
-        target.get_input_embeddings(), DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE), target
-    )
+    head = DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE)
+    share_parts(drafter, target.get_input_embeddings(), head, target)
+    return drafter
 
 
 def features_of(target: Any, text: list[int]) -> torch.Tensor:

@@ -6,17 +6,18 @@ interruption or a full disk leaves behind is mistaken for a model. Nothing heavy
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+STALE_SECONDS = 86_400  # no folder takes so long to build
 
 
 @contextmanager
@@ -28,8 +29,8 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     remove_stale(root)
-    with _working_folder(folder) as work:
-        made = work / "made"
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True) as work:
+        made = Path(work, "made")
         yield made
         made.chmod(0o700)
         files = sorted(path.name for path in made.iterdir())
@@ -39,11 +40,10 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
 
 def is_intact(folder: Path, made_from: str) -> bool:
     """Whether a folder has this origin and all its files. What is in them is not read."""
-    try:
+    with suppress(Exception):  # missing or unreadable
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["made_from"] == made_from and all((folder / name).stat().st_size for name in manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing or unreadable
-        return False
+    return False
 
 
 def digest(path: Path) -> str:
@@ -53,42 +53,11 @@ def digest(path: Path) -> str:
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the working folders that killed runs have left. Those of running processes are locked."""
+    """Remove the working folders that killed runs have left more than a day ago."""
     for path in root.glob("*.new-*"):
-        with suppress(OSError), _locked(path, wait=False):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _working_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder next to `folder` that is removed afterwards, by a later run if this one is killed."""
-    while True:
-        with (
-            tempfile.TemporaryDirectory(
-                prefix=f"{folder.name}.new-", dir=folder.parent, ignore_cleanup_errors=True
-            ) as work,
-            _locked(Path(work), wait=True),
-        ):
-            # Another process may have considered it stale before it was locked.
-            if Path(work).exists():
-                yield Path(work)
-                return
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Lock a folder until the block or the process ends. Raises OSError if it is locked and `wait` is False."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            # A file system without locks: the folder can be filled, and none is considered stale.
-            if not wait:
-                raise
-        yield
-    finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _move_into_place(made: Path, folder: Path, made_from: str) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 OPENINGS = Path(__file__).with_name("openings")
 # Placeholders for message contents. They are letters only, so that no template trims or escapes them.
 FIRST_QUESTION, FIRST_ANSWER, SECOND_QUESTION = "FIRSTMARK", "ANSWERMARK", "SECONDMARK"
@@ -57,7 +55,7 @@ class Script:
             answer_prefix, rest = rest.split(FIRST_ANSWER)
             question_prefix = rest.split(SECOND_QUESTION)[0]
             return cls(encode(prefix), encode(answer_prefix), encode(question_prefix), end_ids, groups, encode)
-        except (TemplateError, TypeError, ValueError, AttributeError):  # no template, or one that changes the contents
+        except Exception:  # no template, or one that fails or changes the contents
             start = next((token for token in (tokenizer.bos_token_id, *sorted(end_ids)) if token is not None), 0)
             return cls((start,), (), (start,), end_ids, groups, encode)
 

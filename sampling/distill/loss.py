@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,47 +80,33 @@ def autocast_for(lm_head: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(lm_head.device.type, lm_head.dtype) if short else nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Counts by position in the round.
+def measure_acceptance(student: Student, page: TextPage, lm_head: Tensor, *, steps: int, batch: int) -> Rates:
+    """The acceptance on a page by position in the round, `batch` rows at a time. A rate is None if nothing was counted.
 
-    greedy: [accepted, counted] in greedy answers; a draft is counted if all earlier drafts of its round match.
-    sampled: [summed probability, count] in answers at temperature 1, where a draft is accepted with probability
-    sum_x min(p(x), q(x)).
+    lm_head: the target's output weight (V, H).
     """
-
-    greedy: list[list[float]]
-    sampled: list[list[float]]
-
-    @classmethod
-    def empty(cls, steps: int) -> Acceptance:
-        return cls([[0.0, 0.0] for _ in range(steps)], [[0.0, 0.0] for _ in range(steps)])
-
-    def rates(self) -> Rates:
-        """A rate per position, or None if nothing was counted. The keys are those of progress.json."""
-        return {
-            name: [accepted / count if count else None for accepted, count in counts]
-            for name, counts in (("greedy", self.greedy), ("drawn", self.sampled))
-        }
-
-
-def measure_acceptance(student: Student, page: TextPage, lm_head: Tensor, *, steps: int, batch: int) -> Acceptance:
-    """The acceptance on a page, `batch` rows at a time. lm_head: the target's output weight (V, H)."""
-    counts = Acceptance.empty(steps)
+    counts = torch.zeros(2, steps, 2, dtype=torch.float64)
     for rows in torch.arange(page.tokens.shape[0]).split(batch):
         with autocast_for(lm_head):
             count_acceptance(student, page.rows(rows, lm_head.device), lm_head, counts)
-    return counts
+    return {
+        name: [accepted / count if count else None for accepted, count in by_position]
+        for name, by_position in zip(("greedy", "drawn"), counts.tolist(), strict=True)
+    }
 
 
 @torch.no_grad()
-def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: Acceptance) -> None:
-    """Add the acceptance on a page to `counts`. Tokens outside the student's vocabulary count as rejected."""
-    steps = len(counts.greedy)
+def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: Tensor) -> None:
+    """Add the acceptance on a page to `counts` (2, steps, 2). Tokens outside the student's vocabulary are rejected.
+
+    The first rows are for greedy answers, [accepted, counted]; a draft is counted if all earlier drafts of its round
+    match. The others are for answers at temperature 1, [summed probability, count], where a draft is accepted with
+    probability sum_x min(p(x), q(x)).
+    """
     # The last feature is the input of the output head, so the target's logits need no forward pass: (B, T, H).
     last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)
     matching_prefix: Tensor | None = None
-    for step, predictions in enumerate(student.predictions(page, steps)):
+    for step, predictions in enumerate(student.predictions(page, counts.shape[1])):
         begin, count = predictions.position, predictions.states.shape[1]
         answers = page.answers[:, begin : begin + count]
         target_logits = linear(last_hidden[:, begin - 1 : begin - 1 + count], lm_head).float()  # (B, N, V)
@@ -130,11 +115,10 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
         matching_prefix = torch.ones_like(matches) if matching_prefix is None else matching_prefix
         # (B, N): a draft counts only if the drafts before it in the same round match.
         greedy = answers & matching_prefix & (page.temperatures == 0)[:, None]
-        counts.greedy[step][0] += float((matches & greedy).sum())
-        counts.greedy[step][1] += float(greedy.sum())
         sampled = answers & (page.temperatures == 1)[:, None]
-        counts.sampled[step][0] += float(overlap[sampled].sum())
-        counts.sampled[step][1] += float(sampled.sum())
+        accepted = (matches & greedy).sum(), overlap[sampled].sum()
+        for kind, (summed, counted) in enumerate(zip(accepted, (greedy, sampled), strict=True)):
+            counts[kind, step] += torch.tensor([summed.item(), counted.sum().item()], dtype=torch.float64)
         matching_prefix = matching_prefix & matches
 
 

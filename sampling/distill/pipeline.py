@@ -41,9 +41,6 @@ EVALUATION_SECONDS = 60.0  # of training between two reports of them
 GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
-FEATURE_BYTES, OTHER_BYTES = 2, 5  # pages hold hidden states in bfloat16, and the id and the source of each token
-# Bytes of a checkpoint for each weight: up to three float32 numbers. While one is written, the last one exists too.
-CHECKPOINT_BYTES, DRAFTER_BYTES = 2 * 3 * 4, 2
 
 
 class Distillation:
@@ -70,7 +67,6 @@ class Distillation:
         self._generator = PageGenerator(model, script, layers, rows=plan.rows, length=self._plan.length)
         self._page_tokens = self._generator.page_tokens
         self._pages = -(-plan.tokens // self._page_tokens)  # of training text, besides the held-out one
-        self._units = len(layers) * self._target.lm_head.shape[1]  # numbers of hidden states for each token
         self._has_questions = bool(questions)
         self._evaluated = 0.0  # seconds of training at the last report of the held-out page
 
@@ -108,22 +104,11 @@ class Distillation:
         )
 
     def _prepare(self) -> TextPage:
-        """The held-out page, once there is room on the disk. Raises UserError if there is none."""
-        folder = self._options.work
-        corpus = Corpus(folder / "held-out")
-        self._report(space_text(folder, self._disk_bytes(create_student(self._target, corpus, self._plan))))
+        """The held-out page."""
+        corpus = Corpus(self._options.work / "held-out")
         if not len(corpus):
             corpus.add(self._page(0, self._reporter("generating the held-out page", 0, self._page_tokens)))
         return corpus.page(0)
-
-    def _disk_bytes(self, student: Student) -> int:
-        """What the pages, the checkpoints and the drafter still take at most."""
-        text = (self._pages + 1) * self._page_tokens * (FEATURE_BYTES * self._units + OTHER_BYTES)
-        weights = sum(part.numel() for part in student.head.parameters())
-        # The EAGLE-3 format stores an embedding, perhaps in float32, and an output head, which are not trained.
-        frozen = 3 * self._target.lm_head.numel() if student.kind == "eagle3" else 0
-        written = sum(path.stat().st_size for path in self._options.work.rglob("*") if path.is_file())
-        return max(0, text + weights * (CHECKPOINT_BYTES + DRAFTER_BYTES) + frozen * DRAFTER_BYTES - written)
 
     def measure(self) -> None:
         """Report the acceptance of the drafter in the folder on the held-out page, which is generated again."""
@@ -138,7 +123,7 @@ class Distillation:
 
     def _measured(self, student: Student, page: TextPage) -> Rates:
         plan = self._plan
-        rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch).rates()
+        rates = measure_acceptance(student, page, self._target.lm_head, steps=plan.steps, batch=plan.batch)
         self._report(f"{self._options.out}: {rates_text(rates)}")
         for line in missing_text(rates, plan.rows, plan.length):
             self._report(line)
@@ -196,7 +181,7 @@ class Distillation:
 
     def _evaluate(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Add a point to the curve, from part of the held-out page."""
-        rates = trainer.acceptance(EVALUATION_ROWS).rates()
+        rates = trainer.acceptance(EVALUATION_ROWS)
         tokens = trainer.step * self._plan.batch * self._plan.length
         progress.curve.append({"tokens": tokens, "seconds": round(progress.training, 1), "loss": trainer.loss} | rates)
         if progress.training - self._evaluated < EVALUATION_SECONDS and trainer.step < trainer.total:
@@ -223,18 +208,3 @@ def _questions(file: Path) -> list[str]:
     if not questions:
         raise UserError(f"The prompts file {file} contains no prompt: write one per line.")
     return questions
-
-
-def space_text(folder: Path, needed: int) -> str:
-    """How much more disk space is needed, and how much is free. Raises UserError if it is not enough."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{folder} has {_size(free)} of free disk space and up to {_size(needed)} are needed: choose fewer "
-            "--tokens, or an --out on a different disk."
-        )
-    return f"needs up to {_size(needed)} of disk space in {folder}, where {_size(free)} are free"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -32,12 +32,7 @@ def load_target(name: str, device_name: str, report: Report, *, dtype: str = AUT
     placement = Placement(device, training_dtype(device) if dtype == AUTO else getattr(torch, dtype), report)
     source = convert_if_gguf(locate(name, report), placement)
     model = load_model(source, "none", placement)
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(
-            f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
-        )
-    return Target(model, tokenizer, output_weight(model))
+    return Target(model, load_tokenizer(source), output_weight(model))
 
 
 def training_dtype(device: str) -> torch.dtype:

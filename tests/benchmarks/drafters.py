@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.warm_up import warm_up, with_costs
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.metrics.intervals import Interval, speedup_interval
 from utils.metrics.results import Generation, collect, pooled
 from utils.pairs.load_pair import load_pair

@@ -26,8 +26,8 @@ from ngram_assisted import NGramStorage
 from sampling import RULES
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.decode.recurrent import CacheSupport
 from utils.engine import Engine
 from utils.errors import UserError

@@ -21,7 +21,7 @@ from utils.errors import UserError
 from utils.metrics.draft_trace import DraftTrace, DraftTracer
 from utils.metrics.results import Comparison, collect
 from utils.metrics.stopwatch import RoundTiming, Stopwatch
-from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
 from utils.prompts.conversation import Message, Turns, to_messages

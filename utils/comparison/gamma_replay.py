@@ -16,7 +16,7 @@ from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.metrics.stopwatch import RoundTiming
-from utils.pairs.drafter_inputs import BuiltDrafter, Replay
+from utils.pairs.drafter_kinds import BuiltDrafter, Replay
 
 # Its noise is keyed by position alone, so a draft does not depend on where its round began.
 RULE = RULES["coupled"]

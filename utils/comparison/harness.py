@@ -17,7 +17,7 @@ from utils.config.settings import Settings
 from utils.decode.model_info import check_memory, context_length
 from utils.decode.model_session import ModelSession
 from utils.errors import ContextOverflow, UserError
-from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
 from utils.servers.address import TARGET

@@ -16,7 +16,7 @@ from utils.logits_processor import PROCESSORS
 from utils.metrics.costs import Costs
 from utils.metrics.draft_trace import DraftTracer, TracedDrafter
 from utils.metrics.stopwatch import Stopwatch, TimedDrafter, TimedSession
-from utils.pairs.drafter_inputs import DrafterCaches, DrafterInputs
+from utils.pairs.drafter_kinds import DrafterCaches, DrafterInputs
 from utils.pairs.pair import Pair
 from utils.pairs.request import LOADED
 from utils.prompts.conversation import Turns

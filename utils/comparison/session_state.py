@@ -16,7 +16,7 @@ from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.metrics.divergence import Divergence, DivergenceCase, explain
 from utils.metrics.results import Comparison, Generation
-from utils.pairs.drafter_inputs import DrafterCaches
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import depends_on_width
 from utils.prompts.conversation import Conversations, Turns, diverging_turn
 from utils.servers.connection import ServerList

@@ -17,8 +17,7 @@ from sampling import (
 from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.pairs.drafter_inputs import BuiltDrafter
-from utils.pairs.drafter_kinds import NGRAM, DrafterKind, drafter_alone, drafter_kind, drafter_label
+from utils.pairs.drafter_kinds import NGRAM, BuiltDrafter, DrafterKind, drafter_alone, drafter_kind, drafter_label
 from utils.pairs.pair import Pair
 from utils.pairs.request import LOADED
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, WholeRange
 from utils.config.settings import Settings
-from utils.config.value_types import ON_OFF, Choice, Limits, Number, NumberOr, StorageKind, ValueType
+from utils.config.value_types import ON_OFF, Limits, Number, NumberOr, StorageKind, ValueType, WordChoice
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.text import encodable
@@ -52,7 +52,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether it toggles between on and off without an argument."""
-        return isinstance(self.value_type, Choice) and self.value_type.is_switch
+        return isinstance(self.value_type, WordChoice) and self.value_type.is_switch
 
     @property
     def holds_bool(self) -> bool:

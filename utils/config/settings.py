@@ -18,19 +18,20 @@ from utils.bounds import (
     THREADS,
     WholeRange,
 )
-from utils.config.processor_spec import GREEDY, ProcessorSpec
 from utils.config.value_types import (
+    GREEDY,
     ON_OFF,
-    Choice,
     CostTable,
     DrafterKinds,
     Number,
     NumberOr,
+    ProcessorSpec,
     ProcessorType,
     StorageSpec,
     StorageType,
     SystemPrompt,
     ValueType,
+    WordChoice,
 )
 from utils.metrics.costs import Costs
 from utils.pairs.request import LOADED
@@ -190,7 +191,7 @@ class Settings:
     )
     verify: str = _setting(
         "rejection",
-        Choice.of(RULES, "rule"),
+        WordChoice.of(RULES, "rule"),
         "drafting",
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
@@ -205,7 +206,7 @@ class Settings:
     )
     engine: str = _setting(
         "auto",
-        Choice.of(ENGINES, "engine"),
+        WordChoice.of(ENGINES, "engine"),
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
@@ -249,7 +250,7 @@ class Settings:
     )
     chat: bool | None = _setting(
         None,
-        Choice({"on": True, "off": False, "auto": None}, "value"),
+        WordChoice({"on": True, "off": False, "auto": None}, "value"),
         "prompts",
         "put prompts into the chat template",
         text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
@@ -299,7 +300,7 @@ class Settings:
     reset_in_between: bool = _setting(True, ON_OFF)
     debug: str = _setting(
         "off",
-        Choice.of(("on", "off", "full"), "level"),
+        WordChoice.of(("on", "off", "full"), "level"),
         "results",
         "show every round while it runs",
         text="A line for each round has its drafts (+ accepted, - rejected), the target's token (= correction, * "

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, RealRange, WholeRange
-from utils.config.processor_spec import GREEDY, ProcessorSpec
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.pairs.request import DRAFTERS, check_drafter
@@ -50,7 +49,7 @@ SWITCH_WORDS = dict.fromkeys(("yes", "true", "1"), "on") | dict.fromkeys(("no", 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WordChoice:
     """One of a few words, with the value of each. `what` is the noun in messages.
 
     With the words on and off it is a switch. An empty text turns it off, or on if it was off.
@@ -60,7 +59,7 @@ class Choice:
     what: str
 
     @classmethod
-    def of(cls, words: Sequence[str], what: str) -> "Choice":
+    def of(cls, words: Sequence[str], what: str) -> "WordChoice":
         """Words whose values are themselves."""
         return cls({word: word for word in words}, what)
 
@@ -88,7 +87,7 @@ class Choice:
         return next(word for word, known in self.values.items() if known == value)
 
 
-ON_OFF = Choice({"on": True, "off": False}, "value")
+ON_OFF = WordChoice({"on": True, "off": False}, "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +225,61 @@ class DrafterKinds:
     def show(self, value: tuple[str, ...]) -> str:
         return " ".join(value)
 
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSpec:
+    """The arguments of a logits processor, or None for those that it lacks. A greedy one ignores its temperature.
+
+    `utils.comparison.job` makes the processor itself, so that settings need no torch.
+    """
+
+    temperature: float = 1
+    top_k: int | None = None
+    top_p: float | None = None
+    is_greedy: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the processor in /processor."""
+        if self.is_greedy:
+            return "greedy"
+        if self.top_k is not None:
+            return "topk" if self.top_p is None else "topknucleus"
+        return "multinomial" if self.top_p is None else "nucleus"
+
+    @property
+    def arguments(self) -> list[float]:
+        """Its arguments in their order."""
+        return [value for value in (self.temperature, self.top_k, self.top_p) if value is not None]
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature, which is 0 for a greedy processor."""
+        return 0 if self.is_greedy else self.temperature
+
+    def with_temperature(self, temperature: float) -> "ProcessorSpec":
+        """With a new temperature. A temperature of 0 is greedy, which has neither top-k nor top-p."""
+        return self._changed(temperature, self.top_k, self.top_p)
+
+    def with_top_k(self, top_k: int | None) -> "ProcessorSpec":
+        """With a new top-k. A temperature of 0 becomes 1."""
+        return self._changed(self._temperature_for(top_k), top_k, self.top_p)
+
+    def with_top_p(self, top_p: float | None) -> "ProcessorSpec":
+        """With a new top-p. A temperature of 0 becomes 1."""
+        return self._changed(self._temperature_for(top_p), self.top_k, top_p)
+
+    def _temperature_for(self, limit: float | None) -> float:
+        return 1 if self.effective_temperature == 0 and limit is not None else self.effective_temperature
+
+    def _changed(self, temperature: float, top_k: int | None, top_p: float | None) -> "ProcessorSpec":
+        # An unchanged processor stays as typed: greedy may have a temperature.
+        if (temperature, top_k, top_p) == (self.effective_temperature, self.top_k, self.top_p):
+            return self
+        return GREEDY if temperature == 0 else ProcessorSpec(temperature, top_k, top_p)
+
+
+GREEDY = ProcessorSpec(is_greedy=True)
 
 # Arguments of each processor: T is a temperature, K a number of tokens, P a probability mass; [T] is optional.
 PROCESSORS = {"greedy": "[T]", "multinomial": "T", "topk": "T K", "nucleus": "T P", "topknucleus": "T K P"}

@@ -1,14 +1,17 @@
-"""EAGLE-3 and EAGLE-3.1 drafters in the layouts of SafeAILab, SGLang and SpecForge, of speculators, and of NeMo and
-DeepSpec (Li et al. 2025, arXiv 2503.01840; arXiv 2605.09992).
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE drafters in the layouts of SafeAILab, SGLang and SpecForge, of speculators, and of
+NeMo and DeepSpec (Li et al. 2025, arXiv 2503.01840; arXiv 2605.09992).
 
 The first layer attends with the embedding of a token and a state side by side; further layers are ordinary ones, except
 that in DeepSpec all layers are like the first.
+
+P-EAGLE trains the same network to draft a whole block in one pass (arXiv 2602.01469). Each draft after the first has a
+place of its own in the pass, with the mask token instead of the token before it and `mask_hidden` instead of features.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,25 +19,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from utils.bounds import MAX_GAMMA
 from utils.decode.features import layer_count
+from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
-    DraftHead,
     check_feature_layers,
     check_target_file,
     load_embedding,
     load_head,
+    misfit,
     share_parts,
 )
 from utils.errors import UserError
-from utils.models.feature_drafter import Conventions, StepwiseDrafter
+from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
 
-RENAMED = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
-RENAMED["aux_norm_high."] = "fc_norm.2."
+# Names in other layouts, and those of speculators.
+RENAMED = {"midlayer.": "layers.0."} | {
+    f"aux_norm_{place}.": f"fc_norm.{index}." for index, place in enumerate(("low", "mid", "high"))
+}
 JOINED = "hidden_norm"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_STATE = "mask_hidden"
+MASK_TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names in configs
+USUAL_BLOCK = 8  # of speculators' training; exports for vLLM name no number
 
 
 class Eagle3(StepwiseDrafter):
@@ -60,11 +70,6 @@ class Eagle3(StepwiseDrafter):
             layer.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(config)
-
-    def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Eagle3:
-        """Take the embedding and the output head, and move to the target's device and number format."""
-        share_parts(self, embedding, head, target)
-        return self
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -132,20 +137,15 @@ class Parts:
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
     """Whether the first layer reads an embedding and a state side by side, and features enter through `fc`."""
-    checkpoint = with_common_names(checkpoint)
+    checkpoint = checkpoint.renamed(RENAMED)
     query, output = (checkpoint.shapes.get(f"layers.0.self_attn.{name}.weight", ()) for name in ("q_proj", "o_proj"))
     return checkpoint.has("fc.weight") and len(query) == len(output) == 2 and query[1] == 2 * output[0]
-
-
-def with_common_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
-    """The same checkpoint with the names of the speculators layout."""
-    return checkpoint.renamed(RENAMED)
 
 
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     check_target_file(checkpoint, target)
-    checkpoint = with_common_names(checkpoint)
+    checkpoint = checkpoint.renamed(RENAMED)
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
     parts = _parts(checkpoint, target, feature_size)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
@@ -155,7 +155,8 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     head = load_head(checkpoint, target, config.hidden_size)
-    return drafter.share(embedding, head, target)
+    share_parts(drafter, embedding, head, target)
+    return drafter
 
 
 def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: tuple[str, ...]) -> None:
@@ -243,3 +244,88 @@ def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.
     output_doubtful = "norm_output" in config and not is_speculators
     return counts_unsaid or residual_unsaid or output_doubtful
+
+
+class PEagle(BlockDrafter):
+    """A P-EAGLE drafter.
+
+    `network` is an EAGLE-3 drafter with its embedding and head. `mask` has the features (1, F) and the token id in the
+    places of unknown tokens.
+    """
+
+    mask_hidden: Tensor
+
+    def __init__(self, network: Eagle3, mask: tuple[Tensor, int], block_size: int) -> None:
+        super().__init__()
+        self.network, self.mask_token, self.block_size = network, mask[1], block_size
+        self.register_buffer("mask_hidden", mask[0].to(network.device, network.dtype))
+        self.config, self.device, self.dtype = network.config, network.device, network.dtype
+        self.target_layers = network.target_layers
+        # No state is fed back, so where it would be taken from makes no difference.
+        self.doubtful = tuple(flag for flag in network.doubtful if flag != "norm_output")
+
+    @property
+    def conventions(self) -> Conventions:
+        return self.network.conventions
+
+    @conventions.setter
+    def conventions(self, conventions: Conventions) -> None:
+        self.network.conventions = conventions
+
+    def new_cache(self) -> Any:
+        return new_cache(self.config)
+
+    def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
+        unknown = self.block_size - 1
+        features = torch.cat([features, self.mask_hidden.expand(unknown, -1)])
+        tokens = torch.cat([tokens, tokens.new_full((unknown,), self.mask_token)])
+        positions = torch.arange(first, first + len(tokens), device=tokens.device)
+        states = self.network.fuse_features(features)
+        states = self.network.next_states(states[None], tokens[None], positions[None], cache)[0]
+        if unknown:  # a crop by 0 positions would empty the cache
+            cache.crop(-unknown)
+        return self.network.logits(states[-self.block_size :])
+
+
+def is_peagle(checkpoint: DrafterCheckpoint) -> bool:
+    """Whether it is an EAGLE-3 checkpoint with features for unknown tokens."""
+    return checkpoint.has(MASK_STATE) and is_eagle3(checkpoint)
+
+
+def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagle:
+    """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name != MASK_STATE}
+    block_size, token = _block_size(checkpoint), _mask_token(checkpoint)
+    network = load_eagle3(replace(checkpoint, shapes=shapes), target)
+    hidden = checkpoint.tensors([MASK_STATE])[MASK_STATE].reshape(1, -1)
+    if hidden.shape[1] != network.fc.in_features:
+        raise misfit(checkpoint, f"its {MASK_STATE} has {hidden.shape[1]} numbers, not {network.fc.in_features}")
+    size = cast(nn.Embedding, network.embed_tokens).num_embeddings
+    if not 0 <= token < size:
+        raise misfit(checkpoint, f"its mask token is {token}, and its embedding has {size} tokens")
+    return PEagle(network, (hidden, token), block_size)
+
+
+def _mask_token(checkpoint: DrafterCheckpoint) -> int:
+    key = next((name for name in MASK_TOKEN if checkpoint.config.get(name) is not None), None)
+    if key is None:
+        raise UserError(
+            f"'{checkpoint.name}' names no mask token in its config.json: add mask_token_id, or fetch it again."
+        )
+    given = checkpoint.config[key]
+    if isinstance(given, str) and given.isdecimal():  # some exports write it as text
+        return int(given)
+    if type(given) is not int:
+        raise checkpoint.unusable(key, given, "the id of a token")
+    return given
+
+
+def _block_size(checkpoint: DrafterCheckpoint) -> int:
+    """The number of drafts that the config declares, or the usual one."""
+    proposals = checkpoint.part("speculators_config").get("proposal_methods") or [{}]
+    if not isinstance(proposals, list) or not isinstance(proposals[0], dict):
+        raise checkpoint.unusable("proposal_methods", proposals, "a list of objects")
+    size = checkpoint.config.get("num_depths") or proposals[0].get("speculative_tokens") or USUAL_BLOCK
+    if type(size) is not int or not 1 <= size <= MAX_GAMMA:
+        raise UserError(f"'{checkpoint.name}' drafts {size} tokens, and a block may have 1 to {MAX_GAMMA}.")
+    return size

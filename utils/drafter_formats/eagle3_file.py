@@ -134,7 +134,8 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
 
 
 def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
-    tensors = {name: _short(part) for name, part in (drafter.state_dict() | {"lm_head.weight": around.rows}).items()}
+    trained = drafter.state_dict() | {"lm_head.weight": around.rows}
+    tensors = {name: part.bfloat16() if part.is_floating_point() else part for name, part in trained.items()}
     # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
     # is missing. In the number format of the target, so that an equal copy is recognised.
     tensors["embed_tokens.weight"] = around.embedding
@@ -143,10 +144,6 @@ def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(len(around.counts), dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
-
-
-def _short(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:

@@ -5,17 +5,16 @@ Drafters that look like models, but have a format that is not supported, are ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, is_medusa_config
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
-from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, load_eagle3
+from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.drafter_formats.mtp import is_mtp, load_published_mtp
-from utils.drafter_formats.peagle import is_peagle, load_peagle
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
 
@@ -51,22 +50,16 @@ FORMATS = (
 def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
     """The format of a checkpoint, or None if it is a model. Raises UserError for a drafter that is not supported."""
     known = next((row for row in FORMATS if row.recognises(checkpoint)), None)
-    if known is None:
-        refuse_relatives(checkpoint, [row.name for row in FORMATS])
-    return known
-
-
-def refuse_relatives(checkpoint: DrafterCheckpoint, supported: Sequence[str]) -> None:
-    """Raise UserError if a checkpoint without a row in the table is a drafter. `supported` has the rows' names."""
-    if name := _name(checkpoint):
-        formats = ", ".join(supported)
+    if known is None and (name := _unsupported(checkpoint)):
+        formats = ", ".join(row.name for row in FORMATS)
         raise UserError(
             f"'{checkpoint.name}' is a drafter of the format {name}, which is not supported: name a model, or a "
             f"drafter of one of the formats {formats}."
         )
+    return known
 
 
-def _name(checkpoint: DrafterCheckpoint) -> str | None:
+def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
     """The name of an unsupported format. None if the checkpoint looks like a model."""
     architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
     eagle = next((name for name in architectures if "eagle" in name.lower()), None)

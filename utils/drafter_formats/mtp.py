@@ -271,14 +271,13 @@ def found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:
     for layout in LAYOUTS:
         pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}")
         # By length first, so that layer 9 comes before layer 10.
-        found = sorted((match[1] for match in map(pattern.fullmatch, checkpoint.shapes) if match), key=_in_order)
+        found = sorted(
+            (match[1] for match in map(pattern.fullmatch, checkpoint.shapes) if match),
+            key=lambda name: (len(name), name),
+        )
         if found:
             return layout, found[0]
     return None
-
-
-def _in_order(prefix: str) -> tuple[int, str]:
-    return len(prefix), prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ draft without hidden states of the target, and are used in this way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from utils.bounds import MAX_GAMMA
 from utils.decode.model_info import vocabulary_size
@@ -40,14 +40,14 @@ def masked_block(model: Any) -> MaskedBlock | None:
     if token is None and kind not in KINDS:
         return None
     name, tokens = model.name_or_path, vocabulary_size(model)
-    if not _is_whole(token) or not 0 <= token < tokens:
+    if type(token) is not int or not 0 <= token < tokens:
         given = "no" if token is None else f"{token!r} as"
         raise UserError(
             f"'{name}' has {given} {MASK} in its config.json, and a PARD model needs an id from 0 to {tokens - 1}."
         )
     key = next((key for key in BLOCK_KEYS if getattr(config, key, None) is not None), "")
     size = getattr(config, key) if key else DEFAULT_BLOCK
-    if not _is_whole(size) or not 1 <= size <= MAX_GAMMA:
+    if type(size) is not int or not 1 <= size <= MAX_GAMMA:
         raise UserError(f"'{name}' has {size!r} as {key} in its config.json, not a whole number from 1 to {MAX_GAMMA}.")
     return MaskedBlock(token, size, key, 2 if kind == "pard2" or getattr(config, "pard2", False) else 1)
 
@@ -57,12 +57,8 @@ def drafting_block(drafter: Any, target: Any) -> MaskedBlock | None:
     token. Raises UserError as `masked_block`.
     """
     # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
-    block = masked_block(drafter)
-    return None if block is None or _share_weights(drafter, target) else block
-
-
-def _share_weights(first: Any, second: Any) -> bool:
-    return first.get_input_embeddings().weight is second.get_input_embeddings().weight
+    block, embeddings = masked_block(drafter), [model.get_input_embeddings() for model in (drafter, target)]
+    return None if block is None or embeddings[0].weight is embeddings[1].weight else block
 
 
 def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tuple[str, ...]:
@@ -76,7 +72,3 @@ def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tup
     if block.version == 1:
         return (drafts,)
     return (drafts, f"{name} is used in PARD-2's target-independent mode: the target's hidden states are not read")
-
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -194,7 +194,7 @@ def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
             return  # of a newer program
         same = is_same_target(target, about["size"], torch.tensor(about["fingerprint"], dtype=torch.float32))
         name = " ".join(str(about["target"]).split())[:80]
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever a damaged file leads to
         raise UserError(f"{path} is damaged: fetch it again, or delete it to load the drafter unchecked.") from error
     if not same:
         raise UserError(f"'{checkpoint.name}' was trained for {name}, which is not this target: {REMEDY}.")

@@ -57,7 +57,7 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
             GenerationRules.of(stored.model)
             _report_unused(source, stored.unused, where, drafts_with)
             return stored.model
-        plan = plan_memory(source, kind, where)
+        plan, quantized = plan_memory(source, kind, where), quantization_arguments(kind, where.dtype)
         where.report(_progress_line(source, kind, where, plan))
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         # Downloads and conversions have progress bars of their own.
@@ -70,8 +70,11 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
                 use_safetensors=True,
                 output_loading_info=True,
                 **source.arguments,
-                **_format_arguments(source, kind, where.dtype),
-                device_map=device_map(where, plan),
+                # Without `dequantize`, a GGUF model keeps its packed blocks, which nothing else here can use.
+                **({"quantization_config": GgufConfig(dequantize=True)} if source.gguf else quantized),
+                # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly
+                # to the device, without a second copy in main memory.
+                device_map="auto" if plan.spread else {"": where.device},
             )
         model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
@@ -92,8 +95,17 @@ def _report_unused(source: Source, names: list[str], where: Placement, drafts_wi
         where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer. Returns None if the checkpoint has none. Raises UserError if its files are damaged."""
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. Raises UserError if there is none, or if its files are damaged."""
+    if (tokenizer := optional_tokenizer(source)) is None:
+        raise UserError(
+            f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
+        )
+    return tokenizer
+
+
+def optional_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer, or return None if the checkpoint has none. Raises UserError if its files are damaged."""
     with _loading(source):
         if not has_tokenizer(source):
             return None
@@ -107,13 +119,6 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
     if getattr(model.config, "auto_map", None):
         return (f"{name} contains Python code of its own: it is not run, the class of transformers is used",)
     return ()
-
-
-def device_map(where: Placement, plan: MemoryPlan) -> str | dict[str, str]:
-    """Return the `device_map` argument of `from_pretrained`."""
-    # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly to the
-    # device, without a second copy in main memory.
-    return "auto" if plan.spread else {"": where.device}
 
 
 @contextmanager
@@ -149,11 +154,6 @@ def _progress_line(source: Source, kind: str, where: Placement, plan: MemoryPlan
     size = byte_size(plan.needed) if plan.needed else ""
     words = (device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size)
     return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
-
-
-def _format_arguments(source: Source, kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
-    # Without `dequantize`, a GGUF model keeps its packed blocks, which nothing else here can use.
-    return {"quantization_config": GgufConfig(dequantize=True)} if source.gguf else quantization_arguments(kind, dtype)
 
 
 def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: str) -> None:

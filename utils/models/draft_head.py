@@ -29,7 +29,7 @@ def feature_layers(count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShape:
+class DraftHeadShape:
     """Sizes of a head, stored in its head.json.
 
     `hidden` is the target's hidden size. `layers` are the hidden states that it reads, see feature_layers. `heads` and
@@ -49,7 +49,7 @@ class HeadShape:
 class Head(nn.Module):
     """The weights of a head. TargetHead adds what it shares with its target."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: DraftHeadShape) -> None:
         super().__init__()
         self.shape = shape
         self.config = LlamaConfig(
@@ -107,14 +107,14 @@ class Head(nn.Module):
         return next_states
 
 
-def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> HeadShape:
+def shape_for(target: PreTrainedModel, layers: tuple[int, ...]) -> DraftHeadShape:
     """Return the shape of a head whose layer is as wide as a block of the target."""
     config = target.config.get_text_config(decoder=True)
     hidden, heads = config.hidden_size, config.num_attention_heads
     # The head size is hidden / heads here, whatever the target's own head size is.
     divisible = hidden % (2 * heads) == 0  # rotary embeddings need an even size per head
     rope = getattr(config, "rope_parameters", None) or {}
-    return HeadShape(
+    return DraftHeadShape(
         hidden=hidden,
         layers=layers,
         heads=heads if divisible else 1,

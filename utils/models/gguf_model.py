@@ -92,7 +92,7 @@ def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda token
                 with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
                     made.mkdir()
                     _unpack(source, made, model)
-                    tokenizer = _tokenizer(source)
+                    tokenizer = load_tokenizer(source)
                     adapt(tokenizer)
                     tokenizer.save_pretrained(made)
             except OSError as error:
@@ -120,14 +120,7 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     model.name_or_path = name
     GenerationRules.of(model)  # raises UserError for rules that are not valid
     finish(model)
-    return InBlocks(model, _tokenizer(Source(str(folder), name)), blocks)
-
-
-def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(f"'{source.name}' has no tokenizer: use a different GGUF file of this model.")
-    return tokenizer
+    return InBlocks(model, load_tokenizer(Source(str(folder), name)), blocks)
 
 
 def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
@@ -221,7 +214,8 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
     """Write a GGUF file's model and tokenizer to a folder. Raises OSError if the disk has no room for them."""
     # Checked before minutes are spent on a conversion that would have to be repeated.
     with explained_errors(source.name), quiet():
-        weights = _weight_count(Path(source.location, str(source.gguf)))
+        reader = GGUFReader(Path(source.location, str(source.gguf)))
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
         # A format that the checkpoint chooses ("auto") is counted as float32, the largest.
         needed = int(weights * SIZE_MARGIN) * (4 if "16" not in str(where.dtype) else 2)
     if (free := shutil.disk_usage(folder.parent).free) < needed:
@@ -230,8 +224,6 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
     # On the CPU, because the model is only written to disk, and silently, because the conversion is reported above.
     model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
     tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(f"'{source.name}' has no tokenizer: use a different GGUF file of this model.")
     with quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -257,10 +249,3 @@ def cache_entry(path: Path, form: str) -> tuple[Path, str]:
             shutil.rmtree(old, ignore_errors=True)
     name = f"{file_key}-{state_key}-{form}-{transformers.__version__}"
     return root / name, f"{state}, {form}, {transformers.__version__}, recipe {RECIPE}"
-
-
-def _weight_count(path: Path) -> int:
-    """Return the number of weights in a GGUF file."""
-    from gguf import GGUFReader
-
-    return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)

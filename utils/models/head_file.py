@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from utils.errors import UserError
 from utils.files import check_regular, os_reason, replacing
 from utils.models.checkpoints import check_finite
-from utils.models.draft_head import Head, HeadShape, TargetHead
+from utils.models.draft_head import DraftHeadShape, Head, TargetHead
 from utils.models.target_identity import fingerprint, is_same_target, target_sizes
 
 FORMAT, VERSION = "speculative head", 1
@@ -98,7 +98,7 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         vocabulary, stored = parts.pop("vocabulary"), parts.pop("mark")
         # Before the head is built, so that a head of a different size is reported as one of a different target.
         _check_target(target, stored, about, folder)
-        shape = HeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
+        shape = DraftHeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
         _check_shape(shape, target_sizes(target))
         _check_vocabulary(vocabulary, size=target_sizes(target)[0])
         head = _head(shape, parts)
@@ -106,14 +106,13 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         raise
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {os_reason(error)}.") from error
-    # RuntimeError includes RecursionError, of deeply nested brackets.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever damaged files lead to
         raise UserError(f"{folder} holds no readable head: fetch it again, or {REMEDY}.") from error
     check_finite(head, str(folder))
     return head, vocabulary.long()
 
 
-def _head(shape: HeadShape, parts: dict[str, Tensor]) -> Head:
+def _head(shape: DraftHeadShape, parts: dict[str, Tensor]) -> Head:
     """Build a head with these weights. Raises ValueError or RuntimeError if they are not those of the shape."""
     # Without memory first: a damaged shape could ask for more than the machine has.
     with torch.device("meta"):
@@ -125,7 +124,7 @@ def _head(shape: HeadShape, parts: dict[str, Tensor]) -> Head:
     return head
 
 
-def _check_shape(shape: HeadShape, sizes: list[int]) -> None:
+def _check_shape(shape: DraftHeadShape, sizes: list[int]) -> None:
     """Raise ValueError for a shape that no head of a target with these sizes has."""
     _, hidden, blocks = sizes
     numbers = (shape.hidden, shape.heads, shape.groups, shape.width, shape.positions, *shape.layers)

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,16 @@ TIMEOUT = 8.0  # seconds
 DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)")
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """The keywords for `from_pretrained`, and the number of weights by format, if the hub knows it."""
+def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the keywords for `from_pretrained`, and the number of weights by format, if the hub knows it.
 
-    arguments: dict[str, Any] = field(default_factory=dict)
-    weight_counts: dict[str, int] = field(default_factory=dict)
-
-
-def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> HubModel:
-    """Look up a model id. `word` is how the user wrote it.
-
-    Raises UserError if the model is not available or there is no room on the disk to download it.
+    `word` is how the user wrote the model id. Raises UserError if the model is not available or there is no room on
+    the disk to download it.
     """
-    chosen = {"revision": revision} if revision else {}
+    chosen: dict[str, Any] = {"revision": revision} if revision else {}
     # The client would refuse the request. Loading then reads the cache or explains what is missing.
     if constants.HF_HUB_OFFLINE:
-        return HubModel(chosen)
+        return chosen, {}
     try:
         with quiet():
             # Without files_metadata the answer has no sizes.
@@ -53,9 +45,9 @@ def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> H
         if not (is_offline(error) and cached_folder(name, revision)):
             raise UserError(explanation(error, word)) from error
         report(f"the hub cannot be reached: using the copy of {word} that was downloaded before")
-        return HubModel(chosen | {"local_files_only": True})
+        return chosen | {"local_files_only": True}, {}
     _check_disk(info, name, word, report)
-    return HubModel(chosen, dict(info.safetensors.parameters) if info.safetensors else {})
+    return chosen, dict(info.safetensors.parameters) if info.safetensors else {}
 
 
 def cached_folder(name: str, revision: str | None) -> Path | None:

@@ -103,8 +103,10 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
         free = free_bytes(where.device)
     if needed <= free:
         return MemoryPlan(needed)
-    if where.may_spread and where.device.startswith("cuda") and kind == "none" and needed <= _free_bytes_everywhere():
-        return MemoryPlan(needed, spread=True)
+    if where.may_spread and where.device.startswith("cuda") and kind == "none":
+        devices = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
+        if needed <= sum(map(free_bytes, devices)):
+            return MemoryPlan(needed, spread=True)
     raise UserError(
         f"'{source.name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: "
         f"{_engine_remedy(counts, free) if in_files else _remedy(counts, free, kind, where.device)}."
@@ -122,10 +124,6 @@ def _engine_remedy(counts: Mapping[str, int], free: int) -> str:
     sizes = {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none"), **options}
     fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= free]
     return f"use {' or '.join(fitting)}" if fitting else "use a smaller model"
-
-
-def _free_bytes_everywhere() -> int:
-    return sum(map(free_bytes, [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]))
 
 
 def _remedy(counts: Mapping[str, int], free: int, kind: str, device: str) -> str:

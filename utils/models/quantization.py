@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models.load_errors import first_line, is_out_of_memory
@@ -25,9 +24,7 @@ GROUP_SIZE = 32  # smallest group of weights that share a scale in int4
 
 
 def check_quantization(kind: str, device: str) -> None:
-    """Raise UserError for an unknown kind of quantization, or one that does not run on the device."""
-    if kind not in QUANTIZATIONS:
-        raise UserError(f"'{kind}' is not a quantization; choose one of {', '.join(QUANTIZATIONS)}.")
+    """Raise UserError for a kind of quantization that does not run on the device."""
     if kind in BITSANDBYTES and device == "mps":
         raise UserError(f"{kind} (bitsandbytes) does not run on mps: use int8, or --device cpu.")
 

@@ -73,8 +73,8 @@ def locate(word: str, report: Reporter) -> Source:
             "or embedded."
         )
     name, _, revision = word.partition("@")
-    model = query_hub(name, revision or None, word, report)
-    return Source(name, word, hub_arguments=model.arguments, weight_counts=model.weight_counts)
+    arguments, counts = query_hub(name, revision or None, word, report)
+    return Source(name, word, hub_arguments=arguments, weight_counts=counts)
 
 
 def parse_path(word: str) -> Path:

@@ -6,7 +6,7 @@ program reports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -103,25 +103,15 @@ def compare_models(
         _Side(target, tokenizer),
         _Side(drafter, tokenizer if drafter_tokenizer is None else drafter_tokenizer),
     )
-    same = _same_ids(ours, theirs)
+    # Tokens are compared as strings, so the same string under two ids does not count.
+    same = len(ours.vocabulary.items() & theirs.vocabulary.items())
     tokens = len(ours.vocabulary)
     caches = _caches(_rewind_method(target), _rewind_method(drafter))
     findings = (
-        PairFinding(
-            "vocabulary",
-            f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {len(theirs.vocabulary):,} tokens",
-        ),
-        PairFinding(
-            "ids that mean the same",
-            f"{same:,} of {tokens:,}",
-            "" if drafter_tokenizer is not None else "assumed: no tokenizer",
-        ),
-        _padding(ours, theirs),
+        *_vocabularies(ours, theirs, same, assumed=drafter_tokenizer is None),
         _compared("special tokens", ours, theirs, lambda side: sorted(side.tokenizer.all_special_tokens)),
         _compared("end of text", ours, theirs, _end_tokens),
-        _compared(
-            "chat template", ours, theirs, lambda side: side.tokenizer.chat_template, note="the target's is used"
-        ),
+        _compared("chat template", ours, theirs, lambda side: side.tokenizer.chat_template),
         _first_token(tokenizer),
         _sizes(ours, theirs),
         _contexts(ours, theirs),
@@ -166,22 +156,20 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
     return ""
 
 
-def _same_ids(ours: _Side, theirs: _Side) -> int:
-    others = theirs.vocabulary
-    # Tokens are compared as strings, so the same string under two ids does not count.
-    return sum(others.get(token) == number for token, number in ours.vocabulary.items())
+def _vocabularies(ours: _Side, theirs: _Side, same: int, *, assumed: bool) -> Iterator[PairFinding]:
+    """`assumed` is True if the drafter has no tokenizer."""
+    tokens, others = len(ours.vocabulary), len(theirs.vocabulary)
+    padded = "never drafted and never sampled" if ours.padding or theirs.padding else ""
+    yield PairFinding("vocabulary", f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {others:,} tokens")
+    yield PairFinding("ids that mean the same", f"{same:,} of {tokens:,}", "assumed: no tokenizer" if assumed else "")
+    yield PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", padded)
 
 
-def _padding(ours: _Side, theirs: _Side) -> PairFinding:
-    remark = "never drafted and never sampled" if ours.padding or theirs.padding else ""
-    return PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", remark)
-
-
-def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object], *, note: str = "") -> PairFinding:
+def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object]) -> PairFinding:
     mine, other = read(ours), read(theirs)
     if mine == other:
         return PairFinding(what, _brief(mine), "the same")
-    return PairFinding(what, f"{_brief(mine)} and {_brief(other)}", note or "they differ: the target's are used")
+    return PairFinding(what, f"{_brief(mine)} and {_brief(other)}", "they differ: those of the target are used")
 
 
 def _brief(value: object) -> str:

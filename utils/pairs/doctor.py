@@ -12,8 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,12 @@ MOVED = 17  # the displacement of features, in positions, that tests whether the
 PASSAGE = 4  # repeated passages of this many tokens count once
 GROUP = 4  # neighbouring rounds predict the same tokens, so they count together
 LEAST_GROUPS = 11  # fewer groups cannot show that one of ten readings is significantly better
-# The maximum probability of replacing a reading although no other one is better. One half is divided by the number of
-# readings that differ in one convention, the other by the number of those that differ in two.
-SIGNIFICANCE = 0.01
-SHIFTS = {1: "outputs of layers, one later", -1: "inputs of layers, one earlier", 0: ""}
+SIGNIFICANCE = 0.01  # the maximum probability of replacing a reading although no other one is better
+SHIFTS = {
+    0: "",
+    1: "layer ids read as outputs of layers, one later",
+    -1: "layer ids read as inputs of layers, one earlier",
+}
 # The name of a reading whose convention is changed to False or to True.
 CHANGED = {
     "norm_output": ("states fed back before the final norm", "states fed back after the final norm"),
@@ -54,7 +55,6 @@ COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
 Reporter = Callable[[str], None]
-Changes = dict[str, dict[str, Any]]  # by a description: the conventions that a reading changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,6 @@ def examine(
 ) -> Examination:
     """Compare the readings of a checkpoint on the target's own text, from position `start` on.
 
-    If one is significantly better, it is compared with those that differ from it in one more convention, and so on.
     Afterwards the drafter's conventions are as before. Raises UserError if the text is too short or too repetitive to
     distinguish readings.
     """
@@ -101,14 +100,18 @@ def examine(
             f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
             f"the drafter: {GROUP * LEAST_GROUPS} are needed."
         )
-    found = Examination(drafter, target, text, rounds, report)
-    better: Reading | None = found.reading("", drafter.conventions)
-    while better is not None:
-        found.used, better = better, found.better_than(better)
-    displaced = found.hits(found.used.conventions, moved=MOVED)
-    found.displaced = float(displaced[:, 0].float().mean())
-    found.reads_target = _significance(found.used.hits, displaced) <= SIGNIFICANCE
-    return found
+    compared = {"": drafter.conventions} | other_readings(drafter, drafter.conventions)
+    layers = dict.fromkeys(layer for each in compared.values() for layer in each.feature_layers)
+    own, readings = OwnText(text, rounds, _hidden_states(target, text, tuple(layers))), list[Reading]()
+    for name, conventions in compared.items():
+        report(f"comparing readings of the drafter: {len(readings) + 1} of {len(compared)}")
+        readings.append(Reading(name, conventions, own.hits(drafter, conventions)))
+    # By significance, not by the sum of hits: readings may draft blocks of different lengths.
+    level, best = min((_significance(each.hits, readings[0].hits), place) for place, each in enumerate(readings))
+    used = readings[best if level * len(readings[1:]) <= SIGNIFICANCE else 0]
+    displaced = own.hits(drafter, used.conventions, moved=MOVED)
+    agreement = float(displaced[:, 0].float().mean())
+    return Examination(rounds, readings, used, agreement, _significance(used.hits, displaced) <= SIGNIFICANCE)
 
 
 def _new_passages(text: list[int], start: int) -> list[int]:
@@ -126,15 +129,13 @@ def _new_passages(text: list[int], start: int) -> list[int]:
     return found
 
 
-def other_readings(drafter: FeatureDrafter, own: Conventions) -> Changes:
-    """The changes of one convention by which programs may read this checkpoint differently."""
-    found: Changes = {
-        name: {"feature_layers": layers}
-        for name, layers in shifted_layers(own.feature_layers, drafter.target_layers).items()
-    }
+def other_readings(drafter: FeatureDrafter, own: Conventions) -> dict[str, Conventions]:
+    """The readings of a checkpoint that differ from this one in one convention, by a description of the change."""
+    shifted = shifted_layers(own.feature_layers, drafter.target_layers)
+    found = {name: replace(own, feature_layers=layers) for name, layers in shifted.items()}
     for flag in drafter.doubtful:
-        value = not getattr(own, flag)
-        found[CHANGED[flag][value]] = {flag: value}
+        change: dict[str, Any] = {flag: not getattr(own, flag)}
+        found[CHANGED[flag][change[flag]]] = replace(own, **change)
     return found
 
 
@@ -144,39 +145,79 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     `count` is the number n of the target's layers, or 0 for a drafter whose layers are certain. Number n is after the
     final norm, as -1 is, and n + 1 before it.
     """
-    own = tuple(count if layer == -1 else layer for layer in own)
-    found = {}
-    for shift, shifted in SHIFTS.items() if count else ():
+    own, found = tuple(count if layer == -1 else layer for layer in own), {}
+    for shift, name in SHIFTS.items() if count else ():
         layers = tuple(min(layer, count) + shift for layer in own)
         if min(layers) < 0 or max(layers) > count:
             continue
-        for last, side in ((count + 1, "before"), (count, "after")) if count in layers else ((0, ""),):
-            name = f"layer ids read as {shifted}" if shift else f"the last hidden state {side} the final norm"
-            name += ", the last one after the final norm" if shift and side == "after" else ""
-            found[name] = tuple(last if layer == count else layer for layer in layers)
+        found[name or "the last hidden state after the final norm"] = layers
+        if count in layers:
+            last = "the last hidden state before the final norm"
+            found[f"{name}, {last}" if name else last] = tuple(layer + (layer == count) for layer in layers)
     return {name: layers for name, layers in found.items() if layers != own}
 
 
-@dataclass(slots=True)
+@torch.no_grad()
+def _hidden_states(target: object, text: list[int], layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """The hidden states (T, H) of a text by number."""
+    session = ModelSession(target, rewinds=False, features=layers)
+    session.begin(text)
+    session.feed(text, keep=1)
+    features = session.take_features()
+    assert features is not None
+    return dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnText:
+    """A text of the target, the rounds to compare (see _new_passages), and its hidden states (T, H) by number."""
+
+    tokens: list[int]
+    rounds: list[int]
+    states: dict[int, Tensor]
+
+    @torch.no_grad()
+    def hits(self, drafter: FeatureDrafter, conventions: Conventions, *, moved: int = 0) -> Tensor:
+        """Whether each of up to DEPTH drafts in a row is the text's token (rounds, drafts).
+
+        Round i knows the features up to i. `moved` displaces the features by this many positions.
+        """
+        features = torch.cat([self.states[layer] for layer in conventions.feature_layers], dim=-1).roll(moved, 0)
+        before, drafter.conventions = drafter.conventions, conventions
+        try:
+            return self._hits(drafter, features)
+        finally:
+            drafter.conventions = before
+
+    def _hits(self, drafter: FeatureDrafter, features: Tensor) -> Tensor:
+        text, session = self.tokens, feature_session(drafter)
+        session.begin(text)
+        depth = DEPTH if isinstance(drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+        known, hits = 0, []
+        for last in self.rounds:
+            session.add_features(features[known : last + 1], known, last + 1)
+            known = last + 1
+            # The text is fed instead of the drafts, so that every position counts.
+            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+            session.rewind(known)
+        return torch.tensor(hits, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class Examination:
     """The results of an examination.
 
-    `rounds` are described in _new_passages. `states` are hidden states (T, H) of the text by number. `readings` are
-    those compared, the present one first. `used` is the reading to use from now on. `displaced` is the agreement of
-    first drafts with features of other positions. `reads_target` is True if that is significantly lower than with the
-    right ones.
+    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
+    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
+    than with the right ones.
     """
 
-    drafter: FeatureDrafter
-    target: object
-    text: list[int]
     rounds: list[int]
-    report: Reporter
-    states: dict[int, Tensor] = field(default_factory=dict)
-    readings: list[Reading] = field(default_factory=list)
-    used: Reading = field(init=False)
-    displaced: float = 0.0
-    reads_target: bool = False
+    readings: list[Reading]
+    used: Reading
+    displaced: float
+    reads_target: bool
 
     @property
     def better(self) -> Reading | None:
@@ -188,79 +229,6 @@ class Examination:
         pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
         place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
         return place, *pairs[place]
-
-    def reading(self, name: str, conventions: Conventions) -> Reading:
-        """Compare a reading with the text, unless this was already done."""
-        known = next((each for each in self.readings if each.conventions == conventions), None)
-        if known is None:
-            self.report(f"comparing readings of the drafter: number {len(self.readings) + 1}")
-            known = Reading(name, conventions, self.hits(conventions))
-            self.readings.append(known)
-        return known
-
-    def better_than(self, best: Reading) -> Reading | None:
-        """The best of the readings that differ from this one in one convention, if it is significantly better.
-
-        Otherwise that of the readings that differ in two, because one mistake can hide another.
-        """
-        changes = other_readings(self.drafter, best.conventions)
-        found = self._compared(best, changes)
-        if (better := self._significant(best, found)) is not None:
-            return better
-        if all(_significance(best.hits, each.hits) <= SIGNIFICANCE for each in found):
-            return None  # this one is right
-        pairs = (pair for pair in combinations(changes, 2) if changes[pair[0]].keys() != changes[pair[1]].keys())
-        two = {f"{one}, and {other}": changes[one] | changes[other] for one, other in pairs}
-        return self._significant(best, self._compared(best, two))
-
-    def _compared(self, best: Reading, changes: Changes) -> list[Reading]:
-        prefix = f"{best.name}, and " if best.name else ""
-        return [self.reading(prefix + name, replace(best.conventions, **change)) for name, change in changes.items()]
-
-    def _significant(self, best: Reading, found: list[Reading]) -> Reading | None:
-        """The best of these readings, if it is significantly better."""
-        # By significance, not by the sum of hits: readings may draft blocks of different lengths.
-        level = {each.name: _significance(each.hits, best.hits) for each in found}
-        first = min(found, key=lambda each: level[each.name], default=None)
-        return first if first is not None and level[first.name] <= SIGNIFICANCE / 2 / len(found) else None
-
-    @torch.no_grad()
-    def hits(self, conventions: Conventions, *, moved: int = 0) -> Tensor:
-        """Whether each of up to DEPTH drafts in a row is the text's token (rounds, drafts).
-
-        Round i knows the features up to i. `moved` displaces the features by this many positions.
-        """
-        features, before = self._features(conventions.feature_layers).roll(moved, 0), self.drafter.conventions
-        self.drafter.conventions = conventions
-        try:
-            return self._hits(features)
-        finally:
-            self.drafter.conventions = before
-
-    def _hits(self, features: Tensor) -> Tensor:
-        text, session = self.text, feature_session(self.drafter)
-        session.begin(text)
-        depth = DEPTH if isinstance(self.drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-        known, hits = 0, []
-        for last in self.rounds:
-            session.add_features(features[known : last + 1], known, last + 1)
-            known = last + 1
-            # The text is fed instead of the drafts, so that every position counts.
-            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-            session.rewind(known)
-        return torch.tensor(hits, dtype=torch.int64)
-
-    def _features(self, layers: tuple[int, ...]) -> Tensor:
-        missing = tuple(dict.fromkeys(layer for layer in layers if layer not in self.states))
-        if missing:
-            session = ModelSession(self.target, rewinds=False, features=missing)
-            session.begin(self.text)
-            session.feed(self.text, keep=1)
-            features = session.take_features()
-            assert features is not None
-            self.states |= zip(missing, features.chunk(len(missing), dim=-1), strict=True)
-        return torch.cat([self.states[layer] for layer in layers], dim=-1)
 
 
 def _significance(one: Tensor, other: Tensor) -> float:
@@ -293,8 +261,7 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     drafter = pair.drafter
     if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
         return ""
-    known = _stored(_reading_file(pair, drafter))
-    if known is not None:
+    if (known := _stored(_reading_file(pair, drafter))) is not None:
         before, drafter.conventions = drafter.conventions, known
         return "" if known == before else EARLIER
     if not drafter.origin.is_ambiguous:
@@ -318,7 +285,7 @@ def use(pair: Pair, conventions: Conventions) -> None:
     if (file := _reading_file(pair, drafter)) is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(asdict(drafter.conventions)), encoding="utf-8")
+            file.write_text(json.dumps(asdict(conventions)), encoding="utf-8")
 
 
 def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
@@ -334,12 +301,12 @@ def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
 
 
 def _stored(file: Path | None) -> Conventions | None:
-    """The reading from an earlier examination."""
-    try:
-        entry: dict[str, Any] = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        return Conventions(**{**entry, "feature_layers": tuple(entry["feature_layers"])})
-    except (OSError, ValueError, TypeError, KeyError):  # absent or damaged: the drafter is examined again
-        return None
+    """The reading from an earlier examination. None if it is absent or damaged: the drafter is examined again."""
+    with suppress(OSError, ValueError, TypeError):
+        if file is not None:
+            found = Conventions(**json.loads(file.read_text(encoding="utf-8")))
+            return replace(found, feature_layers=tuple(found.feature_layers))
+    return None
 
 
 def _sentence(found: Examination) -> str:

@@ -27,7 +27,7 @@ from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.files import file_state
 from utils.models import Reporter
-from utils.models.checkpoints import load_model, load_tokenizer, remote_code_notes
+from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf, split_digits
 from utils.models.feature_drafter import FeatureDrafter, Origin
@@ -40,8 +40,17 @@ from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
 from utils.pairs.compatibility import Compatibility, compare_models, describe_without_model
 from utils.pairs.pair import Pair, weight_notes
-from utils.pairs.request import EMBEDDED, HEAD, LAYERS, MTP, PairRequest
-from utils.pairs.request_checks import check_request, layer_count, with_defaults
+from utils.pairs.request import (
+    EMBEDDED,
+    HEAD,
+    LAYERS,
+    MTP,
+    PairRequest,
+    check_request,
+    check_shared,
+    layer_count,
+    with_defaults,
+)
 from utils.prompts.chat_template import end_ids, unknown_ids
 from utils.text import first_of
 
@@ -102,10 +111,6 @@ def _load_target(located: Source, request: PairRequest, placement: Placement, pl
     source, quantize = convert_if_gguf(located, placement), str(request.quantize)
     model = load_model(source, quantize, placement, drafts_with=plan.target_prefix)
     tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UserError(
-            f"'{source.name}' has no tokenizer: copy tokenizer.json and tokenizer_config.json next to the weights."
-        )
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
         weights = _engine_weights(request.engine_weights, located, model)
@@ -258,14 +263,16 @@ def plan_drafter(request: PairRequest, placement: Placement, target: Source) -> 
         source = locate(request.drafter, placement.report)
         published = _published(source)
     if head or published:
-        _check_shared_options(request, published[1].name if published else HEAD)
+        kind = published[1].name if published else HEAD
+        check_shared(request, f"A drafter of the kind {kind} has the number format and the device of the target")
     return DrafterPlan(placement, quantize, head, source, layers, published)
 
 
 def load_drafter(plan: DrafterPlan, target: LoadedTarget) -> LoadedDrafter:
     """Load the planned drafter. Raises UserError if it cannot be loaded or cannot draft for the target."""
     if plan.head:
-        return _load_head(plan.head, target)
+        _check_one_device(target, HEAD)
+        return LoadedDrafter(load_head(plan.head, target.model), f"head of {target.name}", HEAD)
     if plan.published:
         return _load_published(*plan.published, target)
     if plan.source:
@@ -316,25 +323,6 @@ def _own_layers(target: Source) -> tuple[DrafterCheckpoint, DrafterFormat]:
     return mtp_layers(checkpoint), MTP_FORMAT
 
 
-def _check_shared_options(request: PairRequest, kind: str) -> None:
-    """Raise UserError for options that need a separate drafter model. `kind` reads hidden states."""
-    if request.drafter_quantize != "none":
-        raise UserError(
-            f"A drafter of the kind {kind} is computed in the number format of the target: leave --drafter-quantize "
-            "out."
-        )
-    # Both are resolved devices here, so `auto` has become the name of a device.
-    if request.drafter_device != request.device:
-        raise UserError(
-            f"A drafter of the kind {kind} is computed on the device of the target: leave --drafter-device out."
-        )
-
-
-def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
-    _check_one_device(target, HEAD)
-    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
-
-
 def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
     _check_one_device(target, known.name)
     if target.model.config.is_encoder_decoder:
@@ -364,7 +352,7 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         model, tokenizer = in_blocks.model, in_blocks.tokenizer
     else:
         source = convert_if_gguf(source, where)
-        model, tokenizer = load_model(source, plan.quantize, where), load_tokenizer(source)
+        model, tokenizer = load_model(source, plan.quantize, where), optional_tokenizer(source)
     with explained_errors(source.name), quiet():
         compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
     compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)

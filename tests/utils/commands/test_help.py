@@ -198,9 +198,8 @@ def test_every_visible_command_is_on_the_page_of_this_package() -> None:
 
 
 def test_settings_of_a_config_file_may_be_parts_of_settings(tmp_path: Path) -> None:
-    from utils.config.processor_spec import ProcessorSpec
     from utils.config.setting_table import apply_typed
-    from utils.config.value_types import Limits, StorageSpec
+    from utils.config.value_types import Limits, ProcessorSpec, StorageSpec
 
     typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "ngram_candidates": "2"}
     settings = apply_typed(Settings(), typed, Limits())

@@ -14,8 +14,8 @@ from utils.commands.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WR
 from utils.comparison.arms import empty_storage
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import tokens_of

@@ -3,8 +3,7 @@
 import pytest
 from fakes import Screen, open_session, table_pair
 
-from utils.config.processor_spec import GREEDY
-from utils.config.value_types import Limits, ProcessorType
+from utils.config.value_types import GREEDY, Limits, ProcessorType
 from utils.logits_processor import PROCESSORS
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict

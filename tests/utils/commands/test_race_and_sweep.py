@@ -17,9 +17,8 @@ from utils.commands.experiments.paired_runs import PairedRuns
 from utils.commands.experiments.repeated_runs import RemainingTime
 from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
-from utils.config.value_types import StorageSpec
+from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation

@@ -12,9 +12,8 @@ from fakes import Screen, open_session, records_of, screen
 from hypothesis import strategies as st
 
 from utils.bounds import MAX_NGRAMS, RULES
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
-from utils.config.value_types import StorageSpec
+from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.metrics.costs import Costs
 from utils.repl.repl_session import MAX_NESTED_FILES
 from utils.repl.runner import Verdict

@@ -15,8 +15,8 @@ from tiny_jobs import fresh, pair, strategy_of
 from ngram_assisted import NGramStorage
 from sampling.counterfactual import chain_single_drafts
 from utils.comparison.gamma_replay import replay_gammas
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.metrics.costs import Costs
 from utils.metrics.results import collect, tokens_of
 from utils.metrics.stopwatch import Stopwatch

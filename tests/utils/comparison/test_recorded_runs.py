@@ -13,10 +13,9 @@ from fakes import screen
 from recordings import Row, recorded
 
 from utils.comparison.recorded_runs import read_records
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.setting_table import as_json, from_json, setting_fields
 from utils.config.settings import Settings
-from utils.config.value_types import Limits, StorageSpec
+from utils.config.value_types import Limits, ProcessorSpec, StorageSpec
 from utils.metrics.costs import Costs
 
 

@@ -8,8 +8,8 @@ from local_runs import local_run
 
 from utils.comparison.runs import Run, compare_run
 from utils.comparison.strategies import STRATEGIES
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Comparison, Generation
 from utils.servers.address import ServerAddress

@@ -9,7 +9,6 @@ import pytest
 import torch
 from dflash_checkpoints import BLOCK, VOCABULARY, built, speculators_config, target_model, tensors_of, zlab_config
 from drafter_checkpoints import HIDDEN, layer_keys, write_checkpoint
-from drafter_runs import other_conventions
 from samplers import PROCESSORS
 from shelf import load, refusal
 from tiny import save_folder, tiny_tokenizer
@@ -21,6 +20,7 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
+from utils.pairs.doctor import other_readings
 
 DSPARK = {"markov_rank": 5, "markov_head_type": "vanilla", "confidence_head_with_markov": True}
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, cha
 
 def test_the_other_readings_of_a_checkpoint_take_effect(tmp_path):
     drafter = built(write_checkpoint(tmp_path, zlab_config(), tensors_of()), target_model(), "DFlash")
-    readings = other_conventions(drafter)
+    readings = other_readings(drafter, drafter.conventions)
     assert {reading.feature_layers for reading in readings.values()} == {(2, 3, 5), (3, 4, 7), (3, 4, 6), (1, 2, 4)}
     anchored = [reading for reading in readings.values() if reading.from_anchor]
     assert len(anchored) == 1 and drafter.block_size == BLOCK - 1

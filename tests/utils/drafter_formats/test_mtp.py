@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_checkpoints import random_tensors, write_checkpoint
-from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, other_conventions, read
+from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, read
 from mtp_checkpoints import (
     HIDDEN,
     LAYERS,
@@ -36,7 +36,7 @@ from transformers.modeling_layers import MtpModel
 
 from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
-from utils.pairs.doctor import examine, own_text
+from utils.pairs.doctor import examine, other_readings, own_text
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
@@ -73,7 +73,7 @@ def test_drafts_are_those_of_the_equations(tmp_path, read_after, fed_after):
     assert own == Conventions((LAYERS,), norm_output=True)
     chosen = Conventions((LAYERS if read_after else LAYERS + 1,), norm_output=fed_after)
     # Readings that differ from the present one in one respect are offered to the doctor.
-    assert (chosen in other_conventions(drafter).values()) == (read_after != fed_after)
+    assert (chosen in other_readings(drafter, drafter.conventions).values()) == (read_after != fed_after)
     drafter.conventions = chosen
     features = hidden_states(target, (LAYERS,))
     features = target.model.norm(features).detach() if read_after else features

@@ -26,8 +26,7 @@ from utils.decode.layer_cut import first_layers
 from utils.engine import Engine
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
-from utils.pairs.drafter_inputs import Replay
-from utils.pairs.drafter_kinds import drafter_kind
+from utils.pairs.drafter_kinds import Replay, drafter_kind
 
 PROMPT = [5, 17, 3, 99]
 

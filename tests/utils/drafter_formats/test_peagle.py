@@ -15,10 +15,12 @@ from drafter_checkpoints import (
     speculators_config,
     write_checkpoint,
 )
-from drafter_runs import check_texts, draft_rounds, hidden_states, loaded, other_conventions
+from drafter_runs import check_texts, draft_rounds, hidden_states, loaded
 from eagle3_reference import Eagle3Reference
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
+
+from utils.pairs.doctor import other_readings
 
 LAYERS, READ, MASK = 6, (2, 3, 4), VOCABULARY + 2  # a mask token beyond the target's vocabulary
 FLAGS = ({}, {"norm_before_residual": True, "fc_norm": True}, {"norm_before_fc": True, "norm_output": True})
@@ -76,7 +78,7 @@ def test_layouts_give_the_same_drafter(tmp_path, config, count):
 def test_another_reading_takes_effect_at_once(tmp_path):
     target = tiny_llama(num_hidden_layers=LAYERS)
     drafter = loaded(write_checkpoint(tmp_path, config_of({}, 3), tensors_of({})), target, "P-EAGLE")
-    readings = other_conventions(drafter)
+    readings = other_readings(drafter, drafter.conventions)
     assert {layers for reading in readings.values() for layers in reading.feature_layers} == {1, 2, 3, 4, 5}
     assert len(readings) == len(set(readings.values())) == 3
     before = next(draft_rounds(drafter, hidden_states(target, READ), 3))[2]

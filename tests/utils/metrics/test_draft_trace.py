@@ -14,8 +14,8 @@ from ngram_assisted import NGramDrafter, NGramStorage
 from sampling import speculative_steps
 from sampling.drafters.model import ModelDrafter
 from sampling.verification import RULES
-from utils.config.processor_spec import ProcessorSpec
 from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step

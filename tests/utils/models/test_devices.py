@@ -20,7 +20,7 @@ from utils.decode.model_info import is_spread
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
-from utils.models.checkpoints import check_finite, device_map, load_model
+from utils.models.checkpoints import check_finite, load_model
 from utils.models.devices import Placement
 from utils.models.head_file import HeadFile, save_head
 from utils.models.memory import needed_bytes, plan_memory, weight_counts
@@ -139,6 +139,4 @@ def test_auto_spreads_a_model_that_is_too_large_for_one_gpu(
         with pytest.raises(UserError, match="memory"):
             plan_memory(source, "none", where)
     else:
-        plan = plan_memory(source, "none", where)
-        assert plan.spread is spread
-        assert device_map(where, plan) == ("auto" if spread else {"": "cuda:0"})
+        assert plan_memory(source, "none", where).spread is spread

@@ -157,7 +157,9 @@ def test_a_changed_file_is_converted_again(file: Path, conversions: list[Path], 
 def test_what_killed_conversions_left_is_removed_although_the_entry_is_whole(file: Path, own_cache: Path) -> None:
     entry = cached(file)
     for name in (entry.name, "an older state of the file", "another file"):
-        (entry.parent / f"{name}.new-killed" / "made").mkdir(parents=True)
+        killed = entry.parent / f"{name}.new-killed"
+        (killed / "made").mkdir(parents=True)
+        os.utime(killed, (0, 0))
     assert cached(file) == entry and entries(own_cache) == [entry.name]
 
 

@@ -157,12 +157,6 @@ def test_nothing_is_compiled(wide: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert logits(load(wide, "layers:1", quantize="int4").target).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["int3", "", "INT8"])
-def test_an_unknown_kind_is_refused_with_the_known_ones(kind: str) -> None:
-    with pytest.raises(UserError, match=", ".join(QUANTIZATIONS)):
-        check_quantization(kind, "cpu")
-
-
 @pytest.mark.parametrize("kind", ["bnb-int8", "nf4"])
 def test_bitsandbytes_is_refused_on_mps(kind: str) -> None:
     with pytest.raises(UserError, match=kind):

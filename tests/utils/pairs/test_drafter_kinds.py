@@ -16,8 +16,16 @@ from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.draft_trace import DraftTracer
 from utils.pairs import drafter_kinds, request
-from utils.pairs.drafter_inputs import BuiltDrafter, DrafterInputs
-from utils.pairs.drafter_kinds import DRAFTER_KINDS, NGRAM, DrafterKind, drafter_kind, drafter_label, surviving_kinds
+from utils.pairs.drafter_kinds import (
+    DRAFTER_KINDS,
+    NGRAM,
+    BuiltDrafter,
+    DrafterInputs,
+    DrafterKind,
+    drafter_kind,
+    drafter_label,
+    surviving_kinds,
+)
 from utils.repl.runner import Verdict
 
 NAMES = [kind.name for kind in DRAFTER_KINDS]

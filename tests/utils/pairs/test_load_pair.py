@@ -90,8 +90,6 @@ def test_drafters_that_do_not_fit(shelf: Path, drafter: str, words: str) -> None
         ({"drafter": "layers:-1"}, "layers:K"),
         ({"drafter": "layers:two"}, "layers:K"),
         ({"device": "gpu"}, "auto, cpu, cuda, cuda:N or mps"),
-        ({"dtype": "int3"}, "auto, float32, bfloat16, float16"),
-        ({"quantize": "int3"}, "none, int8, int4, bnb-int8, nf4"),
         ({"drafter": "layers:2", "drafter_quantize": "int8"}, "shares the weights"),
         ({"drafter_quantize": "int8"}, "shares the weights"),
     ],

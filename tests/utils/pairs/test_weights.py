@@ -18,8 +18,7 @@ from utils.decode.engine_forward import engine_forward
 from utils.engine.module_swap import EngineLinear
 from utils.models.memory import stored_bytes
 from utils.pairs import pair as pairs
-from utils.pairs.request import PAIRS, request_from_flags
-from utils.pairs.request_checks import with_defaults
+from utils.pairs.request import PAIRS, request_from_flags, with_defaults
 from utils.text import byte_size
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])

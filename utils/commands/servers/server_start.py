@@ -46,8 +46,8 @@ RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and s
 UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
 # The names of vLLM and SGLang for published drafter formats, from their sources.
 METHODS = {
-    VLLM: {"EAGLE-3": "eagle3", "EAGLE": "eagle", "DFlash": "dflash", "DSpark": "dspark", "Medusa": "medusa"},
-    SGLANG: {"EAGLE-3": "EAGLE3", "EAGLE": "EAGLE", "DFlash": "DFLASH", "DSpark": "DSPARK"},
+    VLLM: {"EAGLE-3": "eagle3", "DFlash": "dflash", "DSpark": "dspark"},
+    SGLANG: {"EAGLE-3": "EAGLE3", "DFlash": "DFLASH", "DSpark": "DSPARK"},
 }
 HEAD = (
     "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
