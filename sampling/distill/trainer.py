@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from sampling.distill.loss import autocast_for, distillation_loss, measure_acceptance
@@ -21,7 +23,7 @@ from utils.errors import UserError
 from utils.files import replacing
 
 WARM_UP_STEPS = 20
-STATE_FILE = "trainer.pt"
+STATE_FILE = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +81,34 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write the weights, the optimizers' states and the step number."""
-        state = {
-            "weights": self.student.head.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "counts": (self.step, self.total, self.loss),
-        }
+        tensors = {f"weights.{name}": part.contiguous() for name, part in self.student.head.state_dict().items()}
+        for number, optimizer in enumerate(self._optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    tensors[f"optimizer.{number}.{index}.{name}"] = torch.as_tensor(value).contiguous()
+        # safetensors stores texts only.
+        metadata = {"step": str(self.step), "total": str(self.total), "loss": repr(self.loss)}
         with replacing(folder / STATE_FILE) as file:
-            torch.save(state, file)
+            file.write(save(tensors, metadata=metadata))
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises UserError if the file is damaged."""
         try:
-            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+            with safe_open(folder / STATE_FILE, framework="pt") as file:
+                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # whatever damaged bytes lead to
             raise UserError(f"{folder / STATE_FILE} is damaged: delete it to repeat the training.") from error
-        self.step, self.total, self.loss = state["counts"]
-        self.student.head.load_state_dict(state["weights"])
-        for optimizer, stored in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored)
+        self.step, self.total, self.loss = int(metadata["step"]), int(metadata["total"]), float(metadata["loss"])
+        weights = {name.removeprefix("weights."): part for name, part in tensors.items() if name.startswith("weights.")}
+        self.student.head.load_state_dict(weights)
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._optimizers]
+        for name, part in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, index, key = name.split(".")
+                states[int(number)].setdefault(int(index), {})[key] = part
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            # The groups of the new optimizer suffice: only their rate changes, and every step sets it.
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def _schedule(self) -> float:
         """The factor of the learning rates: a short linear warm-up, then half a cosine down to 0.01."""

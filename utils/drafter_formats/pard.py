@@ -57,8 +57,10 @@ def drafting_block(drafter: Any, target: Any) -> MaskedBlock | None:
     token. Raises UserError as `masked_block`.
     """
     # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
-    block, embeddings = masked_block(drafter), [model.get_input_embeddings() for model in (drafter, target)]
-    return None if block is None or embeddings[0].weight is embeddings[1].weight else block
+    block = masked_block(drafter)
+    if block is None or drafter.get_input_embeddings().weight is target.get_input_embeddings().weight:
+        return None
+    return block
 
 
 def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tuple[str, ...]:

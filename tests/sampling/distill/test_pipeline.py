@@ -216,7 +216,7 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
     assert "--length 40" in message_of(capsys)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.pt", "pages/page-00000.safetensors"])
+@pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.safetensors", "pages/page-00000.safetensors"])
 def test_damaged_work_is_reported(finished, tmp_path, capsys, name):
     shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
     (tmp_path / "work" / name).write_bytes((tmp_path / "work" / name).read_bytes()[:20])
