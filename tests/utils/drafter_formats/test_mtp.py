@@ -113,7 +113,7 @@ def with_rules(names):
         yield pytest.param(name, rules[1], marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("kind", "rule"), with_rules(QWEN))
+@pytest.mark.parametrize(("kind", "rule"), [*with_rules(QWEN)])
 def test_the_text_of_a_hybrid_target_is_its_own(tmp_path, kind, rule):
     """A rewind of its recurrent state computes accepted tokens again, and their features arrive twice."""
     target = tiny_qwen(kind, vocab_size=8)
@@ -196,7 +196,7 @@ def test_drafts_are_those_of_transformers(tmp_path, monkeypatch, family):
         check_close(logits, torch.stack(rows))
 
 
-@pytest.mark.parametrize(("family", "rule"), with_rules(TARGETS))
+@pytest.mark.parametrize(("family", "rule"), [*with_rules(TARGETS)])
 def test_the_text_is_the_targets_own(tmp_path, family, rule):
     target = TARGETS[family](vocab_size=8)
     layers = qwen_layers(target) if family == "mellum" else deepseek_layers(target)
