@@ -95,7 +95,8 @@ class Trainer:
         """Continue from what `save` wrote. Raises UserError if the file is damaged."""
         try:
             with safe_open(folder / STATE_FILE, framework="pt") as file:
-                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in names}
         except Exception as error:  # whatever damaged bytes lead to
             raise UserError(f"{folder / STATE_FILE} is damaged: delete it to repeat the training.") from error
         self.step, self.total, self.loss = int(metadata["step"]), int(metadata["total"]), float(metadata["loss"])

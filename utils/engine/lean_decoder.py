@@ -64,6 +64,11 @@ class LeanDecoder:
         with torch_threads(segments.row_threads):
             self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
 
+    @property
+    def has_tested_attention(self) -> bool:
+        """Whether attention was found to have equal bits at every width. One thread is the last resort, untested."""
+        return all(how.threads is None for how in self._attention.values())
+
     def _shape(self, scaling: float) -> HeadShape:
         return HeadShape(self._spec.heads, self._spec.kv_heads, self._spec.head_dim, scaling)
 

@@ -95,11 +95,12 @@ class OpenVinoEngine:
         return ""
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
-        """Test whole models, and the first layer of the target at every number of rows that graphs compute: widths in
-        between are computed with the next one, and `chosen_attention` has tested every width of attention.
+        """Test whole models, and the first layer of the target at every number of rows that graphs compute. Widths in
+        between are computed with the next number of rows, so they are tested only if attention was not tested alone.
         """
         self.set_threads(thread_count)
-        rows = self._segments[0].tested_rows
+        tested = cast(LeanDecoder, self._models[0].forward).has_tested_attention
+        rows = self._segments[0].tested_rows if tested else selftest.EVERY_WIDTH
         tests = (
             selftest.width_dependence(
                 model, thread_count, widths=() if index else rows, complete=complete, report=report

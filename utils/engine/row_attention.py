@@ -23,8 +23,8 @@ from utils.engine.threads import torch_threads
 PREFILL_ROWS = 256  # query rows per call: few, because a call reads all keys up to its last row for each row
 _EVERY_ROWS = range(1, MAX_WIDTH + 1)  # some shapes differ at a single width
 _FEW_ROWS = (1, 2, 3, 5, 9, 17, 33, MAX_WIDTH)
-# PyTorch's kernel takes 512 keys at a time.
-_TESTED_ROWS = dict.fromkeys(range(PADDING, 576, PADDING), _FEW_ROWS) | dict.fromkeys((64, 512, 1088), _EVERY_ROWS)
+_EVERY_KEYS = (64, 128, 512, 1088)  # PyTorch's kernel takes 512 keys at a time
+_TESTED_ROWS = dict.fromkeys(range(PADDING, 576, PADDING), _FEW_ROWS) | dict.fromkeys(_EVERY_KEYS, _EVERY_ROWS)
 _TESTED_GROUPS = 8  # heads with keys of their own are computed one by one, so that fewer show the same bits
 
 

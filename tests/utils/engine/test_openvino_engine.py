@@ -11,6 +11,7 @@ from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import machine, openvino_engine, openvino_segments, selftest
+from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.openvino_engine import OpenVinoEngine, unsupported
 from utils.engine.selftest import read_weights
 from utils.engine.weight_format import EngineWeights
@@ -85,6 +86,12 @@ def test_the_first_layer_is_tested_at_every_number_of_rows_of_the_graphs(monkeyp
     engine = OpenVinoEngine([model], [], EngineWeights())
     assert engine.install([1]) == "" and engine.self_test(1, texts.append) == ""
     widths = [*rows, *selftest.START_WIDTHS]
+    assert [int(text.split()[7]) for text in texts if "verify" in text] == widths
+    texts.clear()
+    with monkeypatch.context() as patch:  # a form of attention that was not tested alone
+        patch.setattr(LeanDecoder, "has_tested_attention", False)
+        assert engine.self_test(1, texts.append) == ""
+    widths = [*selftest.EVERY_WIDTH, *selftest.START_WIDTHS]
     assert [int(text.split()[7]) for text in texts if "verify" in text] == widths
     texts.clear()
     assert engine.self_test(1, texts.append, complete=True) == ""
