@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Location", faults.redirect)
             self.send_header("Content-Length", "0")
             self.end_headers()
-        elif faults.trickles:
+        elif faults.trickles in ("headers", "body"):
             self._trickle(faults.trickles)
         elif faults.html:
             self._page((200, "text/html", "<html><body>Welcome to the proxy</body></html>"))
@@ -251,6 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for text in self._events(request, answer):
             self._send(text)
+        while self.server.owner.faults.trickles == "end" and not self.server.owner._stopping.wait(0.02):
+            self._send("\n")
         if not self.close_connection:
             self.wfile.write(b"0\r\n\r\n")
 

@@ -235,6 +235,11 @@ def test_a_page_that_trickles_ends(part: str, server: Loopback) -> None:
         client.get_text("/metrics")
 
 
+def test_an_answer_ends_at_its_last_event(server: Loopback) -> None:
+    server.faults = Faults(trickles="end")
+    assert complete(server).token_count == 6
+
+
 @pytest.mark.parametrize("count", [10**400, 10**15, 7, -1, True, "6", None, [6]])
 def test_counts_that_cannot_be_true_are_unknown(count: Any, server: Loopback) -> None:
     server.faults = Faults(usage=False)

@@ -137,6 +137,8 @@ class ServerClient:
                 for data in response.iter_raw():
                     for piece in stream.add(data, time.perf_counter() - began):
                         watch(piece)
+                    if stream.is_done:  # it need not close the connection
+                        break
         except KeyboardInterrupt:
             return stream.completion(time.perf_counter() - began, interrupted=True)
         except httpx.HTTPError as error:
@@ -165,7 +167,7 @@ class ServerClient:
 
         The headers must be complete after so many seconds. `body` is JSON to send; without it, a page is requested.
         """
-        headers = {**key_headers(self.address.key), "Content-Type": "application/json"}
+        headers = key_headers(self.address.key) | ({} if body is None else {"Content-Type": "application/json"})
         with _deadline(seconds) as trace:
             request = self._http.build_request(
                 "GET" if body is None else "POST",
@@ -260,7 +262,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[str, Mapping[str, Any]], Non
 class AnswerStream:
     """A streamed answer while it arrives: server-sent events become pieces, and finally a ServerCompletion.
 
-    `received` is the number of characters of its text.
+    `received` is the number of characters of its text. `is_done` is True after the last event.
     """
 
     def __init__(self, address: ServerAddress, kind: ServerKind, request: ServerRequest) -> None:
@@ -270,7 +272,7 @@ class AnswerStream:
         self._has_ids = True
         self._pieces: list[Piece] = []
         self._last: float = 0.0  # time of the last content
-        self._is_done = False
+        self.is_done = False
         self._usage = Piece()
         self._tokens = self.received = 0
 
@@ -285,7 +287,7 @@ class AnswerStream:
             raise self._error(f"sent a line of more than {MAX_LINE // 1_000_000} MB")
         for line in lines:
             name, _, value = line.decode("utf-8", "replace").partition(":")
-            if self._is_done:
+            if self.is_done:
                 return
             if name == "data":
                 yield from self._event(value, seconds)
@@ -297,7 +299,7 @@ class AnswerStream:
 
     def _event(self, text: str, seconds: float) -> Iterator[Piece]:
         if text.strip() == DONE:
-            self._is_done = True
+            self.is_done = True
             return
         piece = self._piece(self._parsed(text))
         if piece.finish_reason in ABORTED:
@@ -352,7 +354,7 @@ class AnswerStream:
         """The completion at the end of the stream. Raises ServerError if the stream ended too early."""
         pieces = tuple(piece if self._has_ids else replace(piece, token_ids=None) for piece in self._pieces)
         reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
-        if not interrupted and not reason and not self._is_done:
+        if not interrupted and not reason and not self.is_done:
             raise self._error("ended the stream before the text was complete")
         return ServerCompletion(
             text=without_key("".join(piece.text for piece in pieces), self._address.key),
