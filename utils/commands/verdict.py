@@ -24,7 +24,7 @@ from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent, ReportTable, shortened
 from utils.comparison.runs import Run
-from utils.comparison.speed_claims import SpeedClaim, baseline_name
+from utils.comparison.speed_claims import SpeedClaim, baseline_name, server_notes
 from utils.comparison.warm_up import shortened as shorter_settings
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
@@ -280,12 +280,14 @@ class _ServerVerdict(_VerdictRun):
     def _figures(self, measurement: Measurement, row: Row) -> Row:
         forwards = row["tokens_per_target_forward"] if row["drafted"] else None
         claim = SpeedClaim.of(measurement.speedups, tokens_per_forward=forwards, these_prompts=measurement.is_repeated)
+        baseline = baseline_row(measurement, baseline_name(row))
+        notes = [] if measurement.baseline.strategy is not None else server_notes(str(baseline["name"]), baseline)
         return {
             "name": measurement.candidate.name,
             "candidate": measurement.candidate.name,
             **claim.figures,
             "considered": {name: exp(mean(map(log, known))) for name, known in self.considered.items() if known},
-            "skipped": measurement.problems,
+            "skipped": [*measurement.problems, *notes, *server_notes(measurement.candidate.name, row)],
         }
 
 

@@ -132,6 +132,11 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
     }
 
 
+def detail_records(report: Report) -> list[dict[str, Any]]:
+    """The further records of a report, such as one for each request of a load."""
+    return [{"schema": SCHEMA, "record": f"{report.name} request"} | details for details in report.details()]
+
+
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     """Everything that a run depends on: seed, settings, models, engine, versions, machine.
 
@@ -160,6 +165,7 @@ def _draft_figures(run: Run) -> dict[str, Any]:
         "accepted_by_position": None if positions is None else [list(pair) for pair in positions],
         "acceptance_is_valid": None if found is None else found.valid,
         "acceptance_note": "" if found is None else found.note,
+        "other_tokens": run.other_tokens,
         "declined_rounds": None if local is None else local.declined_rounds,
         "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
         "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from traceback import clear_frames
 
 from utils.comparison.harness import Harness
-from utils.comparison.records import RecordFile, report_record, run_records
+from utils.comparison.records import RecordFile, detail_records, report_record, run_records
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
 from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
@@ -284,7 +284,7 @@ class ReportRunner:
         other = None if self.pair is None else self.pair.engine.faster_baseline()
         report, findings = with_second_baseline(report.concluded(findings), findings, other)
         record = report_record(report, findings, self.pair, finished=finished)
-        self.log.add(ShownResult([record], report, findings))
+        self.log.add(ShownResult([record, *detail_records(report)], report, findings))
         show_report(self.renderer, report, findings)
 
 

@@ -11,6 +11,8 @@ from utils.comparison.speed_claims import (
     TOO_FEW,
     Row,
     claim_text,
+    rough,
+    server_notes,
     speed_sentence,
 )
 from utils.comparison.summary import NO_BASELINE
@@ -72,6 +74,7 @@ def server_conclusion(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(NO_BASELINE)
     unpaired = [row for row in overall if row["baseline"] and not row["speedups"]]
     lines += [UNPAIRED.format(row["strategy"], row["baseline"]) for row in unpaired]
+    lines += [line for row in overall for line in server_notes(row["strategy"], row)]
     return lines or [f"{count_of(len(overall), 'server')} measured; there is no baseline to compare with."]
 
 
@@ -96,7 +99,7 @@ def _task_sentences(tasks: Mapping[str, Sequence[Row]]) -> list[str]:
     undecided = {task: row for task, rows in tasks.items() if (row := _undecided(rows))}
     if len(undecided) < 2:
         return [task_sentence(task, rows) for task, rows in tasks.items()]
-    shown = ", ".join(f"{task} ({row['strategy']} about {row['speedup']:.1f}x)" for task, row in undecided.items())
+    shown = ", ".join(f"{task} ({row['strategy']} about {rough(row['speedup'])})" for task, row in undecided.items())
     others = [task_sentence(task, rows) for task, rows in tasks.items() if task not in undecided]
     return [f"Too few runs to tell: {shown}.", *others]
 
@@ -129,7 +132,7 @@ def task_sentence(task: str, rows: Sequence[Row]) -> str:
         return f"{task}: drafts saved nothing (1.00 tokens per target forward), so differences in speed are noise."
     best = gaining[0]
     if best["verdict"] == TOO_FEW:
-        return f"{task}: {best['strategy']} is at about {best['speedup']:.1f}x target-only, but too few runs to tell."
+        return f"{task}: {best['strategy']} is at about {rough(best['speedup'])} target-only, but too few runs to tell."
     if all(row["verdict"] == SLOWER for row in gaining):
         return f"{task}: target-only is the fastest; the nearest is {best['strategy']}, {claim_text(best)}."
     return f"{task}: no difference can be distinguished; {best['strategy']} is at {claim_text(best)}."

@@ -6,13 +6,13 @@ from typing import Any
 
 from utils.commands.experiments.paired_runs import pooled_totals
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import BASELINE, DotChart, repeats_chart
 from utils.comparison.reports import Finding, shortened
 from utils.comparison.run_texts import text_figures
-from utils.comparison.speed_claims import SpeedClaim, interval_text, speedup_text
+from utils.comparison.speed_claims import SpeedClaim, interval_text, reasons_unknown, speedup_text
 from utils.metrics.benchmark_figures import Repeat
 from utils.prompts.prompt_files import ALL_TASKS
 
@@ -28,8 +28,8 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
         (tasks, ResultColumn("task", lambda row: shortened(row["task"], SHOWN_TASK))),
         (True, figure("server" if servers else "strategy", "strategy")),
         (several and not servers, figure("prompts", "prompts", drop=1)),
-        (several, figure("tokens/s", "pooled_tokens_per_second", "{:.1f}", drop=0 if servers else 7)),
-        (not several, spread("tokens/s", "tokens_per_second", "{:.1f}")),
+        (several, marked(figure("tokens/s", "pooled_tokens_per_second", "{:.1f}", drop=0 if servers else 7))),
+        (not several, marked(spread("tokens/s", "tokens_per_second", "{:.1f}"))),
         (not both, ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 5)),
         (not several or servers, spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000, drop=4)),
         (not several or servers, spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3)),
@@ -93,7 +93,7 @@ def race_row(task: str, group: Sequence[RaceResult], sample: BenchmarkSample = N
     return {
         "task": task,
         "strategy": arm.name,
-        **({} if first.is_local else {"baseline": first.baseline}),
+        **({} if first.is_local else _server_figures(group)),
         "prompts": len({result.item.number for result in group}),
         "new_tokens": total.tokens,
         "seconds": total.seconds,
@@ -115,6 +115,18 @@ def race_row(task: str, group: Sequence[RaceResult], sample: BenchmarkSample = N
         "must_be_the_targets": arm.strategy is not None and arm.strategy.repeats_target(settings),
         **text_figures((result.item.number, result.runs.same) for result in group if lossless),
         "benchmark": sample.figures(_by_repeat(group)),
+    }
+
+
+def _server_figures(group: Sequence[RaceResult]) -> dict[str, Any]:
+    """The figures that only servers have: the baseline, and what else the server did meanwhile."""
+    runs = [run for result in group for run in result.runs.ours]
+    others = [run.other_tokens for result in group for run in result.runs.theirs or ()]
+    return {
+        "baseline": runs[0].baseline,
+        "other_tokens": [run.other_tokens for run in runs],
+        "disturbed": any(run.other_tokens for run in runs) or any(others),
+        "acceptance_unknown": reasons_unknown(run.acceptance for run in runs),
     }
 
 

@@ -15,7 +15,7 @@ from utils.commands.experiments.race_figures import race_row, range_text, spread
 from utils.commands.experiments.race_runs import RaceItem, RaceResult
 from utils.commands.experiments.repeated_runs import then_findings
 from utils.commands.servers.server_words import parse_words
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of, marked
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
@@ -23,7 +23,16 @@ from utils.comparison.charts import DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.runs import Run
-from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, claim_text, interval_text, speedup_text
+from utils.comparison.speed_claims import (
+    BASELINE,
+    FASTER,
+    TOO_FEW,
+    Row,
+    claim_text,
+    interval_text,
+    server_notes,
+    speedup_text,
+)
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.models import Count
@@ -38,7 +47,7 @@ MAX_REPEATS = WholeRange(1, 100)
 MOST = 16  # maximum number of draft lengths
 TABLE = ResultTable(
     figure("draft", "draft"),
-    spread("tokens/s", "tokens_per_second", "{:.1f}"),
+    marked(spread("tokens/s", "tokens_per_second", "{:.1f}")),
     ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
     spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3),
     ResultColumn("speed-up", speedup_text),
@@ -178,6 +187,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         lines.append(_best(max(compared, key=lambda row: float(row["speedup"]))))
     if any(row["same_as_draft_0"] is False for row in others):
         lines.append(DIFFERENT)
+    lines += [line for row in rows for line in server_notes(row["setting"], row)]
     return [*lines, MEASURED] if compared else lines
 
 

@@ -241,7 +241,7 @@ def _run_together(trial: TextTrial, connection: Connection) -> None:
     answered = run_slice(connection, requests, concurrency=trial.concurrency, limit=limit)
     if answered.failures:
         raise ServerError(answered.failures[0])
-    completions = dict(zip(answered.numbers, answered.completions, strict=True))
+    completions = {one.number: one.completion for one in answered.requests if one.completion is not None}
     outputs = [Output.of(completions[number]) for number in range(len(requests))]
     trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
 

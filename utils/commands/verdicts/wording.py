@@ -3,7 +3,7 @@
 from utils.commands.experiments.race_conclusion import other_reason, prompt_numbers
 from utils.commands.experiments.race_figures import spread
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.comparison.speed_claims import TOO_FEW, baseline_name
+from utils.comparison.speed_claims import TOO_FEW, baseline_name, star
 from utils.metrics.intervals import FASTER, SLOWER
 from utils.text import byte_size
 
@@ -65,7 +65,7 @@ def sentences(row: Row) -> list[str]:
 def answer(row: Row, texts: str) -> str:
     """Whether it helps, with which settings, and whether the text equals the target's. `texts` words the last part."""
     name, baseline = row["candidate"], baseline_name(row)
-    ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
+    ratio = f"{row['speedup']:.2f}x{star(row)} {baseline}{interval_text(row)}"
     here = "here" if row["divided"] else f"on {these(row)}"
     too_few = _too_few(row)
     if too_few and row["without_gain"]:

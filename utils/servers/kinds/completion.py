@@ -83,7 +83,7 @@ class ServerCompletion:
     reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the end
     of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `events` are all JSON objects of the
     stream. A Connection adds the rest: the request, the names of the server kind and of the model, and the drafts,
-    which are None if nothing is known.
+    which are None if nothing is known. `other_tokens` were generated for other requests meanwhile, or it is None.
     """
 
     text: str
@@ -96,6 +96,7 @@ class ServerCompletion:
     events: tuple[Event, ...] = ()
     request: ServerRequest | None = None
     acceptance: "ServerAcceptance | None" = None
+    other_tokens: int | None = None
     kind: str = ""
     model: str = ""
 

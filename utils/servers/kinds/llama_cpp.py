@@ -50,6 +50,7 @@ class LlamaCppKind(ServerKind):
 
     name: ClassVar[str] = "llama.cpp"
     takes_token_ids: ClassVar[bool] = True
+    generated: ClassVar[str] = GENERATED
 
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "llamacpp"

@@ -57,11 +57,13 @@ class ServerReader(Protocol):
 class ServerKind:
     """Text prompts and chats, tokens counted by usage, and no drafts. A kind has no state.
 
-    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids.
+    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids. `generated` is the
+    counter of all new tokens, or empty.
     """
 
     name: ClassVar[str] = "openai"
     takes_token_ids: ClassVar[bool] = False
+    generated: ClassVar[str] = ""
 
     def recognises(self, server: ServerReader) -> bool:
         """Whether the server has this kind, by paths that only this kind has."""
@@ -137,6 +139,11 @@ class ServerKind:
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """The drafts of a request, or None if nothing was drafted or known."""
         return None
+
+    def other_tokens(self, own: int | None, before: Counters, after: Counters) -> int | None:
+        """Tokens that the server generated between two readings beyond these `own` ones, or None if unknown."""
+        generated = (growth(before, after) or {}).get(self.generated)
+        return None if own is None or generated is None else max(0, generated - own)
 
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -40,6 +40,7 @@ class VllmKind(ServerKind):
 
     name: ClassVar[str] = "vllm"
     takes_token_ids: ClassVar[bool] = True
+    generated: ClassVar[str] = GENERATED
 
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == self.name
