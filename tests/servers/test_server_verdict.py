@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
-from servers.server_sessions import server_session
+from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.verdicts import measurement
 from utils.repl.runner import Verdict
@@ -209,3 +209,14 @@ def test_a_server_that_stays_away_ends_the_verdict(
     assert len(asked) == 4 + 2 * 6 + 2 + 4
     two[0].die()
     assert session.handle(f"/verdict {tmp_path / 'prompts.txt'}") is Verdict.FAILED
+
+
+def test_other_clients_are_named(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+    count_tokens(two[0], [0] * 4 + [5])
+    count_tokens(two[1], [0] * 4 + [6, 6], drafts=True)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    row, shown = verdict(session, view, tmp_path)
+    assert row["disturbed"] and f"{row['speedup']:.2f}x* server plain" in shown
+    assert "* server spec had other requests during 2 of 6 answers (12 tokens more)" in shown
+    assert "* server plain had other requests during 1 of 6 answers (5 tokens more)" in shown
+    assert "server spec: its acceptance is not known" in shown

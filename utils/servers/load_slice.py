@@ -167,7 +167,7 @@ def run_slice(
     target: Connection,
     requests: Sequence[ServerRequest],
     *,
-    concurrency: int = MOST_CLIENTS,
+    concurrency: int,
     arrivals: Sequence[float] = (),
     limit: float,
 ) -> LoadSlice:

@@ -24,7 +24,7 @@ from utils.comparison.speed_claims import (
 )
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import ServerAcceptance
-from utils.servers.load_slice import LoadRequest, LoadSlice, percentile, sum_of_drafts
+from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, percentile, sum_of_drafts
 
 SHARES = (0.5, 0.9, 0.99)  # percentiles of times
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
@@ -34,7 +34,7 @@ MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise
 TURNS_MISSING = f"Fewer than {MIN_VALUES} turns of both were measured, which do not tell a difference from noise."
 SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
 STOPS = "Speculation stops paying between {} and {} requests {}."
-NO_GAIN = "With more than {:g} requests {}, neither a gain nor a loss was measured."
+NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
 GOODPUT = "Goodput counts the requests a second with {}."
 BY_POSITION = "acceptance by position of the draft"
@@ -56,6 +56,10 @@ class Load:
     @property
     def unit(self) -> str:
         return "a second" if self.is_rate else "at once"
+
+    @property
+    def clients(self) -> int:
+        return MOST_CLIENTS if self.is_rate else int(self.value)
 
     def __str__(self) -> str:
         return f"{self.value:g} {self.unit}"
@@ -318,7 +322,7 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
     load = _load(rows[last])
     if slower is not None:
         return [STOPS.format(f"{load.value:g}", f"{_load(slower).value:g}", load.unit)]
-    return [NO_GAIN.format(load.value, load.unit)] if later else []
+    return [NO_GAIN.format(f"{load.value:g} request{'s' * (load.value != 1)}", load.unit)] if later else []
 
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:

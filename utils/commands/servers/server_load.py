@@ -62,7 +62,7 @@ NO_PROMPT = "a prompt is needed: send one first, or name a file of prompts."
 EXAMPLE = "/server load spec concurrency=1,4,16"
 PART_SENT = "{} of {} are sent, evenly spaced; requests={} sends all."
 TOO_SHORT = "seconds={} is too short: {} takes about {} s with {} (seconds=)."
-LEFT_OUT = "seconds={} is enough for {}{}; everything takes about {} s."
+LEFT_OUT = "seconds={} is enough for {}{}; everything takes at least {} s."
 TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
 
 
@@ -136,10 +136,10 @@ class LoadMeasurement:
                 self.cells[load, address.name] = cell
         began, notes = time.monotonic(), set[str]()
         for load, turn, connection in self.plan.slices():
-            left = self.plan.seconds - (time.monotonic() - began)
+            left = max(0.0, self.plan.seconds - (time.monotonic() - began))
             name = connection.address.name
             place = f"turn {turn + 1} of {self.plan.turns}"
-            yield Progress(f"{name}, {load}, {place}, at most {max(left, 0):.0f} s left ...")
+            yield Progress(f"{name}, {load}, {place}, at most {left:.0f} s left ...")
             measured = self._run(load, turn, connection, left)
             if measured is None:
                 yield Note(TIME_OVER.format(self.plan.seconds))
@@ -151,18 +151,16 @@ class LoadMeasurement:
 
     def _run(self, load: Load, turn: int, connection: Connection, limit: float) -> LoadSlice | None:
         """A whole slice, or None without time for it."""
-        count = self.plan.per_turn(load)
         try:
-            measured = self._send(load, turn, connection, count, limit) if limit > 0 else None
+            measured = self._send(load, turn, connection, count=self.plan.per_turn(load), limit=limit)
         except TooSlow:
             return None
-        return None if measured is None or measured.unfinished else measured
+        return None if measured.unfinished else measured
 
-    def _send(self, load: Load, turn: int, connection: Connection, count: int, limit: float) -> LoadSlice:
+    def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
         sent = list(islice(cycle(self.requests[connection.address.name]), count))
-        if load.is_rate:
-            return run_slice(connection, sent, arrivals=self.plan.arrivals(load, turn, count), limit=limit)
-        return run_slice(connection, sent, concurrency=int(load.value), limit=limit)
+        arrivals = self.plan.arrivals(load, turn, count)
+        return run_slice(connection, sent, concurrency=load.clients, arrivals=arrivals, limit=limit)
 
     def _first_requests(self) -> Iterator[Progress]:
         """Two requests to each server: the first answer includes the first use, the second one is timed."""
@@ -185,7 +183,7 @@ class LoadMeasurement:
         kept: dict[Load, float] = {}  # seconds of a turn of all servers
         dropped: dict[Load, float] = {}
         for load in plan.loads:
-            seconds = self._estimate(load)
+            seconds = self._estimate(load, self.singles)
             if fewest * (sum(kept.values()) + seconds) <= plan.seconds:
                 seconds = yield from self._warm_up(load)
             fits = fewest * (sum(kept.values()) + seconds) <= plan.seconds
@@ -203,28 +201,22 @@ class LoadMeasurement:
         count = turns * len(plan.connections) * sum(map(plan.per_turn, kept))
         yield Note(f"{count_of(count, 'request')}: about {turns * sum(kept.values()):.0f} s.")
 
-    def _estimate(self, load: Load) -> float:
-        """The least seconds of one turn of all servers: more requests at once take no more time."""
+    def _estimate(self, load: Load, once: Mapping[str, float]) -> float:
+        """The seconds of one turn of all servers. `once` has those of one request, or of as many as run at once."""
         count = self.plan.per_turn(load)
         if load.is_rate:
             return sum(count / load.value + single for single in self.singles.values())
-        return sum(ceil(count / load.value) * single for single in self.singles.values())
+        # The first requests at a load may be slow, but requests never gain from being sent one by one.
+        return sum(min(ceil(count / load.value) * once[name], count * self.singles[name]) for name in once)
 
     def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
         """Send requests at this load to every server. Returns the estimated seconds of a turn of all servers."""
-        if load.is_rate or load.value == 1:
-            for connection in self.plan.connections if load.is_rate else ():
-                yield Progress(f"warming up {connection.address.name}, {load} ...")
-                self._send(load, 0, connection, WARM_UP_ARRIVALS, self.plan.seconds)
-            return self._estimate(load)
-        seconds, count = 0.0, self.plan.per_turn(load)
+        once = dict[str, float]()
         for connection in self.plan.connections:
-            name = connection.address.name
+            name, count = connection.address.name, WARM_UP_ARRIVALS if load.is_rate else load.clients
             yield Progress(f"warming up {name}, {load} ...")
-            once = self._send(load, 0, connection, int(load.value), self.plan.seconds).seconds
-            # The first requests at this load may be slow, but never need one after the other take less.
-            seconds += min(count * self.singles[name], count / load.value * once)
-        return seconds
+            once[name] = self._send(load, 0, connection, count=count, limit=self.plan.seconds).seconds
+        return self._estimate(load, once)
 
 
 def load(argument: str, context: CommandContext) -> Outcome:
