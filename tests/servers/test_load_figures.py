@@ -14,7 +14,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds.completion import Counters, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerKind, ServerReader
-from utils.servers.load_slice import LoadSlice, TooSlow, percentile, run_slice, sum_of_drafts
+from utils.servers.load_slice import LoadSlice, percentile, run_slice, sum_of_drafts
 
 LENGTH = 5
 
@@ -115,8 +115,8 @@ def test_the_time_limit_ends_sending_and_then_the_rest(server: Loopback, target:
     assert len(server.posts()) <= 2  # two answers take 0.3 s
     server.faults = Faults(chunk_delay=0.2)  # an answer takes 0.8 s, and twice the limit is 0.4 s
     began = time.monotonic()
-    with pytest.raises(TooSlow, match="no request was answered within"):
-        run_slice(target, requests(2), concurrency=2, limit=0.2)
+    measured = run_slice(target, requests(2), concurrency=2, limit=0.2)
+    assert (measured.requests, measured.unfinished, measured.seconds, measured.tokens) == ((), 2, 0.0, None)
     assert time.monotonic() - began < 3
 
 

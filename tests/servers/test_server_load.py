@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
-from servers.server_sessions import server_session
+from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.servers import server_load
 from utils.commands.servers.load_figures import (
@@ -282,9 +282,9 @@ def row(concurrency: int, ratios: list[float], /, **values: Any) -> Finding:
 def test_conclusions_name_every_load_once() -> None:
     ahead, mixed, behind = [1.5, 1.4, 1.45, 1.5, 1.4], [1.1, 0.9, 1.1, 0.9, 1.0], [0.8, 0.7, 0.75, 0.8, 0.7]
     lines = " ".join(conclusion([row(1, ahead), row(2, mixed), row(8, behind)]))
-    assert "higher throughput than plain with this many requests at once: 1 (1.45x)" in lines
+    assert "faster than plain with this many requests at once: 1 (1.45x)" in lines
     assert "not distinguishable from plain with this many requests at once: 2 (1.00x)" in lines
-    assert "lower throughput than plain with this many requests at once: 8 (0.75x)" in lines
+    assert "slower than plain with this many requests at once: 8 (0.75x)" in lines
     assert "stops paying between 1 and 8 requests" in lines, "2 shows neither a gain nor a loss"
     assert "stops paying" not in (undecided := " ".join(conclusion([row(1, ahead), row(2, mixed)])))
     assert "more than 1 request " in undecided
@@ -298,7 +298,7 @@ def test_conclusions_name_every_load_once() -> None:
 
 def test_a_few_turns_are_no_winner() -> None:
     lines = " ".join(conclusion([row(1, [1.5, 1.4]), row(2, [0.8, 0.7])]))
-    assert "higher" not in lines and "lower" not in lines and "stops paying" not in lines
+    assert "faster" not in lines and "slower" not in lines and "stops paying" not in lines
     assert "1 (about 1.45x), 2 (about 0.75x)" in lines and "turns=5" in lines
 
 
@@ -312,7 +312,7 @@ def test_the_plots_have_a_point_for_each_load() -> None:
 def test_rates_are_named_as_such() -> None:
     rows = [row(0, [1.5] * 5, rate=rate, concurrency=None) for rate in (0.5, 2.0)]
     lines = " ".join(conclusion(rows))
-    assert "spec answers faster than plain with this many requests a second: 0.5 (1.50x), 2 (1.50x)" in lines
+    assert "spec is faster than plain with this many requests a second: 0.5 (1.50x), 2 (1.50x)" in lines
     assert load_charts(rows)[0].x_label == "requests a second"
 
 
@@ -326,6 +326,24 @@ def test_every_note_is_shown_once_and_other_requests_are_marked() -> None:
 
 
 NO_LIMITS = LatencyLimits()
+
+
+def test_another_client_in_one_turn_is_named(plain: Loopback, spec: Loopback, view: Screen, tmp_path: Path) -> None:
+    warm_up, per_turn = 1 + 2 + 1, 3  # with the prompt
+    count_tokens(plain)
+    count_tokens(spec, [0] * (warm_up + per_turn) + [9], drafts=True)
+    addresses = ServerAddress("plain", plain.url), ServerAddress("spec", spec.url, baseline="plain")
+    session = server_session(view, *addresses, records=tmp_path / "r.jsonl")
+    session.handle("First")
+    assert session.handle("/server load spec concurrency=1 requests=1 length=4 turns=3") is Verdict.DONE
+    row, base = record(tmp_path)["findings"]
+    assert row["other_tokens"] == [0, 9, 0] and row["disturbed"] and not base["disturbed"]
+    assert row["drafted"] is None and row["speedup"] is not None
+    shown = "".join(view.take()[0])
+    assert shown.count("spec had other requests during 1 of 3 turns (9 tokens more)") == 1
+    assert shown.count("spec: its acceptance is not known") == 1
+    assert f"{row['speedup']:.2f}x*" in shown and f"{row['tokens_per_second']:.1f}*" in shown
+    assert f"{base['tokens_per_second']:.1f}*" not in shown
 
 
 def cell(*slices: LoadSlice, limits: LatencyLimits = NO_LIMITS) -> LoadCell:

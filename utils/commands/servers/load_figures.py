@@ -38,11 +38,18 @@ NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
 GOODPUT = "Goodput counts the requests a second with {}."
 BY_POSITION = "acceptance by position of the draft"
-SENTENCES = {  # the verb for requests at once, that for arrivals, and the rest
-    FASTER: ("has a higher throughput than", "answers faster than"),
-    SLOWER: ("has a lower throughput than", "answers more slowly than"),
-    NOT_DISTINGUISHABLE: ("is not distinguishable from", "is not distinguishable from"),
-    TOO_FEW: ("was measured beside", "was measured beside"),
+SENTENCES = {
+    FASTER: "{} is faster than {} with this many requests {}: {}.",
+    SLOWER: "{} is slower than {} with this many requests {}: {}.",
+    NOT_DISTINGUISHABLE: "{} is not distinguishable from {} with this many requests {}: {}.",
+    TOO_FEW: "{} was measured beside {} with this many requests {}: {}.",
+}
+ANSWER = {  # fields of the record of a request, and attributes of its answer
+    "first_token_seconds": "first_seconds",
+    "seconds": "seconds",
+    "prompt_tokens": "prompt_tokens",
+    "new_tokens": "token_count",
+    "finish": "finish",
 }
 
 
@@ -165,21 +172,15 @@ class LoadCell:
         """One record for each request, in the order of their ends."""
         for turn, measured in self.slices.items():
             for one in measured.requests:
-                done, drafts = one.completion, one.acceptance
                 yield {
                     "server": self.address.name,
                     **_load_figures(self.load),
                     "turn": turn + 1,
                     "request": one.number + 1,
                     "sent_seconds": one.sent,
-                    "first_token_seconds": None if done is None else done.first_seconds,
+                    **{name: getattr(one.completion, attribute, None) for name, attribute in ANSWER.items()},
                     "token_seconds": one.token_seconds,
-                    "seconds": None if done is None else done.seconds,
-                    "prompt_tokens": None if done is None else done.prompt_tokens,
-                    "new_tokens": None if done is None else done.token_count,
-                    "finish": None if done is None else done.finish.value,
-                    "drafted": None if drafts is None else drafts.drafted,
-                    "accepted": None if drafts is None else drafts.accepted,
+                    **{name: getattr(one.acceptance, name, None) for name in ("drafted", "accepted")},
                     "within_limits": self.limits.are_met(one) if str(self.limits) else None,
                     "error": one.error,
                 }
@@ -214,14 +215,14 @@ def load_findings(cells: LoadCells, table: ResultTable) -> Iterator[Finding]:
             yield table.finding(cell.figures(cells.get((load, cell.address.baseline or ""))))
 
 
-def _times(key: str, drop: int) -> ResultColumn:
+def _times(heading: str, key: str, *, drop: int = 0) -> ResultColumn:
     """A column with the percentiles of a time in milliseconds."""
 
     def shown(row: Row) -> str:
         values = row[key]
         return NOTHING if values is None else f"{'/'.join(f'{1000 * value:.0f}' for value in values)} ms"
 
-    return ResultColumn(key.removesuffix("_seconds").replace("_", " "), shown, drop)
+    return ResultColumn(heading, shown, drop)
 
 
 def _requests_text(row: Row) -> str:
@@ -239,9 +240,9 @@ def load_table(limits: LatencyLimits) -> ResultTable:
         ResultColumn("load", lambda row: str(_load(row))),
         figure("server", "server"),
         marked(figure("tokens/s", "tokens_per_second", "{:.1f}")),
-        _times("first_token_seconds", 5),
-        _times("token_seconds", 0),
-        _times("request_seconds", 2),
+        _times("first token", "first_token_seconds", drop=5),
+        _times("per token", "token_seconds"),
+        _times("request", "request_seconds", drop=2),
         *([figure("goodput", "goodput", "{:.2f}/s")] if str(limits) else []),
         rate_of("acceptance", "accepted", "drafted", drop=4),
         figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=3),
@@ -303,10 +304,9 @@ def _comparison(rows: Sequence[Row]) -> list[str]:
 
 def _sentence(verdict: str, rows: Sequence[Row]) -> str:
     chosen = [row for row in rows if row["verdict"] == verdict]
-    load, about = _load(chosen[0]), "about " if verdict == TOO_FEW else ""
+    about = "about " if verdict == TOO_FEW else ""
     loads = ", ".join(f"{_load(row).value:g} ({about}{speedup_text(row)})" for row in chosen)
-    verb = SENTENCES[verdict][load.is_rate]
-    return f"{chosen[0]['server']} {verb} {chosen[0]['baseline']} with this many requests {load.unit}: {loads}."
+    return SENTENCES[verdict].format(chosen[0]["server"], chosen[0]["baseline"], _load(chosen[0]).unit, loads)
 
 
 def _crossing(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
-from math import ceil
+from math import ceil, inf
 from random import Random
 
 from utils.bounds import WholeRange
@@ -38,7 +38,7 @@ from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerRequest
-from utils.servers.load_slice import LoadSlice, TooSlow, run_slice
+from utils.servers.load_slice import LoadSlice, run_slice
 from utils.text import count_of
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
@@ -63,6 +63,7 @@ EXAMPLE = "/server load spec concurrency=1,4,16"
 PART_SENT = "{} of {} are sent, evenly spaced; requests={} sends all."
 TOO_SHORT = "seconds={} is too short: {} takes about {} s with {} (seconds=)."
 LEFT_OUT = "seconds={} is enough for {}{}; everything takes at least {} s."
+NO_ANSWER = "{} has not answered one request within {} s. More time is given with seconds=."
 TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
 
 
@@ -86,8 +87,8 @@ class LoadPlan:
 
     def request(self, made: ServerRequest) -> ServerRequest:
         """A request of this length."""
-        made = replace(made, max_tokens=self.length, ignore_eos=self.is_fixed)
-        return replace(made, reuses_prefix=self.reuses_prefix)
+        ends = replace(made, max_tokens=self.length, ignore_eos=self.is_fixed)
+        return replace(ends, reuses_prefix=self.reuses_prefix)
 
     def per_turn(self, load: Load) -> int:
         """Requests of one turn: each prompt equally often."""
@@ -140,22 +141,14 @@ class LoadMeasurement:
             name = connection.address.name
             place = f"turn {turn + 1} of {self.plan.turns}"
             yield Progress(f"{name}, {load}, {place}, at most {left:.0f} s left ...")
-            measured = self._run(load, turn, connection, left)
-            if measured is None:
+            measured = self._send(load, turn, connection, count=self.plan.per_turn(load), limit=left)
+            if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
                 yield Note(TIME_OVER.format(self.plan.seconds))
                 return
             self.cells[load, name].slices[turn] = measured
             for failure in set(measured.failures) - notes:
                 yield Note(f"{name}, {load}: {failure}")
             notes.update(measured.failures)
-
-    def _run(self, load: Load, turn: int, connection: Connection, limit: float) -> LoadSlice | None:
-        """A whole slice, or None without time for it."""
-        try:
-            measured = self._send(load, turn, connection, count=self.plan.per_turn(load), limit=limit)
-        except TooSlow:
-            return None
-        return None if measured.unfinished else measured
 
     def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
         sent = list(islice(cycle(self.requests[connection.address.name]), count))
@@ -170,11 +163,10 @@ class LoadMeasurement:
             makers = (request_maker(self.harness.loaded, text, self.settings) for text in self.plan.texts)
             made = [make(connection.kind, connection.client) for make in makers]
             self.requests[name] = list(map(self.plan.request, made))
-            try:
-                for _ in range(2):
-                    one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.plan.seconds)
-            except TooSlow as error:
-                raise UserError(f"{name}: {error} More time is given with seconds=.") from error
+            for _ in range(2):
+                one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.plan.seconds)
+                if one.unfinished:
+                    raise UserError(NO_ANSWER.format(name, self.plan.seconds))
             self.singles[name] = one.seconds
 
     def _fit_into_time(self) -> Generator[ReportEvent, None, None]:
@@ -207,7 +199,7 @@ class LoadMeasurement:
         if load.is_rate:
             return sum(count / load.value + single for single in self.singles.values())
         # The first requests at a load may be slow, but requests never gain from being sent one by one.
-        return sum(min(ceil(count / load.value) * once[name], count * self.singles[name]) for name in once)
+        return sum(min(count / load.value * once[name], count * self.singles[name]) for name in once)
 
     def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
         """Send requests at this load to every server. Returns the estimated seconds of a turn of all servers."""
@@ -215,7 +207,8 @@ class LoadMeasurement:
         for connection in self.plan.connections:
             name, count = connection.address.name, WARM_UP_ARRIVALS if load.is_rate else load.clients
             yield Progress(f"warming up {name}, {load} ...")
-            once[name] = self._send(load, 0, connection, count=count, limit=self.plan.seconds).seconds
+            sent = self._send(load, 0, connection, count=count, limit=self.plan.seconds)
+            once[name] = inf if sent.unfinished else sent.seconds
         return self._estimate(load, once)
 
 
