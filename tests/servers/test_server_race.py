@@ -259,3 +259,19 @@ def test_tokens_per_forward_limit_what_is_said_of_a_server(
     assert session.handle("Hello again") is Verdict.DONE
     shown = view.take()[0]
     assert "as fast as" not in shown and "1.00 tokens per forward cannot" in shown and "noise" in shown
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e300", "-5", "x"])
+def test_counters_that_cannot_be_true_are_ignored(
+    value: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    count_tokens(two[1])
+    pages = iter(("vllm:generation_tokens_total 3", f"vllm:generation_tokens_total {value}") * 9)
+    two[1].pages["/metrics"] = lambda: (200, "text/plain", next(pages))
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    session.handle("Hello")
+    for line in ("Hello", "/race 2", "/server load spec concurrency=1 requests=1 length=2 turns=1"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    assert records_of(tmp_path / "r.jsonl")[1]["other_tokens"] is None and "*" not in view.take()[0].replace(
+        "* spec", ""
+    )

@@ -6,6 +6,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from typing import Any, ClassVar, Protocol
 
 from utils.errors import UserError
@@ -30,6 +31,7 @@ SHORT_DRAFTS = "a position counts as verified if the one before it was accepted,
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
 POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
 LONGEST_LINE = 4096  # characters
+MOST_TOKENS = 2**31  # between two readings; more cannot be true
 
 
 class ServerError(UserError):
@@ -143,7 +145,7 @@ class ServerKind:
     def other_tokens(self, own: int | None, before: Counters, after: Counters) -> int | None:
         """Tokens that the server generated between two readings beyond these `own` ones, or None if unknown."""
         generated = (growth(before, after) or {}).get(self.generated)
-        return None if own is None or generated is None else max(0, generated - own)
+        return None if own is None or generated is None or generated > MOST_TOKENS else max(0, generated - own)
 
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -208,7 +210,9 @@ def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, f
 
 
 def growth(before: Counters, after: Counters) -> dict[str, int] | None:
-    """The growth of each counter, or None if one is missing or decreased, as after a restart of the server."""
+    """The growth of each counter, or None if one is missing, decreased as after a restart, or not finite."""
+    if not all(map(isfinite, (*before.values(), *after.values()))):
+        return None
     grown = {name: round(value - before.get(name, 0.0)) for name, value in after.items()}
     lost = any(name not in after for name in before)
     return None if lost or not before or any(count < 0 for count in grown.values()) else grown
