@@ -111,14 +111,22 @@ def lines_for(
 ) -> Iterable[str]:
     """The lines of -c, of the keyboard, or of standard input if nothing else says what to run."""
     if interactive:
-        history = LineHistory(history_path(), renderer.note)
-        return typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status)
+        return keyboard_lines(session, renderer)
     lines: list[str] = arguments.lines
     if not lines and arguments.prompt is None and not arguments.prompts:
         return piped_lines()
     if not lines and input_waits():
         renderer.note(INPUT_IGNORED)
     return lines
+
+
+def keyboard_lines(session: ReplSession, renderer: Renderer) -> Iterator[str]:
+    """The lines of the keyboard. Those about servers are stored in the history once they have succeeded."""
+    history = LineHistory(history_path(), renderer.note)
+    for line in typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status):
+        yield line
+        if line == session.succeeded:
+            history.keep()
 
 
 def given_prompts(arguments: argparse.Namespace) -> list[str]:

@@ -280,7 +280,11 @@ def _within(array: NDArray[Any], high: int) -> bool:
 
 
 def _restore(storage: NGramStorage, arrays: dict[str, NDArray[Any]]) -> None:
-    context_ids, next_ids, times = (iter(arrays[name].tolist()) for name in ("contexts", "followers", "counts"))
+    known: dict[int, int] = {}  # one object for each token id, as in a text that is entered
+    context_ids, next_ids = (
+        map(known.setdefault, ids, ids) for ids in (arrays[name].tolist() for name in ("contexts", "followers"))
+    )
+    times = iter(arrays["counts"].tolist())
     for size, branch in zip(arrays["sizes"].tolist(), arrays["branches"].tolist(), strict=True):
         entries = dict(zip(islice(next_ids, branch), islice(times, branch), strict=True))
         if len(entries) < branch:  # a token twice

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,11 +28,13 @@ from utils.servers.client import ServerClient  # noqa: E402
 from utils.servers.kinds import recognise  # noqa: E402
 from utils.servers.kinds.completion import (  # noqa: E402
     Counters,
+    Event,
+    Piece,
     ServerAcceptance,
     ServerCompletion,
     ServerRequest,
 )
-from utils.servers.kinds.server_kind import own_tokens  # noqa: E402
+from utils.servers.kinds.server_kind import ServerKind, own_tokens  # noqa: E402
 
 COUNTING = "one two three four one two three four one two three four one two three"
 REQUESTS = {
@@ -48,7 +51,7 @@ VLLM_LINE = re.compile(r"SpecDecoding metrics:.*Accepted: (\d+) tokens, Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request of a server. logged: the (accepted, drafted, mean length) that its log gained."""
+    """One request of a server. logged: the (accepted, drafted, mean length) that its log gained. events: its stream."""
 
     name: str
     completion: ServerCompletion
@@ -56,6 +59,7 @@ class Answer:
     after: Counters
     acceptance: ServerAcceptance | None
     logged: list[tuple[float, ...]]
+    events: list[Event]
 
 
 def serve_llama(model: str, port: int, method: str) -> None:
@@ -133,17 +137,30 @@ def running(command: list[str], log: Path, address: ServerAddress) -> Iterator[S
                 process.wait()
 
 
+def recording(kind: ServerKind, events: list[Event]) -> ServerKind:
+    """The kind, which also keeps the events that it reads."""
+    kept, read = copy(kind), kind.read
+
+    def keep(event: Event) -> Piece:
+        events.append(event)
+        return read(event)
+
+    kept.read = keep  # type: ignore[method-assign]
+    return kept
+
+
 def answers(client: ServerClient, log: Path, line: re.Pattern[str], pause: float) -> Iterator[Answer]:
     kind = recognise(client)
     for name, request in REQUESTS.items():
         length = log.stat().st_size
         before = kind.counters(client)
-        completion = client.complete(request, kind)
+        events: list[Event] = []
+        completion = client.complete(request, recording(kind, events))
         after = kind.counters(client)
         time.sleep(pause)
         found = line.findall(log.read_bytes()[length:].decode("utf-8", "replace"))
         logged = [tuple(map(float, values)) for values in found]
-        yield Answer(name, completion, before, after, kind.acceptance(completion, before, after), logged)
+        yield Answer(name, completion, before, after, kind.acceptance(completion, before, after), logged, events)
 
 
 def disagreement(answer: Answer) -> str:
@@ -179,7 +196,7 @@ def recorded(engine: str, method: str, answer: Answer) -> dict[str, Any]:
     kept = {"engine": engine, "method": method, "name": answer.name, "text": answer.completion.text}
     figures = None if answer.acceptance is None else asdict(answer.acceptance)
     return kept | {
-        "events": answer.completion.events,
+        "events": answer.events,
         "before": answer.before,
         "after": answer.after,
         "acceptance": figures,

@@ -10,6 +10,7 @@ Other folders import it as `servers.loopback`.
 
 import json
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -38,7 +39,8 @@ class Loopback:
     stops_after: the model's end token comes after so many tokens, unless the request says ignore_eos. texts: the texts
     of the first tokens, instead of " w17". slots: requests that are computed at the same time; others wait.
     pages: further addresses such as /metrics, or other answers of /health and /v1/models; a page or a function of no
-    arguments. extras: fields that are added to the last event, or to the whole answer, such as `timings`.
+    arguments. extras: fields that are added to the last event, or to the whole answer, such as `timings`. certificate:
+    a file with a certificate and its key, for https.
     """
 
     model: str = "tiny"
@@ -49,6 +51,7 @@ class Loopback:
     slots: int = 64
     pages: dict[str, Page | Callable[[], Page]] = field(default_factory=dict)
     extras: Callable[[Received, Answer], dict[str, Any]] = lambda request, answer: {}
+    certificate: str | None = None
     log: list[Received] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
@@ -71,7 +74,11 @@ class Loopback:
     def _listen(self, port: int) -> None:
         self._stopping.clear()
         self._server = _Server(("127.0.0.1", port), self)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http{'s' * bool(self.certificate)}://127.0.0.1:{self._server.server_address[1]}"
+        if self.certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -193,11 +200,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Location", faults.redirect)
             self.send_header("Content-Length", "0")
             self.end_headers()
+        elif faults.trickles in ("headers", "body"):
+            self._trickle(faults.trickles)
         elif faults.html:
             self._page((200, "text/html", "<html><body>Welcome to the proxy</body></html>"))
         else:
             return False
         return True
+
+    def _trickle(self, part: str) -> None:
+        status = self.server.owner.faults.status or 200
+        head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\nContent-Length: 99999\r\nX-Long: "
+        self.wfile.write((head if part == "headers" else f"{head}no\r\n\r\n").encode())
+        while not self.server.owner._stopping.wait(0.02):
+            self.wfile.write(b"x")
 
     def _page(self, page: Page) -> None:
         status, kind, text = page
@@ -230,11 +246,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, request: Received, answer: Answer) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", self.server.owner.faults.content_type)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for text in self._events(request, answer):
             self._send(text)
+        while self.server.owner.faults.trickles == "end" and not self.server.owner._stopping.wait(0.02):
+            self._send("\n")
         if not self.close_connection:
             self.wfile.write(b"0\r\n\r\n")
 

@@ -1,9 +1,22 @@
 """Addresses and keys: what is refused, what is derived from a URL, and that a key is never repeated."""
 
+from dataclasses import replace
+from socket import AF_INET, gethostname
+
 import pytest
+from psutil import net_if_addrs
 
 from utils.errors import UserError
-from utils.servers.address import REMOVED, ServerAddress, key_headers, server_address, without_key
+from utils.servers.address import (
+    REMOVED,
+    ServerAddress,
+    check_baselines,
+    key_headers,
+    other_machine,
+    server_address,
+    without_key,
+    without_server,
+)
 
 KEY = "sk-4f9a1c77e2b0"
 
@@ -39,6 +52,7 @@ def test_other_urls_are_refused_without_control_characters_or_passwords(url: str
     ("name", "options"),
     [
         *(("", {}), ("1a", {}), ("a b", {}), ("a\x1b", {}), ("a" * 33, {})),
+        *(("a", {"omit": "a b"}), ("a", {"rename": "a"}), ("a", {"rename": "a:b:c"})),
         *(("a", {"model": ""}), ("a", {"model": "m\n"}), ("a", {"baseline": "a"}), ("a", {"timeout": 0.0})),
     ],
 )
@@ -56,10 +70,26 @@ def test_a_key_in_place_of_a_variable_is_refused_and_not_repeated() -> None:
 def test_hosts() -> None:
     here = [server_address("a", f"http://{host}:1").host for host in ("localhost", "127.0.0.1", "[::1]", "127.8.0.1")]
     assert set(here) == {"localhost"}
+    own = [entry.address for entries in net_if_addrs().values() for entry in entries if entry.family == AF_INET]
+    assert all(server_address("a", f"http://{host}:1").is_local for host in (*own, gethostname(), "0.0.0.0"))
     assert not server_address("a", "http://192.168.0.1").is_local
     assert server_address("a", "http://192.168.0.1", key="K").sends_key_in_clear
     assert not server_address("a", "https://192.168.0.1", key="K").sends_key_in_clear
     assert not ServerAddress("a", "http://localhost", key="K").sends_key_in_clear
+
+
+def test_machines_are_the_same_by_their_host_or_because_the_user_says_so() -> None:
+    here, there = ServerAddress("here", "http://127.0.0.1"), ServerAddress("there", "http://192.0.2.1")
+    assert "there and here are on different hosts" in (reason := other_machine(there, here)) and "same=here" in reason
+    assert "same=target" in other_machine(there, None) and "same=target" in other_machine(None, there)
+    assert not other_machine(here, None) and not other_machine(None, None)
+    for ours, theirs in ((replace(there, same="here"), here), (there, replace(here, same="there"))):
+        assert not other_machine(ours, theirs) and not other_machine(theirs, ours)
+    assert not other_machine(replace(there, same="target"), None)
+    named = check_baselines((here, replace(there, same="here")))
+    assert without_server(named, "here") == (there,)
+    with pytest.raises(UserError, match="same 'her' is unknown"):
+        check_baselines((here, replace(there, same="her")))
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "two words", "a\nX-Other: 1", "schl\u00fcssel"])

@@ -1,8 +1,10 @@
 """The client against a server on loopback: texts, counts, times, and one sentence for every failure."""
 
 import json
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import MAX_LINE, AnswerStream, ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Chat, CountedBy, Event, Piece, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import Chat, CountedBy, Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 
 KEY = "sk-4f9a1c77e2b0"
@@ -28,8 +30,8 @@ class WithIds(ServerKind):
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"return_token_ids": True}
 
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        ids = event["choices"][0].get("token_ids")
+    def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+        ids = choice.get("token_ids")
         return None if ids is None else tuple(ids)
 
 
@@ -119,7 +121,10 @@ FAULTS = {
     "a status": (Faults(status=400, message="max_tokens\x1b[31m is\ntoo large"), "too large"),
     "a loading server": (Faults(status=503, message="Loading model"), "503"),
     "a redirect": (Faults(redirect="http://127.0.0.1:1/"), "elsewhere"),
-    "a page": (Faults(html=True), ""),
+    "a page": (Faults(html=True), "text/html instead of a stream of events"),
+    "a text": (Faults(content_type="text/plain"), "with text/plain instead"),
+    "headers that trickle": (Faults(trickles="headers"), "took too long"),
+    "an error that trickles": (Faults(status=500, trickles="body"), "500"),
     "no JSON": (Faults(broken_json=True), "JSON"),
     "odd JSON": (Faults(odd_json=True), "completion"),
     "no events": (Faults(broken_sse=True), "before the text was complete"),
@@ -134,7 +139,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failure_is_one_sentence_and_the_next_request_works(server: Loopback, name: str) -> None:
     server.faults, expected = FAULTS[name]
-    assert expected in refusal(server, model="tiny")
+    assert expected in refusal(server, model="tiny", timeout=1.0)
     assert len(server.posts()) == 1  # nothing is tried twice
     server.faults = Faults()
     assert complete(server).token_count == 6
@@ -142,9 +147,9 @@ def test_a_failure_is_one_sentence_and_the_next_request_works(server: Loopback, 
 
 def test_a_silent_server(server: Loopback) -> None:
     server.faults = Faults(silent=True)
-    assert "sent nothing" in refusal(server, model="tiny", timeout=1.0)
+    assert "took too long" in refusal(server, model="tiny", timeout=1.0)
     server.faults = Faults(chunk_delay=5.0)
-    assert "sent nothing" in refusal(server, timeout=1.0)
+    assert "took too long" in refusal(server, timeout=1.0)
 
 
 def test_a_server_that_dies_and_comes_back(server: Loopback) -> None:
@@ -220,3 +225,78 @@ def test_lines_end_at_line_feeds_only_and_have_a_bound() -> None:
         list(stream.add(b'error: {"code": 500, "message": "no memory"}\n', 0.5))
     with pytest.raises(ServerError, match="a line of more than 8 MB"):
         list(stream.add(b"data: " + bytes(MAX_LINE), 0.5))
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_a_page_that_trickles_ends(part: str, server: Loopback) -> None:
+    server.faults = Faults(trickles=part)
+    client = ServerClient(ServerAddress("spec", server.url, timeout=0.3))
+    with client, pytest.raises(ServerError, match="took too long"):
+        client.get_text("/metrics")
+
+
+def test_an_answer_ends_at_its_last_event(server: Loopback) -> None:
+    server.faults = Faults(trickles="end")
+    assert complete(server).token_count == 6
+
+
+@pytest.mark.parametrize("count", [10**400, 10**15, 7, -1, True, "6", None, [6]])
+def test_counts_that_cannot_be_true_are_unknown(count: Any, server: Loopback) -> None:
+    server.faults = Faults(usage=False)
+    server.extras = lambda request, answer: {"usage": {"completion_tokens": count, "prompt_tokens": count}}
+    run = complete(server)
+    assert run.text and run.token_count is None and run.counted_by is CountedBy.NOTHING
+    assert run.prompt_tokens in (None, 7) and run.decode_tokens_per_second is None
+    server.extras = lambda request, answer: {"usage": "six"}
+    assert complete(server).token_count is None
+
+
+def test_token_ids_outside_the_vocabulary_are_unknown(server: Loopback) -> None:
+    ids = server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}).ids
+    assert complete(server, replace(REQUEST, vocabulary=max(ids) + 1), WithIds()).token_ids == tuple(ids)
+    run = complete(server, replace(REQUEST, vocabulary=max(ids)), WithIds())
+    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, CountedBy.USAGE)
+
+
+def test_a_model_is_named_as_the_server_names_it(server: Loopback) -> None:
+    server.model = "tiny\ud800"
+    assert complete(server).token_count == 6
+
+
+def test_events_without_content_take_no_memory() -> None:
+    stream = AnswerStream(ServerAddress("spec", "http://127.0.0.1:1"), ServerKind(), REQUEST)
+    data = f'data: {{"choices": [], "padding": "{"x" * 10_000}"}}\n\n'.encode()
+    tracemalloc.start()
+    for _ in range(500):
+        list(stream.add(data, 0.5))
+    assert tracemalloc.get_traced_memory()[0] < 200_000
+    tracemalloc.stop()
+
+
+def test_only_choice_0_is_read_and_content_types_have_no_case(server: Loopback) -> None:
+    other = {"index": 1, "text": "no", "finish_reason": "stop"}
+    server.faults = Faults(content_type="Text/Event-Stream; charset=utf-8")
+    whole = complete(server).text
+    server.extras = lambda request, answer: {"choices": [other, {"index": 0, "text": "", "finish_reason": "length"}]}
+    assert complete(server).text == whole
+    server.extras = lambda request, answer: {"choices": [{"text": "", "finish_reason": "content_filter"}]}
+    assert "content_filter" in refusal(server)
+
+
+def test_fields_are_left_out_and_renamed(server: Loopback) -> None:
+    request = replace(REQUEST, seed=3)
+    complete(server, request, omit="seed,stream_options", rename="max_tokens:max_completion_tokens")
+    sent = server.posts()[-1].body
+    assert sent["max_completion_tokens"] == 6 and not {"seed", "stream_options", "max_tokens"} & set(sent)
+    server.faults = Faults(status=400, message="unknown field seed")
+    assert "omit=FIELD" in refusal(server)
+
+
+def test_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = str(Path(__file__).with_name("certificate.pem"))
+    with Loopback(certificate=certificate) as server:
+        assert "ca=FILE or SSL_CERT_FILE" in refusal(server)
+        assert complete(server, ca=certificate).token_count == 6
+        monkeypatch.setenv("SSL_CERT_FILE", certificate)
+        assert complete(server).token_count == 6
+        assert "none.pem cannot be read" in refusal(server, ca="none.pem")

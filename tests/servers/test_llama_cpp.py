@@ -30,7 +30,7 @@ def answer(client: ServerClient, prompt: str | Chat = REPEATING) -> ServerComple
 
 def drafts(completion: ServerCompletion) -> tuple[int, int]:
     """The drafts and the accepted ones, in llama.cpp's own words."""
-    timings = completion.field("timings")
+    timings = completion.figures["timings"]
     return timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
 
 
@@ -46,7 +46,7 @@ def test_plain_decoding_and_what_is_left_after_it() -> None:
     with running_llama() as (client, servers):
         assert client.models() == ["smollm2-135m-instruct-gguf"]  # not the path of the file
         completion = answer(client)
-        assert completion.token_count == completion.field("timings")["predicted_n"] == LENGTH
+        assert completion.token_count == completion.figures["timings"]["predicted_n"] == LENGTH
         assert completion.finish_reason == "length" and drafts(completion) == (0, 0)
         chat = answer(client, Chat(({"role": "user", "content": "Say hello."},)))
         assert chat.token_count == LENGTH and chat.text.strip()

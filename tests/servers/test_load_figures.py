@@ -25,11 +25,13 @@ class CountingKind(ServerKind):
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"ignore_eos": request.ignore_eos}
 
+    figures = ("timings",)
+
     def counters(self, server: ServerReader) -> Counters:
         return server.get_json("/counters") or {}
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
-        if timings := completion.field("timings"):
+    def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        if timings := completion.figures.get("timings"):
             return ServerAcceptance(timings["drafted"], timings["accepted"])
         if not before or not after:
             return None

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,8 +92,7 @@ def test_ctrl_c_while_a_server_starts_ends_it(ending: str, servers: LocalServers
 
 
 def test_another_server_on_the_port_is_not_taken_for_the_started_one(tmp_path: Path) -> None:
-    before = family()
-    servers = LocalServers(lambda url: gone(family() - before))  # something answers once the server has ended
+    servers = LocalServers(lambda url: bool(servers.ending_of("one")))  # something answers once the server has ended
     with pytest.raises(UserError, match="ended with status 3"):
         started(servers.start("one", launch(tmp_path, "fail")))
     servers.stop_all()
@@ -119,8 +119,9 @@ def test_stubborn_servers_and_their_children_end(servers: LocalServers, tmp_path
     assert gone(begun)
 
 
+@pytest.mark.parametrize("dies_first", [False, True])
 @pytest.mark.parametrize("ending", ["exit", "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-def test_no_server_survives_the_session(ending: str, tmp_path: Path) -> None:
+def test_no_server_survives_the_session(ending: str, dies_first: bool, tmp_path: Path) -> None:
     program = fake_program(tmp_path, "serve")
     code = SESSION.format(root=str(ROOT), tests=str(ROOT / "tests"), program=program)
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -128,6 +129,13 @@ def test_no_server_survives_the_session(ending: str, tmp_path: Path) -> None:
     url, _, folder = session.stdout.readline().strip().partition(" ")
     begun = set(psutil.Process(session.pid).children(recursive=True))
     assert is_ready(url) and len(begun) == 2 and Path(folder).is_dir()
+    if dies_first:
+        server = {process for process in begun if not process.children()}  # not its guard
+        for process in server:
+            process.kill()
+        end = time.monotonic() + 15
+        while not Path(folder, "one.status").exists() and time.monotonic() < end:  # the guard has noticed it
+            time.sleep(0.05)
     if ending == "exit":
         session.stdin.close()
     else:

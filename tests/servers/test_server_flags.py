@@ -1,13 +1,16 @@
 """--server and [servers]: addresses, baselines and errors; a program that loads no model; the file of typed lines."""
 
 import sys
+from collections.abc import Iterator
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Screen, constant_costs, constant_drafter, records_of, table_pair
+from servers.launches import fake_program
 from servers.loopback import Loopback
+from servers.server_sessions import server_session
 
 import infer
 from utils.commands import default_registry
@@ -125,11 +128,26 @@ def test_models_can_be_loaded_later(view: Screen, monkeypatch: pytest.MonkeyPatc
         session.close()
 
 
-def test_a_key_typed_in_place_of_its_variable_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_wrong_places_are_not_stored(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
+    monkeypatch.setattr(infer, "history_path", lambda: tmp_path / "history")
+    session = server_session(view)
+    start = f"/server start llama.cpp a.gguf program={fake_program(tmp_path)} name=c -- --api-key {KEY}"
+    kept = [f"/server add a {URL} key=SERVER_KEY", f" /Server add b {URL}", "what does key=value mean?"]
+    wrong = [f"d {URL} {word}{KEY}" for word in ("KEY=", "key=", "api_key=", "token=", "Key = ", '"key="', "", "x ")]
+    wrong += [f"d http://user:{KEY}@host", f"d {URL}/?api_key={KEY}", f"d {URL} key=SERVER_KEY\n/server add e {KEY}"]
+    lines = [kept[0], *(f"{name} add {text}" for name in ("/server", " /SERVER", "/sever") for text in wrong), start]
+    typed = [*lines, *kept[1:]]
+
+    def keyboard(*args: Any, history: LineHistory, **options: Any) -> Iterator[str]:
+        for text in typed:
+            history.append_string(text)
+            yield from text.split("\n")
+
+    monkeypatch.setattr(infer, "typed_lines", keyboard)
+    verdicts = [session.handle(line) for line in infer.keyboard_lines(session, view.renderer)]
+    assert verdicts[0] is verdicts[-2] is verdicts[-3] is Verdict.DONE, view.take()
+    session.close()
     history = LineHistory(tmp_path / "history", lambda text: None)
-    kept = [f"/server add a {URL} key=SERVER_KEY", f"/server add a {URL}", "what does key=value mean?"]
-    for line in (*kept, f"/server add a {URL} key={KEY}", f'/server add a {URL} "key={KEY}"'):
-        history.store_string(line)
     assert list(history.load_history_strings()) == kept[::-1]
     assert KEY not in (tmp_path / "history").read_text()

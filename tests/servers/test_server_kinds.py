@@ -80,6 +80,15 @@ def test_llama_cpp_without_metrics_has_no_positions() -> None:
     assert busy == without and busy.valid
 
 
+def test_chats_of_llama_cpp_are_timed_by_the_server() -> None:
+    """The first piece of a chat may have several tokens."""
+    events = [{"choices": [{"delta": {"content": "abc"}}]}, {"choices": [{"delta": {}, "finish_reason": "length"}]}]
+    usage = {"choices": [], "usage": {"completion_tokens": 11}, "timings": {"predicted_n": 11, "predicted_ms": 500.0}}
+    assert replayed(LlamaCppKind(), [*events, usage]).decode_tokens_per_second == 20.0
+    for wrong in ({"predicted_n": 11, "predicted_ms": 0}, {"predicted_n": "x", "predicted_ms": 5}, "x"):
+        assert replayed(LlamaCppKind(), [*events, usage | {"timings": wrong}]).own_rate is None
+
+
 def test_llama_cpp_ids_that_are_missing_are_not_made_up() -> None:
     """A stream names one id of an emoji that has three."""
     piece = {"content": "\N{UNICORN FACE}", "tokens": [222], "stop": False}
@@ -137,8 +146,15 @@ def test_vllm_cuts_the_text_and_not_its_drafts() -> None:
     assert "after the end" in found.note
 
 
+FIGURES: list[Any] = [[], {"draft_n": "many"}, {"num_draft_tokens": 3}, "x", {"draft_n": 4}]
+FIGURES += [
+    {"draft_n": drafted, "draft_n_accepted": accepted, "predicted_n": 2}
+    for drafted, accepted in (("x", 0), (10**400, 0), (4, "x"), (4, 5), (10**15, 10**15), (4, -1), (True, True))
+]
+
+
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("figures", [[], {"draft_n": "many"}, {"num_draft_tokens": 3}, "x", {"draft_n": 4}])
+@pytest.mark.parametrize("figures", FIGURES)
 def test_figures_of_another_shape_are_no_acceptance(name: str, figures: Any) -> None:
     kind = KINDS[name]
     event = {"choices": [{"text": "a", "finish_reason": "stop"}], "timings": figures}

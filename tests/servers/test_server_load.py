@@ -266,6 +266,7 @@ def row(concurrency: int, ratios: list[float], /, **values: Any) -> Finding:
         "turns": len(ratios),
         "fixed": False,
         "limits": "",
+        "not_compared": "",
         "speedups": ratios,
         **SpeedClaim.of([ratios]).figures,
         "tokens_per_second": 10.0 * concurrency,
@@ -374,6 +375,18 @@ def test_the_acceptance_of_one_turn_is_not_that_of_all() -> None:
     assert row["tokens_per_target_forward"] == 33 / (5 + 5 + 11)
     (table,) = position_tables([Finding((), row)])
     assert table.rows == (("2 at once", "spec", "0.750", "0.250"),)
+
+
+def test_other_machines_are_not_compared_unless_they_are_equal() -> None:
+    turn = LoadSlice((answered(0.1, 0.1),), 0, 1.0)
+    base, ours = cell(turn), cell(turn)
+    base.address = ServerAddress("plain", "http://192.0.2.1:1")
+    ours.address = ServerAddress("spec", "http://192.0.2.2:1", baseline="plain")
+    row = ours.figures(base)
+    assert row["speedups"] == [] and any("different hosts" in line for line in conclusion([Finding((), row)] * 2))
+    ours.address = replace(ours.address, same="plain")
+    row = ours.figures(base)
+    assert row["speedups"] == [1.0] and not any("different hosts" in line for line in conclusion([Finding((), row)]))
 
 
 def test_percentiles_and_goodput() -> None:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from fakes import Screen, records_of, table_pair
+from servers import loopback
 from servers.loopback import Loopback
 from servers.loopback_values import Answer
 from servers.server_sessions import server_session
 
+from utils.decode.model_info import vocabulary_size
 from utils.repl.runner import Verdict
 from utils.servers import connection
 from utils.servers.address import ServerAddress
-from utils.servers.kinds.completion import Chat, Event, ServerRequest
+from utils.servers.kinds.completion import Chat, ServerRequest
 from utils.servers.kinds.server_kind import ServerKind, ServerReader
 
 
@@ -32,8 +34,7 @@ class Tokenizing(ServerKind):
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return {"return_token_ids": True}
 
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        choice: Mapping[str, Any] = event["choices"][0]
+    def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
         return tuple(choice["token_ids"]) if "token_ids" in choice else None
 
 
@@ -57,12 +58,13 @@ def test_ids_are_sent_if_both_tokenizers_agree(
     session = server_session(view, *servers, pair=pair, monkeypatch=monkeypatch, records=tmp_path / "r.jsonl")
     ids = session.harness.prompt_ids("Hello", session.settings)
 
-    answer = Loopback.answer
+    answer, last = Loopback.answer, vocabulary_size(pair.target) - 1
+    monkeypatch.setattr(loopback, "VOCABULARY", last)
 
     def other(server: Loopback, body: Mapping[str, Any]) -> Answer:
         """The text that the other server gives, from another fourth token."""
         found = answer(server, body)
-        ids = [*found.ids[:3], 999, *found.ids[4:]] if server is two[1] else found.ids
+        ids = [*found.ids[:3], last, *found.ids[4:]] if server is two[1] else found.ids
         return replace(found, ids=ids)
 
     monkeypatch.setattr(Loopback, "answer", other)
@@ -74,6 +76,6 @@ def test_ids_are_sent_if_both_tokenizers_agree(
     else:
         assert body["prompt"] == ids and row["server"]["prompt_form"] == "token ids"
         assert row["prompt_tokens"] == len(ids)
-    assert row["tokens_counted_by"] == "token ids" and row["token_ids"][3] == 999
+    assert row["tokens_counted_by"] == "token ids" and row["token_ids"][3] == last
     assert (row["same_as_baseline"], row["first_difference"], row["first_difference_in"]) == (False, 3, "tokens")
     assert "differs at token 4" in view.take()[0]

@@ -1,7 +1,10 @@
 """Servers as rows of the comparison: what is sent, shown and recorded, and that the session survives their failures."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import Screen, records_of, screen, table_pair
@@ -42,6 +45,7 @@ def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, 
         "name": "spec",
         "url": two[1].url,
         "baseline": "plain",
+        "same": None,
         "model": "tiny",
         "kind": spec["server"]["kind"],
         "prompt_form": "messages",
@@ -96,6 +100,9 @@ def test_speeds_are_compared_with_the_baseline_and_on_its_host_only(
     row = records_of(tmp_path / "r.jsonl")[1]
     assert row["speedup_vs_baseline"] is None and row["decode_speedup_vs_baseline"] is None
     assert row["same_as_baseline"] and "different hosts" in view.take()[0]
+    equal = server_session(view, plain, replace(spec, same="plain"), records=tmp_path / "e.jsonl")
+    equal.handle("Hello")
+    assert records_of(tmp_path / "e.jsonl")[1]["speedup_vs_baseline"] and "different hosts" not in view.take()[0]
     other = server_session(view, plain, ServerAddress("spec", spec.url), records=tmp_path / "s.jsonl")
     other.handle("Hello")
     assert records_of(tmp_path / "s.jsonl")[1]["speedup_vs_baseline"] is None
@@ -244,3 +251,22 @@ def test_a_key_is_in_nothing_that_a_session_writes(
         session.handle(line)
     assert all(KEY not in text for text in view.take())
     assert "[key]" in (tmp_path / "r.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("owner", "extras"),
+    [
+        ("me", {"usage": {"completion_tokens": 10**400}}),
+        ("llamacpp", {"timings": {"draft_n": "x", "draft_n_accepted": 0, "predicted_n": 6}}),
+        ("me\ud800", {}),
+    ],
+)
+def test_odd_answers_are_recorded(owner: str, extras: dict[str, Any], view: Screen, tmp_path: Path) -> None:
+    with Loopback(model=f"tiny-{owner}", faults=Faults(usage="usage" not in extras)) as server:
+        models = {"data": [{"id": server.model, "owned_by": owner}]}
+        server.pages["/v1/models"] = (200, "application/json", json.dumps(models))
+        server.extras = lambda request, answer: extras
+        session = server_session(view, ServerAddress("spec", server.url), records=tmp_path / "r.jsonl")
+        assert session.handle("Hello") is Verdict.DONE and session.handle("/server") is Verdict.DONE, view.take()
+    (row,) = records_of(tmp_path / "r.jsonl")
+    assert row["text"] and row["drafted"] is None and row["new_tokens"] == (None if "usage" in extras else 6)

@@ -64,8 +64,9 @@ def test_a_server_that_dies_between_prompts_is_explained(session: ReplSession, v
     begun = family() - before
     for server in (process for process in begun if not process.children()):  # not its guard
         server.kill()
-    assert gone(begun) and session.handle("Hello again") is Verdict.FAILED
+    assert session.handle("Hello again") is Verdict.FAILED
     assert "plain ended with status" in " ".join("".join(view.take()).split())
+    assert session.handle("/server") is Verdict.DONE and "(it has ended)" in view.take()[0]
 
 
 def test_servers_end_with_the_session(session: ReplSession, tmp_path: Path) -> None:

@@ -39,12 +39,14 @@ def show(argument: str, context: CommandContext) -> Outcome:
     addresses = context.harness.state.servers.addresses
     if not addresses:
         return [Reply(NONE)]
-    return [ShowTable(HEADINGS, [_row(address) for address in addresses])]
+    local = context.harness.state.servers.local
+    ended = [name for name in local.names() if name not in local]
+    return [ShowTable(HEADINGS, [_row(address, " (it has ended)" * (address.name in ended)) for address in addresses])]
 
 
-def _row(address: ServerAddress) -> tuple[str, ...]:
+def _row(address: ServerAddress, state: str) -> tuple[str, ...]:
     key = "-" if address.key is None else f"${address.key}"
-    return address.name, address.url, address.model or "its only one", address.baseline or "-", key
+    return address.name, address.url + state, address.model or "its only one", address.baseline or "-", key
 
 
 def remove(argument: str, context: CommandContext) -> Outcome:
@@ -67,7 +69,8 @@ SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
     "load": load,
 }
 SYNTAX = (
-    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
+    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
+    "[omit=FIELD] [rename=FIELD:NAME]",
     "/server [list]",
     "/server remove NAME",
     "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",

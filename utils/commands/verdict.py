@@ -34,8 +34,8 @@ from utils.metrics.intervals import SLOWER
 APPLY = "apply"
 PROBE_TOKENS = 16
 NO_CANDIDATE = (
-    "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host is without "
-    "speculation."
+    "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host, or on an "
+    "equal machine (same=NAME), is without speculation."
 )
 
 

@@ -192,13 +192,19 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     choose = _prompt(pair, text, settings, history)
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
+        prompt = choose(kind, server)
+        # Ids are sent only if the server has the local tokenizer.
+        known: dict[str, Any] = (
+            {} if pair is None or not isinstance(prompt, tuple) else {"vocabulary": vocabulary_size(pair.target)}
+        )
         return ServerRequest(
-            choose(kind, server),
+            prompt,
             settings.length,
             temperature=processor.effective_temperature,
             top_k=processor.top_k or 0,
             top_p=1.0 if processor.top_p is None else processor.top_p,
             seed=settings.seed,
+            **known,
         )
 
     return make

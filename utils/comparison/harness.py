@@ -20,7 +20,7 @@ from utils.errors import ContextOverflow, UserError
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
-from utils.servers.address import TARGET
+from utils.servers.address import TARGET, other_machine
 from utils.servers.connection import Connection
 from utils.text import count_of
 
@@ -207,5 +207,5 @@ def comparable_servers(harness: Harness) -> list[Connection]:
 def _is_comparable(connection: Connection, harness: Harness) -> bool:
     address, connections = connection.address, harness.state.servers.connections
     if address.baseline == TARGET:
-        return address.is_local and harness.has_pair
-    return address.baseline in connections and connections[address.baseline].address.host == address.host
+        return harness.has_pair and not other_machine(address, None)
+    return address.baseline in connections and not other_machine(address, connections[address.baseline].address)

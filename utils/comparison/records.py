@@ -102,7 +102,7 @@ def server_figures(run: Run) -> dict[str, Any] | None:
 
 def address_figures(address: ServerAddress) -> dict[str, Any]:
     """A server's name and address, without its key."""
-    return {"name": address.name, "url": address.url, "baseline": address.baseline}
+    return {"name": address.name, "url": address.url, "baseline": address.baseline, "same": address.same}
 
 
 def divergence_figures(divergence: Divergence) -> dict[str, Any]:

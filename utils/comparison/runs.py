@@ -14,7 +14,7 @@ from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.metrics.results import CHARACTER, TOKEN, Comparison, Generation, first_difference
-from utils.servers.address import LOOPBACK, TARGET, ServerAddress
+from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 from utils.text import decode
 
@@ -114,10 +114,6 @@ class Run:
         return self.address is None
 
     @property
-    def host(self) -> str:
-        return LOOPBACK if self.address is None else self.address.host
-
-    @property
     def acceptance(self) -> ServerAcceptance | None:
         """What a server reported about its drafts, even if it does not belong to this request alone."""
         return None if self.completion is None else self.completion.acceptance
@@ -161,7 +157,7 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
     if FinishReason.INTERRUPTED in (run.finish, other.finish):
         return empty
     compared = replace(empty, baseline_tokens=other.new_tokens)
-    if run.host == other.host:
+    if not other_machine(run.address, other.address):
         compared = replace(
             compared,
             speedup=_ratio(run.tokens_per_second, other.tokens_per_second),

@@ -17,6 +17,7 @@ from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.engine.engine_choice import FasterEngine
 from utils.metrics.divergence import Cause
+from utils.servers.address import other_machine
 from utils.text import count_of
 
 FULL_CONTEXT = "cut at {}: the context is full"
@@ -43,7 +44,6 @@ NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and i
 NO_BASELINE = (
     "Speed-ups need a baseline: /server add NAME URL baseline=NAME says with which server another is compared."
 )
-OTHER_HOST = "{} and {} are on different hosts, so their speeds are not compared."
 NO_RUN = "{} has no answer of {} to be compared with."
 OTHER_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
 SAMPLED = "Sampled texts need not be equal; /server text {} compares greedy ones."
@@ -300,7 +300,7 @@ def server_summary(prompt: LastPrompt) -> Iterator[str]:
 def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     _, run, comparison = entry
     baseline = comparison.baseline or ""
-    other = next((one.run for one in prompt.servers if one.run.name == baseline), None)
+    other = next((one.run for one in prompt.compared if one.run.name == baseline), None)
     parts = list(filter(None, (_server_speed(entry), _server_text(entry))))
     if parts:
         yield f"{run.name}: {', and '.join(parts)}."
@@ -308,8 +308,8 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
         yield NO_RUN.format(run.name, baseline)
     if limit := _server_limit(entry):
         yield limit
-    if other is not None and run.host != other.host:
-        yield OTHER_HOST.format(run.name, baseline)
+    if other is not None and (reason := other_machine(run.address, other.address)):
+        yield reason
     lengths = (run.new_tokens, comparison.baseline_tokens)
     if comparison.speedup is not None and None not in lengths and lengths[0] != lengths[1]:
         yield OTHER_LENGTHS.format(run.name, baseline, *lengths)

@@ -53,9 +53,11 @@ def read_config(path: Path | None) -> Config:
     text = read_text(path, "The config file")
     try:
         entries = tomllib.loads(text)
-    # Deeply nested arrays exceed the recursion limit of tomllib, and int() refuses numbers of thousands of digits.
-    except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
+    # Deeply nested arrays exceed the recursion limit of tomllib, and int() refuses numbers of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The config file {path} has a number or a nested array that is too long.") from error
     try:
         return replace(_parse(entries), file=path)
     except UserError as error:

@@ -26,7 +26,7 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LOADED, MODEL, check_drafter
+from utils.pairs.request import HEAD, LOADED, MODEL, PARD, check_drafter
 
 
 class OpenSession(Protocol):
@@ -269,7 +269,9 @@ def drafter_label(word: str, pair: Pair) -> str | None:
 
 def _kind_word(pair: Pair) -> str | None:
     """The word of /drafter_kind for the loaded drafter: one word for all drafters that read hidden states."""
-    return HEAD if isinstance(pair.drafter, FeatureDrafter) else pair.drafter_kind
+    if isinstance(pair.drafter, FeatureDrafter):
+        return HEAD
+    return MODEL if pair.drafter_kind == PARD else pair.drafter_kind
 
 
 def surviving_kinds(words: tuple[str, ...], pair: Pair) -> tuple[str, ...]:

@@ -44,7 +44,9 @@ from utils.pairs.request import (
     EMBEDDED,
     HEAD,
     LAYERS,
+    MODEL,
     MTP,
+    PARD,
     PairRequest,
     check_request,
     check_shared,
@@ -357,11 +359,12 @@ def _load_model(source: Source, plan: DrafterPlan, target: LoadedTarget) -> Load
         compatibility = compare_models(target.model, target.tokenizer, model, tokenizer)
     compatibility.check(source.name, can_cut=not target.model.config.is_encoder_decoder)
     notes = remote_code_notes(model, source.name) + window_notes(model, source.name) + compatibility.notes()
-    notes += pard_notes(masked_block(model), source.name, translated=compatibility.needs_translation)
+    block = masked_block(model)
+    notes += pard_notes(block, source.name, translated=compatibility.needs_translation)
     return LoadedDrafter(
         model,
         source.name,
-        "model",
+        MODEL if block is None or compatibility.needs_translation else PARD,
         notes,
         stored_quantization(model.config) or plan.quantize,
         compatibility,

@@ -12,7 +12,7 @@ from utils.models.feature_drafter import FeatureDrafter
 from utils.models.memory import stored_bytes
 from utils.models.quantization import has_nf4_kernel
 from utils.pairs.compatibility import Compatibility
-from utils.pairs.request import PairRequest
+from utils.pairs.request import MODEL, PARD, PairRequest
 from utils.text import byte_size
 
 BNB_INT8 = "bnb-int8"
@@ -93,7 +93,7 @@ def weight_notes(pair: Pair) -> Iterator[str]:
     if reason := _width_dependence(pair.quantize, pair.dtype, pair.target_name):
         yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
     weights = [(pair.quantize, pair.dtype, pair.device, pair.target_name)]
-    if pair.drafter_kind == "model":
+    if pair.drafter_kind in (MODEL, PARD):
         drafter = (pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name)
         weights.append((str(drafter[0]), str(drafter[1]), str(drafter[2]), str(drafter[3])))
     for quantize, dtype, device, name in weights:

@@ -19,6 +19,7 @@ LOADED = "loaded"  # the drafter that the pair was loaded with
 MODEL = "model"
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
+PARD = "PARD"  # a model that drafts blocks; to /drafter_kind it is a model
 HEAD = "head"  # the draft head of the embedded target
 DRAFTERS = (LOADED, MODEL, HEAD, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files

@@ -136,6 +136,7 @@ class LineHistory(FileHistory):
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
         self._path, self._warn = path, warn
+        self._held = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
             path.touch(mode=PRIVATE_FILE)
@@ -153,8 +154,20 @@ class LineHistory(FileHistory):
             return []
 
     def store_string(self, string: str) -> None:
-        if may_hold_key(string):  # typed instead of the name of its variable
-            return
+        """Store a typed text. What names a server may hold a key in a wrong place, so it waits for `keep`."""
+        lines = [line.strip().lower() for line in string.split("\n")]
+        of_server = any(line.startswith("/server") or (line.startswith("/") and "://" in line) for line in lines)
+        self._held = string if of_server and len(lines) == 1 and not may_hold_key(string) else ""
+        if not of_server:
+            self._store(string)
+
+    def keep(self) -> None:
+        """Store the last line about a server, which did what it says."""
+        held, self._held = self._held, ""
+        if held:
+            self._store(held)
+
+    def _store(self, string: str) -> None:
         try:
             super().store_string(string)
         except OSError as error:

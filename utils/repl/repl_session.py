@@ -56,6 +56,7 @@ class ReplSession:
         """
         self._tools, self._renderer = tools, tools.renderer
         self._lone_word_noted = False
+        self.succeeded = ""  # the last command, if it did what it says
         self._nested_files = 0  # /run files that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
         self.harness.state.servers.use(servers)
@@ -179,7 +180,9 @@ class ReplSession:
             pairs=self._tools.pairs,
             interactive=self._tools.interactive,
         )
-        return self._apply(registry.run(line, context))
+        verdict = self._apply(registry.run(line, context))
+        self.succeeded = line if verdict is Verdict.DONE else ""
+        return verdict
 
     def _apply(self, outcome: Outcome) -> Verdict:
         """Apply the effects in order. The verdict is that of the last effect."""

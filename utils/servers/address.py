@@ -9,7 +9,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from ipaddress import ip_address
+from socket import gethostname
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from utils.bounds import RealRange
@@ -23,8 +26,14 @@ TIMEOUT = RealRange("timeout", 1, 86_400)  # seconds
 DEFAULT_TIMEOUT = 120.0
 EXAMPLE = "for example http://127.0.0.1:8000"
 ADD_EXAMPLE = "/server add plain http://127.0.0.1:8000"
-OPTIONS = ("model", "key", "baseline", "timeout")  # in typed addresses
+OPTIONS = ("model", "key", "baseline", "same", "timeout", "ca", "omit", "rename")  # in typed addresses
+FIELDS = {
+    "omit": (r"\w+(,\w+)*", "omit=seed"),
+    "rename": (r"\w+:\w+(,\w+:\w+)*", "rename=max_tokens:max_completion_tokens"),
+}
+SECRET = re.compile(r"(?:(?:key|token|secret)\s*=|--\S*(?:key|token|secret)\s)\s*[\"']?([^\s\"']+)", re.IGNORECASE)
 LOOPBACK = "localhost"
+NAMES = ("baseline", "same")  # options that name a server
 TARGET = "target"  # the baseline that is not a server: the local target alone
 MAX_SERVERS = 32
 SHORTEST_KEY = 8  # characters; shorter placeholders such as EMPTY are not secret and may be words of a text
@@ -37,7 +46,9 @@ class ServerAddress:
 
     `url` has no slash at its end; a path such as /v1 may be part of it. A `model` of None means the server's only
     model. `key` is the name of the environment variable with the key. `baseline` is the server or strategy to compare
-    speed and text with. `timeout` is the maximum number of seconds without new content.
+    speed and text with. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of
+    seconds without new content. `ca` is a file with certificates to trust. `omit` and `rename` change the fields of
+    requests, as in FIELDS.
     """
 
     name: str
@@ -46,6 +57,10 @@ class ServerAddress:
     key: str | None = None
     baseline: str | None = None
     timeout: float = DEFAULT_TIMEOUT
+    same: str | None = None
+    ca: str | None = None
+    omit: str | None = None
+    rename: str | None = None
 
     @property
     def root(self) -> str:
@@ -59,13 +74,13 @@ class ServerAddress:
 
     @property
     def host(self) -> str:
-        """The host. All addresses of this machine's own loopback interface are the same host."""
+        """The host. All addresses of this machine are the same host."""
         host = urlsplit(self.url).hostname or ""
-        return LOOPBACK if _is_loopback(host) else host
+        return LOOPBACK if _is_here(host) else host
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on this machine's loopback interface."""
+        """Whether it is on this machine."""
         return self.host == LOOPBACK
 
     @property
@@ -73,30 +88,33 @@ class ServerAddress:
         """Whether a key crosses a network without encryption."""
         return self.key is not None and not self.is_local and self.url.startswith("http:")
 
+    def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a request, without those to omit and with the new names of those to rename."""
+        omitted = (self.omit or "").split(",")
+        names = dict(pair.split(":") for pair in (self.rename or "").split(",") if pair)
+        return {names.get(field, field): value for field, value in body.items() if field not in omitted}
 
-def server_address(
-    name: str,
-    url: str,
-    *,
-    model: str | None = None,
-    key: str | None = None,
-    baseline: str | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-) -> ServerAddress:
+
+def server_address(name: str, url: str, **options: Any) -> ServerAddress:
     """A checked address. Raises UserError for an invalid value. Messages never repeat the value of key=."""
+    address = ServerAddress(name, url, **options)
     if not NAME.fullmatch(name):
         raise UserError(
             f"'{visible(name)}' is not a name for a server: use up to 32 letters, digits, dots, hyphens and "
             "underscores, and begin with a letter."
         )
-    if key is not None and not VARIABLE.fullmatch(key):
+    if address.key is not None and not VARIABLE.fullmatch(address.key):
         # The value is not shown, because it may be the key itself.
         raise UserError("key= takes the name of an environment variable that holds the key, not the key itself.")
-    if model is not None and (not model or not model.isprintable()):
+    if address.model is not None and (not address.model or not address.model.isprintable()):
         raise UserError("model= needs the name of a model without control characters.")
-    if baseline == name:
+    if address.baseline == name:
         raise UserError(f"{name} cannot be its own baseline.")
-    return ServerAddress(name, check_url(url), model, key, baseline, TIMEOUT.check(timeout))
+    for option, (pattern, example) in FIELDS.items():
+        if not re.fullmatch(f"({pattern})?", getattr(address, option) or "", re.ASCII):
+            raise UserError(f"{option}= takes names of fields of a request, for example {example}.")
+    TIMEOUT.check(address.timeout)
+    return replace(address, url=check_url(url))
 
 
 def check_url(url: str) -> str:
@@ -125,15 +143,36 @@ def _check_secrets(parts: SplitResult) -> None:
         raise UserError("The URL of a server ends with its path: leave out what follows ? or #.")
 
 
-def _is_loopback(host: str) -> bool:
+@cache
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: its loopback interface, its name, or the address of one of its interfaces."""
+    from psutil import net_if_addrs
+
     try:
-        return host.lower() == LOOPBACK or ip_address(host).is_loopback
+        found = ip_address(host)
+        own = (entry.address.partition("%")[0] for entries in net_if_addrs().values() for entry in entries)
+        return found.is_loopback or found.is_unspecified or str(found) in own
     except ValueError:
-        return False
+        return host.lower() in (LOOPBACK, gethostname().lower())
+
+
+def other_machine(one: ServerAddress | None, other: ServerAddress | None) -> str:
+    """Why the speeds of two servers are not compared. It is empty if they can be. None is the local target."""
+    if one is None or other is None:
+        one, other = one or other, None
+    if one is None or one.host == (LOOPBACK if other is None else other.host):
+        return ""
+    name = TARGET if other is None else other.name
+    if one.same == name or (other is not None and other.same == one.name):
+        return ""
+    return (
+        f"{one.name} and {name} are on different hosts, so their speeds are not compared; if the machines are equal, "
+        f"same={name} in its /server add says so."
+    )
 
 
 def parse_server(text: str) -> ServerAddress:
-    """The server in `NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]`.
+    """The server in `NAME URL [OPTION=VALUE ...]`, with the options in OPTIONS.
 
     Raises UserError for anything else. Values of unknown words are not repeated, because they may be keys.
     """
@@ -156,8 +195,8 @@ def parse_server_flag(text: str, number: int) -> ServerAddress:
 def server_of(name: str, values: Mapping[str, str]) -> ServerAddress:
     """The server with this name, URL and options, all as text. Raises UserError for invalid values."""
     options = dict(values)
-    timeout = {"timeout": TIMEOUT.parse(options.pop("timeout"))} if "timeout" in options else {}
-    return server_address(name, **options, **timeout)  # type: ignore[arg-type]
+    timeout: dict[str, Any] = {"timeout": TIMEOUT.parse(options.pop("timeout"))} if "timeout" in options else {}
+    return server_address(name, **options, **timeout)
 
 
 def _server(name: str, url: str, words: Sequence[str]) -> ServerAddress:
@@ -201,9 +240,8 @@ def without_key(text: str, variable: str | None) -> str:
 
 
 def may_hold_key(line: str) -> bool:
-    """Whether a typed line may contain a key instead of the name of its environment variable."""
-    values = re.findall(r"\bkey\s*=\s*[\"']?([^\s\"']+)", line) if line.lstrip().startswith("/server") else []
-    return any(value not in os.environ for value in values)
+    """Whether a typed command may contain a key instead of the name of its environment variable."""
+    return any(value not in os.environ for value in SECRET.findall(line))
 
 
 def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
@@ -215,7 +253,7 @@ def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) 
     kept = [address for address in configured if address.name not in names]
     addresses: tuple[ServerAddress, ...] = ()
     for address in (*kept, *given):  # a later server may be the baseline, so these are checked at the end
-        with_server(addresses, replace(address, baseline=None))
+        with_server(addresses, replace(address, baseline=None, same=None))
         addresses = (*addresses, address)
     return check_baselines(addresses)
 
@@ -232,21 +270,26 @@ def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tup
 
 
 def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[ServerAddress, ...]:
-    """The addresses without one of them, which is also removed as a baseline. Raises UserError for an unknown name."""
+    """The addresses without one of them, which none of them names any more. Raises UserError for an unknown name."""
     if not addresses:
         raise UserError("There is no server to remove.")
     check_choice(name, tuple(address.name for address in addresses), "server")
     return tuple(
-        replace(address, baseline=None) if address.baseline == name else address
+        replace(
+            address,
+            baseline=None if address.baseline == name else address.baseline,
+            same=None if address.same == name else address.same,
+        )
         for address in addresses
         if address.name != name
     )
 
 
 def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The addresses themselves. Raises UserError if a baseline is not among them."""
+    """The addresses themselves. Raises UserError if a server that one of them names is not among them."""
     names = (*(address.name for address in addresses), TARGET)
     for address in addresses:
-        if address.baseline is not None:
-            check_choice(address.baseline, names, "baseline")
+        for option in NAMES:
+            if (name := getattr(address, option)) is not None:
+                check_choice(name, names, option)
     return tuple(addresses)

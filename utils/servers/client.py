@@ -6,10 +6,14 @@ are replaced and the key is removed.
 """
 
 import json
+import os
 import re
+import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from types import TracebackType
@@ -18,21 +22,23 @@ from typing import Any, Self
 import httpx
 
 from utils.decode.steps import FinishReason
+from utils.files import os_reason
 from utils.servers.address import ServerAddress, key_headers, without_key
-from utils.servers.kinds.completion import Event, Piece, ServerCompletion, ServerRequest, finish_of
+from utils.servers.kinds.completion import Event, Piece, ServerCompletion, ServerRequest, believed, finish_of
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.text import count_of, visible
 
 CONNECT_TIMEOUT = 10.0  # seconds
-PAGE_TIMEOUT = 30.0  # seconds; pages need no computation
+PAGE_TIMEOUT = 30.0  # seconds for a whole page; pages need no computation
 MAX_PAGE = 16_000_000  # bytes of an answer that is not streamed
 MAX_LINE = 8_000_000  # bytes; a server that never ends a line must not fill the memory
 MAX_MODELS = 10  # shown in an error
 MAX_WORDS = 300  # characters of a server's own message
 MAX_CHARACTERS = 64  # per requested token; longer answers are refused
-SPARE = 64  # pieces beyond one per requested token
+SPARE = 64  # pieces beyond one per requested token, and characters of a finish reason
+STREAM = "text/event-stream"  # the content type
 DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
-ABORTED = ("abort", "error")  # finish reasons of answers that are not complete
+ABORTED = ("abort", "error", "content_filter")  # finish reasons of answers that are not complete
 UNAVAILABLE = 503
 
 
@@ -45,6 +51,7 @@ class ServerClient:
         self._http = httpx.Client(
             follow_redirects=False,
             trust_env=False,  # no proxy or netrc file: the user has not named them
+            verify=_certificates(address),
             # llama.cpp often closes a connection after a stream without notice, and the next request would fail.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"Accept-Encoding": "identity", "User-Agent": "speculative-decoding"},
@@ -120,16 +127,18 @@ class ServerClient:
         exceptions end the request. Raises ServerError if the answer is not complete.
         """
         url = self._url(kind.path(request))
-        body = kind.body(request, self.model())
+        body = self.address.changed(kind.body(request, self.model()))
         stream = AnswerStream(self.address, kind, request)
         began = time.perf_counter()
         try:
-            with self._answer("POST", url, body) as response:
-                if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise ServerError(f"The server {self.address.name} answered {url} without a stream of events.")
+            with self._answer(url, body, self.address.timeout) as response:
+                if not response.headers.get("content-type", "").lower().startswith(STREAM):
+                    raise self._no_stream(response)
                 for data in response.iter_raw():
                     for piece in stream.add(data, time.perf_counter() - began):
                         watch(piece)
+                    if stream.is_done:  # it need not close the connection
+                        break
         except KeyboardInterrupt:
             return stream.completion(time.perf_counter() - began, interrupted=True)
         except httpx.HTTPError as error:
@@ -142,52 +151,128 @@ class ServerClient:
 
     def _page(self, path: str, sent: dict[str, Any] | None = None) -> bytes | None:
         """The body of a page, or None if the page does not exist. `sent` is a JSON body to send."""
-        page = b""
         try:
-            with self._answer("GET" if sent is None else "POST", self._url(path), sent) as response:
-                for data in response.iter_raw():
-                    page += data
-                    if len(page) > MAX_PAGE:
-                        raise ServerError(
-                            f"The server {self.address.name} sent more than {MAX_PAGE // 1_000_000} MB as {path}."
-                        )
+            with self._answer(self._url(path), sent, min(PAGE_TIMEOUT, self.address.timeout)) as response:
+                return self._read(response)
         except ServerError as error:
             if error.status in (404, 405, 501):
                 return None
             raise
         except httpx.HTTPError as error:
             raise _transport_error(self.address, error) from error
-        return page
 
     @contextmanager
-    def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request."""
-        silence = min(PAGE_TIMEOUT, self.address.timeout) if body is None else self.address.timeout
-        timeout = httpx.Timeout(silence, connect=CONNECT_TIMEOUT)
-        headers = key_headers(self.address.key)
-        request = self._http.build_request(method, url, json=body, headers=headers, timeout=timeout)
-        response = self._http.send(request, stream=True)
+    def _answer(self, url: str, body: dict[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
+        """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request.
+
+        The headers must be complete after so many seconds. `body` is JSON to send; without it, a page is requested.
+        """
+        headers = key_headers(self.address.key) | ({} if body is None else {"Content-Type": "application/json"})
+        with _deadline(seconds) as trace:
+            request = self._http.build_request(
+                "GET" if body is None else "POST",
+                url,
+                content=None if body is None else json.dumps(body),  # in ASCII, so that it can always be sent
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=CONNECT_TIMEOUT),
+                extensions={"trace": trace},
+            )
+            response = self._http.send(request, stream=True)
         try:
             if response.status_code != 200:
-                raise _status_error(self.address, response.status_code, next(response.iter_raw(65_536), b""))
+                raise _status_error(self.address, response.status_code, self._begin(response))
             yield response
         finally:
             response.close()
+
+    def _read(self, response: httpx.Response) -> bytes:
+        """The body of a page. Raises ServerError if it is too large, and httpx.ReadTimeout if it takes too long."""
+        page, end = b"", time.monotonic() + min(PAGE_TIMEOUT, self.address.timeout)
+        for data in response.iter_raw():
+            page += data
+            if len(page) > MAX_PAGE:
+                size = f"{MAX_PAGE // 1_000_000} MB"
+                raise ServerError(f"The server {self.address.name} sent more than {size} as {response.url.path}.")
+            if time.monotonic() > end:  # the timeouts of httpx begin anew with every byte
+                raise httpx.ReadTimeout("the page is not complete")
+        return page
+
+    def _begin(self, response: httpx.Response) -> str:
+        """The message of a body that is not an answer, as far as it can be read."""
+        with suppress(httpx.HTTPError, ServerError):
+            return own_message(self.address, self._read(response).decode("utf-8", "replace"))
+        return ""
+
+    def _no_stream(self, response: httpx.Response) -> ServerError:
+        came, message = words_of(response.headers.get("content-type", "")).rstrip("."), self._begin(response)
+        return ServerError(
+            f"The server {self.address.name} answered {response.url} with {came or 'an unknown type'} instead of a "
+            f"stream of events ({STREAM})" + (f": {message}" if message else ".")
+        )
+
+
+def _certificates(address: ServerAddress) -> ssl.SSLContext | bool:
+    """The certificates to trust: those of SSL_CERT_FILE or else the usual ones, and those of ca=FILE."""
+    if not address.url.startswith("https:"):
+        return False  # none is needed, and reading them takes time
+    try:
+        context = httpx.create_ssl_context()
+        if address.ca:
+            context.load_verify_locations(os.path.expanduser(address.ca))
+    except OSError as error:  # an SSLError is an OSError
+        raise ServerError(
+            f"The server {address.name}: the certificates of {address.ca or 'SSL_CERT_FILE'} cannot be read: "
+            f"{os_reason(error)}."
+        ) from error
+    return context
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
+    """Ends the request inside the block after so many seconds, even if bytes arrive. Yields its trace function.
+
+    The timeouts of httpx begin anew with every byte.
+    """
+    streams: list[Any] = []
+    over = threading.Event()
+
+    def trace(event: str, facts: Mapping[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            streams.append(facts["return_value"])
+
+    def end() -> None:
+        over.set()
+        for stream in streams[-1:]:
+            with suppress(OSError):
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield trace
+    except httpx.TransportError as error:
+        if over.is_set():
+            raise httpx.ReadTimeout("the headers are not complete") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 class AnswerStream:
     """A streamed answer while it arrives: server-sent events become pieces, and finally a ServerCompletion.
 
-    `received` is the number of characters of its text.
+    `received` is the number of characters of its text. `is_done` is True after the last event.
     """
 
     def __init__(self, address: ServerAddress, kind: ServerKind, request: ServerRequest) -> None:
         self._address, self._kind, self._request = address, kind, request
         self._rest = b""  # the beginning of an incomplete line
-        self._events: list[Event] = []
+        self._figures: dict[str, Any] = {}
+        self._has_ids = True
         self._pieces: list[Piece] = []
         self._last: float = 0.0  # time of the last content
-        self._is_done = False
+        self.is_done = False
         self._usage = Piece()
         self._tokens = self.received = 0
 
@@ -202,7 +287,7 @@ class AnswerStream:
             raise self._error(f"sent a line of more than {MAX_LINE // 1_000_000} MB")
         for line in lines:
             name, _, value = line.decode("utf-8", "replace").partition(":")
-            if self._is_done:
+            if self.is_done:
                 return
             if name == "data":
                 yield from self._event(value, seconds)
@@ -214,20 +299,24 @@ class AnswerStream:
 
     def _event(self, text: str, seconds: float) -> Iterator[Piece]:
         if text.strip() == DONE:
-            self._is_done = True
+            self.is_done = True
             return
         piece = self._piece(self._parsed(text))
         if piece.finish_reason in ABORTED:
             raise self._error(f"stopped the answer itself ({piece.finish_reason})")
+        prompt_tokens, new_tokens = believed(piece.prompt_tokens), believed(piece.new_tokens, self._request.max_tokens)
         self._usage = Piece(
-            prompt_tokens=self._usage.prompt_tokens if piece.prompt_tokens is None else piece.prompt_tokens,
-            new_tokens=self._usage.new_tokens if piece.new_tokens is None else piece.new_tokens,
+            prompt_tokens=self._usage.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            new_tokens=self._usage.new_tokens if new_tokens is None else new_tokens,
+        )
+        self._has_ids &= all(
+            believed(token, self._request.vocabulary - 1) is not None for token in piece.token_ids or ()
         )
         if piece.has_content:
             self._last = seconds
             self.received += len(piece.text)
             self._tokens += len(piece.token_ids or ())
-            self._pieces.append(replace(piece, seconds=seconds))
+            self._pieces.append(replace(piece, seconds=seconds, finish_reason=piece.finish_reason[:SPARE]))
             self._check_length()
             yield piece
 
@@ -241,14 +330,15 @@ class AnswerStream:
             raise self._error("sent an event that is not a JSON object")
         if event.get("error"):
             raise self._error(f"reported an error: {self._reason(event['error'])}")
-        self._events.append(event)
+        self._figures |= {name: event[name] for name in self._kind.figures if event.get(name) is not None}
         return event
 
     def _piece(self, event: Event) -> Piece:
         """The piece of an event. Raises ServerError for an event of an unknown form."""
         try:
             piece = self._kind.read(event)
-            _check_types(piece)
+            if not isinstance(piece.text, str) or not isinstance(piece.finish_reason, str):
+                raise TypeError("a text is not a string")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._error("sent an event that is not part of a completion") from error
         return piece
@@ -262,9 +352,9 @@ class AnswerStream:
 
     def completion(self, seconds: float, *, interrupted: bool = False) -> ServerCompletion:
         """The completion at the end of the stream. Raises ServerError if the stream ended too early."""
-        pieces = tuple(self._pieces)
+        pieces = tuple(piece if self._has_ids else replace(piece, token_ids=None) for piece in self._pieces)
         reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
-        if not interrupted and not reason and not self._is_done:
+        if not interrupted and not reason and not self.is_done:
             raise self._error("ended the stream before the text was complete")
         return ServerCompletion(
             text=without_key("".join(piece.text for piece in pieces), self._address.key),
@@ -274,7 +364,8 @@ class AnswerStream:
             seconds=seconds,
             prompt_tokens=self._usage.prompt_tokens,
             usage_tokens=self._usage.new_tokens,
-            events=tuple(self._events),
+            figures=self._figures,
+            own_rate=self._kind.decode_rate(self._figures),
         )
 
     def _reason(self, value: Any) -> str:
@@ -285,17 +376,6 @@ class AnswerStream:
         return ServerError(f"The server {self._address.name} {problem}, {_after(self.received)}.")
 
 
-def _check_types(piece: Piece) -> None:
-    """Raises TypeError if a value does not have the type of its field."""
-    counts = (piece.prompt_tokens, piece.new_tokens, *(piece.token_ids or ()))
-    if not isinstance(piece.text, str) or not isinstance(piece.finish_reason, str):
-        raise TypeError("a text is not a string")
-    if any(
-        count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0) for count in counts
-    ):
-        raise TypeError("a number of tokens is not a whole number")
-
-
 def _parsed(page: bytes | None) -> Any:
     try:
         return None if page is None else json.loads(page)
@@ -303,10 +383,9 @@ def _parsed(page: bytes | None) -> Any:
         return None
 
 
-def _status_error(address: ServerAddress, status: int, body: bytes) -> ServerError:
-    """An error for an answer with a status other than 200."""
+def _status_error(address: ServerAddress, status: int, message: str) -> ServerError:
+    """An error for an answer with a status other than 200. `message` is the server's own."""
     reason = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
-    message = own_message(address, body.decode("utf-8", "replace"))
     sentence = f"The server {address.name} answered with the status {status} {reason}".rstrip()
     hint = ""
     if 300 <= status < 400:
@@ -314,6 +393,8 @@ def _status_error(address: ServerAddress, status: int, body: bytes) -> ServerErr
     elif status in (401, 403):
         key = f"with the key in {address.key}" if address.key else "without a key (key=VARIABLE names one)"
         hint = f" The request was sent {key}."
+    elif status in (400, 422):
+        hint = " If it refuses a field, omit=FIELD or rename=FIELD:NAME in /server add changes what is sent."
     return ServerError((f"{sentence}: {message}" if message else f"{sentence}.") + hint, status)
 
 
@@ -328,7 +409,9 @@ def _transport_error(address: ServerAddress, error: Exception, received: int | N
         case httpx.ConnectTimeout():
             text = f"{name} did not accept a connection at {address.url} within {CONNECT_TIMEOUT:g} s."
         case httpx.TimeoutException():
-            text = f"{name} sent nothing for too long, so the request was ended (timeout=SECONDS sets how long)."
+            text = f"{name} took too long to answer, so the request was ended (timeout=SECONDS sets how long)."
+        case httpx.ConnectError() if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            text = f"{name} has a certificate that is not trusted: {reason}. ca=FILE or SSL_CERT_FILE can name its own."
         case httpx.ConnectError():
             text = f"{name} cannot be reached at {address.url}: {reason}."
         case _ if received is not None:

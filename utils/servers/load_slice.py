@@ -203,9 +203,7 @@ def _measured(kind: ServerKind, answered: LoadSlice, before: Counters, after: Co
     requests = []
     for one in answered.requests:
         own = None if one.completion is None else kind.acceptance(one.completion, {}, {})
-        # The events of a long measurement would fill the memory.
-        done = None if one.completion is None else replace(one.completion, events=())
-        requests.append(replace(one, completion=done, acceptance=own))
+        requests.append(replace(one, acceptance=own))
     tokens = answered.tokens
     together = ServerCompletion("", (), FinishReason.LENGTH, "", answered.seconds, usage_tokens=tokens)
     found = sum_of_drafts([(one.acceptance, one.completion.token_count) for one in requests if one.completion])

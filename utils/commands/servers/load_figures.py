@@ -22,7 +22,7 @@ from utils.comparison.speed_claims import (
     server_notes,
     speedup_text,
 )
-from utils.servers.address import ServerAddress
+from utils.servers.address import ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, percentile, sum_of_drafts
 
@@ -128,6 +128,7 @@ class LoadCell:
         return {
             "server": self.address.name,
             "baseline": self.address.baseline if baseline is not None else None,
+            "not_compared": other_machine(self.address, baseline.address) if baseline is not None else "",
             **_load_figures(self.load),
             "turns": self.turns,
             "fixed": self.is_fixed,
@@ -199,8 +200,8 @@ def _percentiles(values: Sequence[float | None]) -> list[float] | None:
 
 
 def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
-    """The speed over the baseline's, turn by turn. Only on the same host: other hosts are different machines."""
-    if cell.address.host != baseline.address.host:
+    """The speed over the baseline's, turn by turn, if their machines can be compared."""
+    if other_machine(cell.address, baseline.address):
         return
     for turn in cell.slices:
         ours, theirs = cell.speed(turn), baseline.speed(turn)
@@ -276,6 +277,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         lines += _comparison(compared)
     elif all(row["baseline"] is None for row in rows):
         lines.append(NO_BASELINE)
+    lines += dict.fromkeys(row["not_compared"] for row in rows if row["not_compared"])
     lines += [f"Acceptance: {note}." for note in dict.fromkeys(chain(*(row["acceptance_notes"] for row in rows)))]
     for name in dict.fromkeys(row["server"] for row in rows):
         lines += server_notes(name, _whole([row for row in rows if row["server"] == name]), "turn")

@@ -5,14 +5,17 @@ server's own usage figures, never by chunks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from utils.decode.steps import FinishReason
 
 Event = Mapping[str, Any]  # the JSON object of one stream chunk
 Counters = Mapping[str, float]  # a server's own figures at one moment, by name
+MAX_COUNT = 2**31 - 1  # of tokens of any kind
+MAX_DRAFT = 1024  # drafts of a pass, which may be counted after the end of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class ServerRequest:
 
     `prompt` is a text, token ids, or the messages of a chat. `max_tokens` counts new tokens. A `temperature` of 0 is
     greedy, and a `top_k` of 0 means no limit. `ignore_eos` continues after an end token, if the server supports that.
-    With `reuses_prefix`, the server may reuse the computation of an earlier request.
+    With `reuses_prefix`, the server may reuse the computation of an earlier request. `vocabulary` is the number of
+    token ids, as far as it is known.
     """
 
     prompt: str | tuple[int, ...] | Chat
@@ -39,6 +43,7 @@ class ServerRequest:
     seed: int | None = None
     ignore_eos: bool = False
     reuses_prefix: bool = False
+    vocabulary: int = 1 << 24
 
     @property
     def is_chat(self) -> bool:
@@ -81,9 +86,10 @@ class ServerCompletion:
 
     `text` never contains the server's key. `pieces` are those with content, in order and unchanged. `finish` is the
     reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the end
-    of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `events` are all JSON objects of the
-    stream. A Connection adds the rest: the request, the names of the server kind and of the model, and the drafts,
-    which are None if nothing is known. `other_tokens` were generated for other requests meanwhile, or it is None.
+    of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `figures` are further ones in the form of
+    its kind, by the names of their fields, and `own_rate` is its decode speed by its own clock. A Connection adds the
+    rest: the request, the names of the server kind and of the model, and the drafts, which are None if unknown.
+    `other_tokens` were generated for other requests meanwhile, or it is None.
     """
 
     text: str
@@ -93,7 +99,8 @@ class ServerCompletion:
     seconds: float
     prompt_tokens: int | None = None
     usage_tokens: int | None = None
-    events: tuple[Event, ...] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    own_rate: float | None = None
     request: ServerRequest | None = None
     acceptance: "ServerAcceptance | None" = None
     other_tokens: int | None = None
@@ -137,22 +144,26 @@ class ServerCompletion:
     def decode_tokens_per_second(self) -> float | None:
         """Tokens after the first piece per second after it, or None without such tokens.
 
-        The first piece counts as one token if its ids are unknown.
+        If ids are unknown, the first piece may have several tokens: then the server's own clock decides, if it has one,
+        and otherwise the piece counts as one token.
         """
+        if self.token_ids is None and self.own_rate is not None:
+            return self.own_rate
         count, seconds = self.token_count, self.decode_seconds
         if count is None or not seconds:
             return None
         later = count - (len(self.pieces[0].token_ids or ()) if self.token_ids is not None else 1)
         return later / seconds if later > 0 else None
 
-    def field(self, name: str) -> Any:
-        """The last value of a top-level field of the events, or None if no event has it."""
-        return next((event[name] for event in reversed(self.events) if event.get(name) is not None), None)
-
 
 def finish_of(reason: str) -> FinishReason:
     """The finish reason of a complete answer, from the server's word for it."""
     return FinishReason.LENGTH if reason in ("length", "limit", "max_tokens") else FinishReason.STOP
+
+
+def believed(count: Any, most: int = MAX_COUNT) -> int | None:
+    """A server's number, or None unless it is a whole number from 0 to `most`."""
+    return count if type(count) is int and 0 <= count <= most else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +183,11 @@ class ServerAcceptance:
     valid: bool = True
     note: str = ""
     forwards: int | None = None
+
+    def is_possible(self, tokens: int | None) -> bool:
+        """Whether these are numbers that an answer of so many tokens can have."""
+        counts = (self.drafted, self.accepted, self.rounds or 0, self.forwards or 0, *chain(*self.by_position))
+        if len(self.by_position) > MAX_DRAFT or any(believed(count) is None for count in counts):
+            return False
+        most = self.drafted if tokens is None or not self.valid else min(self.drafted, tokens + MAX_DRAFT)
+        return self.accepted <= most

@@ -6,6 +6,7 @@ verified, after they were shortened to the rest of the answer; `draft_n_accepted
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, ClassVar
 
 from utils.servers.kinds.completion import (
@@ -51,6 +52,7 @@ class LlamaCppKind(ServerKind):
     name: ClassVar[str] = "llama.cpp"
     takes_token_ids: ClassVar[bool] = True
     generated: ClassVar[str] = GENERATED
+    figures: ClassVar[tuple[str, ...]] = ("timings",)
 
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == "llamacpp"
@@ -103,15 +105,20 @@ class LlamaCppKind(ServerKind):
         """The figures of /metrics, which exists only with the option --metrics."""
         return draft_counters(server, "llamacpp:", GENERATED)
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+    def decode_rate(self, figures: Mapping[str, Any]) -> float | None:
+        """Its clock starts at the first token."""
+        try:
+            rate = 1000 * (figures["timings"]["predicted_n"] - 1) / figures["timings"]["predicted_ms"]
+            return rate if 0 < rate < inf else None
+        except ODD_FIGURES:
+            return None
+
+    def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """The answer's own timings. Verify passes and positions come from the counters if those grew by the same
         numbers.
         """
-        timings = completion.field("timings")
-        try:
-            return _from_answer(timings, growth(before, after) or {}) if timings else None
-        except ODD_FIGURES:
-            return None
+        timings = completion.figures.get("timings")
+        return _from_answer(timings, growth(before, after) or {}) if timings else None
 
 
 def _from_answer(timings: Mapping[str, int], grown: Mapping[str, int]) -> ServerAcceptance | None:

@@ -6,6 +6,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from math import isfinite
 from typing import Any, ClassVar, Protocol
 
@@ -18,6 +19,7 @@ from utils.servers.kinds.completion import (
     ServerAcceptance,
     ServerCompletion,
     ServerRequest,
+    believed,
 )
 from utils.text import count_of
 
@@ -31,7 +33,6 @@ SHORT_DRAFTS = "a position counts as verified if the one before it was accepted,
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
 POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
 LONGEST_LINE = 4096  # characters
-MOST_TOKENS = 2**31  # between two readings; more cannot be true
 
 
 class ServerError(UserError):
@@ -59,12 +60,14 @@ class ServerReader(Protocol):
 class ServerKind:
     """Text prompts and chats, tokens counted by usage, and no drafts. A kind has no state.
 
-    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids. `generated` is the
-    counter of all new tokens, or empty.
+    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids. `figures` are the
+    names of the fields of events with figures beyond OpenAI's protocol. `generated` is the counter of all new tokens,
+    or empty.
     """
 
     name: ClassVar[str] = "openai"
     takes_token_ids: ClassVar[bool] = False
+    figures: ClassVar[tuple[str, ...]] = ()
     generated: ClassVar[str] = ""
 
     def recognises(self, server: ServerReader) -> bool:
@@ -112,26 +115,30 @@ class ServerKind:
         return {}
 
     def read(self, event: Event) -> Piece:
-        """The first choice of an event, and its usage figures. Reasoning counts as text, because it is generated.
+        """The choice 0 of an event, and its usage figures. Reasoning counts as text, because it is generated.
 
         May raise LookupError, TypeError, ValueError or AttributeError for an event of an unknown form; the client turns
         these into one sentence.
         """
-        usage = event.get("usage") or {}
+        usage = usage if isinstance(usage := event.get("usage"), dict) else {}
         prompt_tokens, new_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not event.get("choices"):  # the last event has only the usage
+        choice = next((choice for choice in event.get("choices") or () if not choice.get("index")), None)
+        if choice is None:  # the last event has only the usage
             return Piece(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-        choice = event["choices"][0]
         if "delta" in choice:
             delta = choice["delta"] or {}
             reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
             text = reasoning + (delta.get("content") or "")
         else:
             text = choice.get("text") or ""
-        return Piece(text, self.token_ids(event), choice.get("finish_reason") or "", prompt_tokens, new_tokens)
+        return Piece(text, self.token_ids(choice), choice.get("finish_reason") or "", prompt_tokens, new_tokens)
 
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        """The token ids of an event, or None without ids."""
+    def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The token ids of a choice, or None without ids."""
+        return None
+
+    def decode_rate(self, figures: Mapping[str, Any]) -> float | None:
+        """Tokens after the first one per second, by the server's own clock, or None if it is unknown."""
         return None
 
     def counters(self, server: ServerReader) -> Counters:
@@ -139,13 +146,21 @@ class ServerKind:
         return {}
 
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
-        """The drafts of a request, or None if nothing was drafted or known."""
+        """The drafts of a request, or None if nothing was drafted or known, or if the figures cannot be true."""
+        try:
+            found = self.drafts(completion, before, after)
+            return found if found is None or found.is_possible(completion.token_count) else None
+        except ODD_FIGURES:
+            return None
+
+    def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        """As `acceptance`, as reported. May raise ODD_FIGURES."""
         return None
 
     def other_tokens(self, own: int | None, before: Counters, after: Counters) -> int | None:
         """Tokens that the server generated between two readings beyond these `own` ones, or None if unknown."""
-        generated = (growth(before, after) or {}).get(self.generated)
-        return None if own is None or generated is None or generated > MOST_TOKENS else max(0, generated - own)
+        generated = believed((growth(before, after) or {}).get(self.generated))
+        return None if own is None or generated is None else max(0, generated - own)
 
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -265,4 +280,4 @@ def accepted_from_histogram(histogram: Sequence[int]) -> list[int]:
     """The accepted drafts at each position. Entry j of the histogram counts the verify passes that accepted exactly j
     drafts.
     """
-    return [sum(histogram[position + 1 :]) for position in range(len(histogram) - 1)]
+    return list(accumulate(histogram[:0:-1]))[::-1]

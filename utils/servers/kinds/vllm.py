@@ -4,14 +4,14 @@ From the sources of vLLM 0.32 (v1/spec_decode/metrics.py, v1/core/sched/schedule
 run. A draft token is counted when it is verified. vLLM also counts the drafts after the end of an answer.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from utils.servers.kinds.completion import Chat, Counters, Event, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import MAX_DRAFT, Chat, Counters, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import (
     ACCEPTED,
     DRAFTED,
-    ODD_FIGURES,
     PASSES,
     SHORT_DRAFTS,
     ServerKind,
@@ -41,6 +41,7 @@ class VllmKind(ServerKind):
     name: ClassVar[str] = "vllm"
     takes_token_ids: ClassVar[bool] = True
     generated: ClassVar[str] = GENERATED
+    figures: ClassVar[tuple[str, ...]] = ("metrics",)
 
     def recognises(self, server: ServerReader) -> bool:
         return owner_of(server) == self.name
@@ -63,20 +64,17 @@ class VllmKind(ServerKind):
         # Only requests with the same salt share blocks of the prefix cache.
         return fields if request.reuses_prefix else fields | {"cache_salt": uuid4().hex}
 
-    def token_ids(self, event: Event) -> tuple[int, ...] | None:
-        ids = event["choices"][0].get("token_ids")
+    def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+        ids = choice.get("token_ids")
         return None if ids is None else tuple(ids)
 
     def counters(self, server: ServerReader) -> Counters:
         return draft_counters(server, "vllm:", GENERATED)
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
-        metrics = completion.field("metrics")
+    def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+        metrics = completion.figures.get("metrics")
         own = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-        try:
-            return _from_answer(completion, own) if own else _from_counters(completion, before, after)
-        except ODD_FIGURES:
-            return None
+        return _from_answer(completion, own) if own else _from_counters(completion, before, after)
 
 
 def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcceptance | None:
@@ -93,7 +91,7 @@ def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcc
                 sum(step_accepted > position for _, step_accepted in steps),
                 sum(step_drafted > position and step_accepted >= position for step_drafted, step_accepted in steps),
             )
-            for position in range(max(step_drafted for step_drafted, _ in steps))
+            for position in range(min(max(step_drafted for step_drafted, _ in steps), MAX_DRAFT))
         )
     else:
         counts = accepted_from_histogram(own["acceptance_histogram"])
@@ -130,6 +128,7 @@ class SglangKind(VllmKind):
     """`sglang.launch_server`. The answer has the draft figures, in `sglext.spec_tokens_details`."""
 
     name: ClassVar[str] = "sglang"
+    figures: ClassVar[tuple[str, ...]] = ("sglext",)
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return super().further_fields(request) | {"return_spec_tokens_details": True}
@@ -137,17 +136,14 @@ class SglangKind(VllmKind):
     def counters(self, server: ServerReader) -> Counters:
         return {}
 
-    def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
+    def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """Every decode step verifies a draft, and the prefill of an answer counts as one more pass."""
-        try:
-            details = completion.field("sglext")["spec_tokens_details"]
-            drafted, accepted = details["spec_num_proposed_drafts"], details["spec_num_correct_drafts"]
-            passes = details["spec_verify_ct"]
-            if not drafted or not passes:
-                return None
-            counts = accepted_from_histogram(details.get("spec_correct_drafts_histogram") or ())
-            counts += [0] * (drafted // passes - len(counts)) if counts else []
-        except ODD_FIGURES:
+        details = completion.figures["sglext"]["spec_tokens_details"]
+        drafted, accepted = details["spec_num_proposed_drafts"], details["spec_num_correct_drafts"]
+        passes = details["spec_verify_ct"]
+        if not drafted or not passes:
             return None
+        counts = accepted_from_histogram(details.get("spec_correct_drafts_histogram") or ())
+        counts += [0] * (min(drafted // passes, MAX_DRAFT) - len(counts)) if counts else []
         by_position = positions(counts, passes)
         return ServerAcceptance(drafted, accepted, passes, by_position, note=ALL_SLOTS, forwards=passes + 1)

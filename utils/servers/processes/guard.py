@@ -1,8 +1,9 @@
 """A process between this program and a server that it has started. It ends the server when this program is gone.
 
-`guard.py PIPE PARENT FOLDER COMMAND ...` runs as a script. It starts the command and waits until the command ends,
-SIGTERM arrives, or the parent is gone, which closes the other end of the pipe. Then it ends the command and all
-processes that the command has started. So not even SIGKILL of the parent leaves a server behind.
+`guard.py PIPE PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
+parent is gone, which closes the other end of the pipe. Then it ends the command and all processes that the command has
+started. So not even SIGKILL of the parent leaves a server behind. If the command ends on its own, its exit status is
+written to the file STATUS. The folder of that file is removed if the parent is gone.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -24,22 +26,30 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
 
 def main() -> int:
     """Guard a command. Returns its exit status."""
-    pipe, parent, folder, *command = sys.argv[1:]
+    pipe, parent, status, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(SET_SUBREAPER, 1)  # orphaned processes of the server become children of the guard
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
     orphaned = False
     try:
-        while server.poll() is None and not orphaned:
+        while not orphaned:
             # The end of the pipe makes it readable. A process that the parent has forked may keep it open.
             orphaned = bool(select.select([int(pipe)], [], [], EVERY)[0]) or os.getppid() != int(parent)
+            if server.poll() is not None and not os.path.exists(status):
+                end_all(server)
+                Path(f"{status}.new").write_text(str(exit_status(server)))
+                os.replace(f"{status}.new", status)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_all(server)
         if orphaned:  # the parent could not remove its temporary folder
-            shutil.rmtree(folder, ignore_errors=True)
-    # As in a shell, a signal is a status above 128.
+            shutil.rmtree(Path(status).parent, ignore_errors=True)
+    return exit_status(server)
+
+
+def exit_status(server: "subprocess.Popen[bytes]") -> int:
+    """The status of a server that has ended. As in a shell, a signal is a status above 128."""
     return server.returncode if server.returncode >= 0 else 128 - server.returncode
 
 

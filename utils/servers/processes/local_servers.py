@@ -58,8 +58,10 @@ class ServerProcess:
             raise UserError("servers can be started on Linux and macOS only; start it yourself and use /server add.")
         self.name, self.port, self.log = name, port, log
         self.command = tuple(command)
+        self._status = log.with_suffix(".status")  # written when the server has ended on its own
+        self._status.unlink(missing_ok=True)
         read, self._write = os.pipe()
-        guarded = [sys.executable, "-P", str(GUARD), str(read), str(os.getpid()), str(log.parent), *command]
+        guarded = [sys.executable, "-P", str(GUARD), str(read), str(os.getpid()), str(self._status), *command]
         try:
             with log.open("wb") as output:
                 # A separate session, so that Ctrl-C in the terminal does not reach the server.
@@ -84,7 +86,7 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        return self._guard.poll() is None
+        return self._guard.poll() is None and not self._status.exists()
 
     def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
         """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
@@ -114,8 +116,7 @@ class ServerProcess:
         """End the server and all processes that it has started. Does nothing the second time."""
         if self._write < 0:
             return
-        if self.is_running:
-            self._guard.terminate()
+        self._guard.terminate()
         os.close(self._write)
         self._write = -1
         try:
@@ -126,10 +127,12 @@ class ServerProcess:
 
     def ending(self, *, wait: float = 0.0) -> str:
         """How the server has ended, with the end of its log. It is empty if it still runs after `wait` seconds."""
-        try:
-            status = self._guard.wait(wait)
-        except subprocess.TimeoutExpired:
-            return ""
+        end = time.monotonic() + wait
+        while self.is_running:
+            if time.monotonic() >= end:
+                return ""
+            time.sleep(POLL)
+        status = self._status.read_text() if self._status.exists() else self._guard.returncode
         return f"{self.name} ended with status {status}. {self.last_words()}"
 
     def last_words(self) -> str:
