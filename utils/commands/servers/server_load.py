@@ -61,7 +61,7 @@ WARM_UP_ARRIVALS = 5
 NO_PROMPT = "a prompt is needed: send one first, or name a file of prompts."
 EXAMPLE = "/server load spec concurrency=1,4,16"
 PART_SENT = "{} of {} are sent, evenly spaced; requests={} sends all."
-TOO_SHORT = "seconds={} is too short: {} takes about {} s with {} (seconds=)."
+TOO_SHORT = "seconds={} is too short: {} takes about {} s with {}. Fewer requests= or a lower length= take less."
 LEFT_OUT = "seconds={} is enough for {}{}; everything takes at least {} s."
 NO_ANSWER = "{} has not answered one request within {} s. More time is given with seconds=."
 TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
