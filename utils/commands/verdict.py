@@ -300,7 +300,7 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each prompt, or of each run if the interval is over repeats: all prompts, then each task."""
     row = findings[-1].figures
     per_prompt = row["interval_over"] == "prompts"
-    tasks = {task: {**one, "interval": None} for task, one in row["tasks"].items()} if len(row["tasks"]) > 1 else {}
+    tasks = row["tasks"] if len(row["tasks"]) > 1 else {}
     rows = {row["name"]: row, **tasks}
     if not per_prompt:
         rows = {name: {**one, "speedups_by_prompt": ()} for name, one in rows.items()}

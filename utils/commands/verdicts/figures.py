@@ -23,7 +23,10 @@ from utils.metrics.results import Generation, pooled
 from utils.prompts.prompt_files import ALL_TASKS
 
 Row = dict[str, Any]
-TASK_FIGURES = ("strategy", "prompts", "speedup", "speedups", "speedups_by_prompt", "without_gain", "accepted")
+TASK_FIGURES = (
+    *("strategy", "prompts", "speedup", "interval", "verdict", "speedups", "speedups_by_prompt"),
+    *("without_gain", "accepted"),
+)
 BENCHMARK_FIGURES = ("task", "strategy", "prompts", "drafted", "benchmark")
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 
