@@ -13,8 +13,7 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.paired_runs import PairedRuns
-from utils.commands.experiments.repeated_runs import RemainingTime
+from utils.commands.experiments.race_runs import RaceItem, RaceResult, time_left
 from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
@@ -23,6 +22,7 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation
 from utils.pairs import drafter_kinds
+from utils.prompts.prompt_files import Prompt
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -46,14 +46,13 @@ def test_speeds_of_a_paired_run() -> None:
         for made in (generation(9, 2.5), generation(9, 5.0), generation(1, 0.5))
     )
     arms: list[Any] = [object(), object()]
-    ours = replace(fast, name="ngram")
-    paired = PairedRuns.of(arms[0], [(arms[0], (ours,)), (arms[1], (slow,))], Settings())
+    ours, item = replace(fast, name="ngram"), RaceItem(1, Prompt("x"), "all", Settings(), arms)
+    paired, itself = RaceResult.of(item, 0, [(arms[0], (ours,)), (arms[1], (slow,))])
     assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
     assert paired.same and short.decode_tokens_per_second is None
-    alone = PairedRuns.of(arms[0], [(arms[0], (ours,))], Settings())
-    assert alone.speedup is None and alone.same is None
-    itself = PairedRuns.of(arms[1], [(arms[1], (slow,))], Settings())
     assert itself.speedup == 1.0 and itself.same
+    (alone,) = RaceResult.of(item, 0, [(arms[0], (ours,))])
+    assert alone.speedup is None and alone.same is None
 
 
 def _rates(made: Generation) -> tuple[int, float | None]:
@@ -61,11 +60,7 @@ def _rates(made: Generation) -> tuple[int, float | None]:
 
 
 def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:
-    time = RemainingTime()
-    assert time.estimate(3) == ""
-    time.add(2.0)
-    time.add(4.0)
-    assert "9 s" in time.estimate(3)
+    assert time_left([], 3) == "" and "9 s" in time_left([2.0, 4.0], 3)
 
 
 def test_strategies_take_turns_at_going_first(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from math import ceil, isfinite
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.race_conclusion import OTHER_REASON
-from utils.commands.experiments.repeated_runs import rotated, then_findings
+from utils.commands.experiments.race_results import OTHER_REASON
+from utils.commands.experiments.race_runs import rotated, then_findings
 from utils.commands.servers.server_words import parse_numbers, parse_words
 from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
