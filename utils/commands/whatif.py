@@ -9,16 +9,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from utils.commands.experiments.speed_model import TargetTiming, costs_of_run, drafting_cost, target_run
+from utils.commands.experiments.speed_model import TargetTiming, predictions, target_run
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
-from utils.comparison.gamma_replay import ReplayProgress, replay_events
-from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Countdown, Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt
+from utils.comparison.strategies import Strategy
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
@@ -46,15 +45,16 @@ TABLE = ResultTable(
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
-    timing = TargetTiming.of(target_run(last))
+    TargetTiming.of(target_run(last))  # raises UserError before anything is replayed
     # The text was generated with the old settings; the drafters along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     job = harness.job(last.job.prompt, settings, last.job.history)
     if not settings.reset_in_between:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
+    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
     report = Report(
-        *("whatif", last.text, settings, TABLE.headings, _findings(harness, job, last, timing)),
+        *("whatif", last.text, settings, TABLE.headings, _findings(job, drafting, last)),
         partial(_conclusion, context.settings.gamma),
         charts=_charts,
         optional=TABLE.optional,
@@ -62,24 +62,18 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
     return [RunReport(report)]
 
 
-def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming) -> Iterator[ReportEvent]:
-    tokens = target_run(last).tokens
-    own = [(strategy.drafter_label(last.job.pair), one.speedup) for strategy, _, one in last.local if strategy.drafts]
-    drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    yield Progress(
-        f"replaying the target's {count_of(len(tokens), 'token')} with {count_of(len(drafting), 'drafter')} ..."
-    )
-    costs = costs_of_run(job.settings.costs, len(job.prompt), len(tokens))
-    countdown = Countdown()
+def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:
+    run, pair = target_run(last), last.job.pair
+    own = {one.strategy.drafter_label(pair): one.comparison for one in last.local if one.strategy.drafts}
+    what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
+    yield Progress(f"replaying the target's {what} ...")
     above: Row = {}
-    for event in replay_events(job, drafting, tokens):
-        if isinstance(event, ReplayProgress):
-            done = (drafting.index(event.strategy) + event.fraction) / len(drafting)
-            yield from countdown.at(done, f"replaying {event.strategy.name}, {done:.0%} done")
+    for event in predictions(job, drafting, run, "replaying"):
+        if isinstance(event, Progress):
+            yield event
             continue
-        strategy, gamma, steps, timings = event
+        strategy, gamma, steps, seconds, speedup = event
         kind = strategy.drafter_label(job.pair)
-        seconds = timing.predict(steps, costs, drafting_cost(timings, costs, kind, len(job.prompt)))
         row = {
             "strategy": strategy.name,
             "drafter": kind,
@@ -88,9 +82,9 @@ def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming
             "drafted": sum(len(step.drafted) for step in steps),
             "accepted": sum(step.accepted for step in steps),
             "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
-            "tokens_per_second": len(tokens) / seconds,
-            "speedup": timing.alone(len(tokens)) / seconds,
-            "measured_speedup": dict(own).get(kind) if gamma == last.job.settings.gamma else None,
+            "tokens_per_second": len(run.tokens) / seconds,
+            "speedup": speedup,
+            "measured_speedup": own[kind].speedup if gamma == last.job.settings.gamma and kind in own else None,
             "exact": strategy.repeats_target(job.settings),
         }
         # A larger gamma that changes no round, but drafts more, is recorded and not shown.

@@ -1,4 +1,4 @@
-"""/why: how the last prompt spent its time, what limits its speed-up, and what to change first.
+"""/why: how the last prompt spent its time, and what limits its speed-up.
 
 Costs are measured anew on the loaded models. Acceptance and times are those of the last run.
 """
@@ -23,16 +23,16 @@ from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt, LocalResult
 from utils.comparison.warm_up import with_costs
-from utils.engine import Engine
-from utils.engine.forward_timing import WIDTHS, time_of_repeats
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 
 SHOWN_POSITIONS = 4
-MIN_TRIALS = 4  # rounds that must have reached a position before its acceptance is used
-MIN_GAIN = 1.02  # predicted improvement from which another gamma is recommended
 REPEATS = 9  # of each verify width, when costs are measured
+UNIT = (
+    "Unit of the costs: one target forward over one token, measured just now. /whatif and auto gamma use the earlier "
+    "measurement that /costs shows."
+)
 
 
 def _seconds_column(part: str) -> ResultColumn:
@@ -80,23 +80,14 @@ def _why(argument: str, context: CommandContext) -> Outcome:
 def _events(
     last: LastPrompt, target: Generation, drafting: Sequence[LocalResult], context: CommandContext
 ) -> Iterator[ReportEvent]:
-    engine = context.harness.pair.engine
-    yield Progress(f"1 of 2: measuring what verify passes cost{_expected(engine)} ...")
-    engine.measure(repeats=REPEATS)
+    yield Progress("1 of 2: measuring what verify passes cost ...")
+    context.harness.pair.engine.measure(repeats=REPEATS)
     yield Progress("2 of 2: measuring what drafts cost ...")
     # costs=None, because stored costs would be used instead of new measurements.
     settings = replace(context.settings, drafter_kind=last.job.settings.drafter_kind, costs=None)
     costs = with_costs(context.harness, settings).costs
     for compared in drafting:
         yield TABLE.finding(_figures(compared, last.job, target, costs or Costs()))
-
-
-def _expected(engine: Engine) -> str:
-    """Estimated duration of the measurement from known costs. It is empty if no costs are known."""
-    widths = (width for width in WIDTHS if width <= len(engine.costs) + 1)
-    forwards = sum(1 + (engine.costs[width - 2] if width > 1 else 0.0) for width in widths)
-    seconds = time_of_repeats(REPEATS, forwards * engine.step_seconds)
-    return f", about {seconds:.0f} s" if seconds >= 1 else ""
 
 
 def _figures(compared: LocalResult, job: Job, target: Generation, costs: Costs) -> dict[str, Any]:
@@ -107,7 +98,6 @@ def _figures(compared: LocalResult, job: Job, target: Generation, costs: Costs) 
     drafts = sum(one.drafts for one in run.timings)
     draft_cost = drafting_cost(run.timings, costs, kind, 0) / drafts if drafts else costs.draft_cost(kind)
     predicted = timing.predict(run.steps, costs, drafting_cost(run.timings, costs, kind, len(job.prompt)))
-    best, rate = best_gamma(run, costs, draft_cost)
     parts = ((one.drafting, one.verifying, one.total) for one in run.timings)
     drafting, verifying, total = map(sum, zip(*parts, strict=True))
     return {
@@ -121,54 +111,13 @@ def _figures(compared: LocalResult, job: Job, target: Generation, costs: Costs) 
         "by_position": [accepted / tried for accepted, tried in run.accepted_by_position if tried],
         "tokens_per_round": tokens / len(run.steps),
         "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
-        "best_gamma": best,
-        "best_rate": rate,
-        "rate": tokens * timing.step / (predicted - timing.start),
     }
 
 
-def best_gamma(run: Generation, costs: Costs, draft_cost: float) -> tuple[int, float]:
-    """The gamma with the highest estimate, and its tokens per decode step.
-
-    The estimate uses the acceptance by position, up to the first position that too few rounds have reached. Rounds
-    without drafts accept nothing.
-    """
-    tokens, reached, rates = 1.0, 1.0, [1.0]
-    for position, (accepted, tried) in enumerate(run.accepted_by_position):
-        # Position 0 counts all rounds, because a round without drafts accepts nothing.
-        tried = tried if position else len(run.steps)
-        if tried < MIN_TRIALS:
-            break
-        reached *= accepted / tried
-        tokens += reached  # expected tokens per round: 1 and the product of the rates so far, summed
-        drafts = position + 1
-        rates.append(tokens / (1 + costs.verify_cost(drafts) + drafts * draft_cost))
-    best = max(range(len(rates)), key=rates.__getitem__)
-    return best, rates[best]
-
-
-def advice(row: Row) -> str:
-    """What to change first."""
-    if not row["by_position"]:
-        return "Nothing was drafted, so there is no estimate. Try /gamma 4"
-    # The best rate is at least 1, that of gamma 0.
-    if row["best_rate"] < MIN_GAIN or not row["best_gamma"]:
-        return "No gamma is predicted to help on this prompt"
-    if row["best_rate"] < row["rate"] * MIN_GAIN:
-        return f"/gamma {'auto' if row['gamma'] is None else row['gamma']} is already the best choice"
-    # Adaptive gamma drafts far where drafts are likely to be accepted. In other rounds a fixed gamma would do worse.
-    if row["gamma"] is None:
-        return "A fixed gamma may do better than auto: /whatif compares them"
-    return f"Try /gamma {row['best_gamma']}: predicted to decode at {row['best_rate']:.2f}x target-only"
-
-
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return [
-        *(f"{row['strategy']}: the bottleneck is {bottleneck(row)}. {advice(row)}." for row in figures_of(findings)),
-        "Unit of the costs: one target forward over one token, measured just now. /whatif and auto gamma use the "
-        "earlier measurement that /costs shows.",
-        "Next: /whatif predicts every gamma for this text.",
-    ]
+    known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
+    lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
+    return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]
 
 
 def _charts(findings: Sequence[Finding]) -> list[Chart]:
@@ -186,7 +135,7 @@ WHY = Command(
     rank=3,
     page=Page(
         "Where the time of the last prompt went: drafting, verifying and the rest, predicted and measured speed-up, "
-        "what limits it, and what to change first.",
+        "and what limits it most.",
         ("> /why", "speculative   predicted 1.6x, measured 1.5x"),
         see_also=("whatif", "race", "costs", "predicted"),
     ),

@@ -20,6 +20,7 @@ from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
+from utils.engine.engine_choice import EngineFigures
 from utils.metrics.results import Generation
 from utils.pairs import drafter_kinds
 from utils.prompts.prompt_files import Prompt
@@ -188,6 +189,27 @@ def test_ctrl_c_keeps_the_finished_values(view: Screen, tmp_path: Path, monkeypa
     assert session.handle("/sweep gamma 1 2") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "records.jsonl")[-1]
     assert not report["finished"] and [row["setting"] for row in report["findings"]] == ["gamma 1"] * 3
+
+
+@pytest.mark.parametrize(("factor", "is_reported"), [(1.25, True), (1.02, False)])
+def test_a_faster_engine_for_the_target_is_named(
+    factor: float, is_reported: bool, view: Screen, tmp_path: Path
+) -> None:
+    pair = table_pair()
+    session = open_session(view, pair, records=tmp_path / "records.jsonl")
+    slow = EngineFigures(
+        step_seconds=0.05, costs=((2, 1.1), (5, 1.2), (9, 1.5)), prefill=400.0, threads=1, verified=True
+    )
+    pair.engine.table = {"plain": slow, "invariant": replace(slow, step_seconds=0.05 / factor)}
+    for line in ("/length 20", "Hello there"):
+        assert session.handle(line) is Verdict.DONE
+    # The texts of random models repeat themselves, so at least one strategy has a speed-up.
+    assert ("1.25x as fast in the invariant engine" in view.take()[0]) is is_reported
+    other = records_of(tmp_path / "records.jsonl")[-1]["engine"]["faster_baseline"]
+    assert other == ({"name": "invariant", "factor": pytest.approx(1.25)} if is_reported else None)
+    assert session.handle("/race 2") is Verdict.DONE
+    conclusion = records_of(tmp_path / "records.jsonl")[-1]["conclusion"]
+    assert any("1.25x as fast" in line for line in conclusion) is is_reported
 
 
 def test_invalid_input_names_the_allowed_values(view: Screen) -> None:

@@ -217,7 +217,7 @@ def test_what_a_better_drafter_would_bring() -> None:
 
 @pytest.mark.parametrize("kind", ["model", "head", "layers:4", "lookup", "suffix", "chain", "ngram"])
 def test_settings_of_other_programs(kind: str) -> None:
-    lines = equivalent_lines(kind, 5, 'a"b', same_tokenizer=True)
+    _, *lines = equivalent_lines(kind, 5, 'a"b', same_tokenizer=True)
     rows = dict(line.split(": ", 1) for line in lines if not line.endswith(": no equivalent of this drafter"))
     everywhere = {"transformers", "vLLM", "llama.cpp"}
     expected = {"model": everywhere, "lookup": everywhere, "suffix": {"vLLM"}, "layers:4": {"transformers"}}

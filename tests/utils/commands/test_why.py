@@ -9,9 +9,8 @@ import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.speed_model import bottleneck, draft_figures
-from utils.commands.why import TABLE, advice, best_gamma
+from utils.commands.why import TABLE
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.pairs.drafter_kinds import drafter_kind
@@ -65,31 +64,6 @@ def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_
     assert chain["predicted"] < suffix["predicted"]
     speeds = {row["drafter"]: row["tokens_per_second"] for row in whatif if row["gamma"] == 4}
     assert speeds["model"] <= speeds["chain"] < speeds["suffix"] / 10
-
-
-def test_the_gamma_with_the_highest_estimate() -> None:
-    free, timing = Costs((0.0,)), RoundTiming(1, 1, 2)
-    assert best_gamma(generation([(1, 1), (1, 0)] * 4, timing), free, 0.6) == (0, 1.0)
-    best, rate = best_gamma(generation([(2, 1)] * 9 + [(2, 0)], timing), free, 0.2)
-    assert best == 1 and rate == pytest.approx(1.9 / 1.2)
-    assert best_gamma(generation([(3, 3)] * 3, timing), free, 0.0) == (0, 1.0), "too few rounds to tell"
-    assert best_gamma(generation([(3, 3)] * 4, timing), free, 0.0) == (3, 4.0), (
-        "there is no estimate beyond what was tried"
-    )
-    declining = generation([(0, 0)] * 6 + [(1, 1)] * 2, timing)
-    assert best_gamma(declining, free, 0.0) == (1, 1.25), "nothing is accepted in a round without drafts"
-
-
-def test_the_advice_depends_on_the_figures() -> None:
-    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5], "gamma": 5}
-    assert "/gamma 3" in advice(figures) and "1.50" in advice(figures)
-    assert "/gamma auto is already" in advice(figures | {"rate": 1.49, "gamma": None})
-    adaptive = advice(figures | {"gamma": None})
-    assert "1.50" not in adaptive and "/whatif" in adaptive, "auto drafts far only where drafts are likely"
-    assert "/gamma 3 is already" in advice(figures | {"rate": 1.49, "gamma": 3})
-    assert "no estimate" in advice(figures | {"by_position": []})
-    assert "No gamma" in advice(figures | {"best_gamma": 0, "best_rate": 1.0, "rate": 0.8})
-    assert "No gamma" in advice(figures | {"best_rate": 1.01, "rate": 1.0}), "the gain is not measurable"
 
 
 def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:

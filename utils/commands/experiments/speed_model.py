@@ -6,13 +6,17 @@ v(k) is the extra time of a verify pass with k drafts and c the time of one draf
 the target's own run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from utils.commands.shared.columns import Row
+from utils.comparison.gamma_replay import ReplayProgress, replay_events
+from utils.comparison.job import Job
+from utils.comparison.reports import Countdown, Progress
 from utils.comparison.session_state import LastPrompt
+from utils.comparison.strategies import Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.metrics.costs import Costs
@@ -76,6 +80,36 @@ def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None
 def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
     """The costs in the middle of a run. Times grow linearly with the context, so these are the mean costs."""
     return (costs or Costs()).at(prompt + tokens // 2)
+
+
+class Prediction(NamedTuple):
+    """The rounds of a strategy with one gamma, where None is adaptive, their seconds, and the speed-up."""
+
+    strategy: Strategy
+    gamma: int | None
+    steps: Sequence[Step]
+    seconds: float
+    speedup: float
+
+
+def predictions(
+    job: Job, strategies: Sequence[Strategy], run: Generation, where: str
+) -> Iterator[Progress | Prediction]:
+    """Replay every gamma of each strategy along the target's own run, with progress that begins with `where`.
+
+    Raises UserError if the run has fewer than two tokens.
+    """
+    timing, tokens = TargetTiming.of(run), run.tokens
+    costs, countdown = costs_of_run(job.settings.costs, len(job.prompt), len(tokens)), Countdown()
+    for event in replay_events(job, strategies, tokens):
+        if isinstance(event, ReplayProgress):
+            done = (strategies.index(event.strategy) + event.fraction) / len(strategies)
+            yield from countdown.at(done, f"{where} by {event.strategy.name}, {done:.0%} done")
+            continue
+        strategy, gamma, steps, timings = event
+        drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
+        seconds = timing.predict(steps, costs, drafting)
+        yield Prediction(strategy, gamma, steps, seconds, timing.alone(len(tokens)) / seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from utils.commands.experiments.race_runs import (
     rotated,
     server_arms,
 )
-from utils.commands.experiments.speed_model import TargetTiming, costs_of_run, draft_figures, drafting_cost
+from utils.commands.experiments.speed_model import TargetTiming, draft_figures, predictions
 from utils.commands.verdicts.measurement import (
     SELECTION_SECONDS,
     Measurement,
@@ -30,10 +30,9 @@ from utils.commands.verdicts.measurement import (
 )
 from utils.commands.verdicts.wording import equivalent_lines, helps
 from utils.comparison.arms import Arm, complete
-from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.job import Job
-from utils.comparison.reports import Countdown, Progress
+from utils.comparison.reports import Progress
 from utils.comparison.runs import Run
 from utils.comparison.speed_claims import SLOWER
 from utils.comparison.strategies import Strategy
@@ -52,17 +51,16 @@ REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt 
 TRIED = 3  # maximum number of candidates that are run
 WORTH_TRYING = 0.8  # minimum prediction, relative to the best one
 FIXED_GAMMA_PENALTY = 0.05
-NAMES = {
+CHAIN = "chain"
+NAMES = {  # in the order of the replay
     MODEL: "the drafter model",
     HEAD: "the head",
+    "ngram": "n-gram assisted decoding",
     "lookup": "prompt lookup",
     "suffix": "suffix matching",
-    "chain": "suffix matching chained with the drafter",
-    "ngram": "n-gram assisted decoding",
+    CHAIN: "suffix matching chained with the drafter",
 }
 WITHOUT_DRAFTER = ("lookup", "suffix")
-# Most users want to know about the loaded drafter. A chain comes last, because its replay takes the longest.
-ORDER = (LOADED, MODEL, HEAD, "ngram", "lookup", "suffix")
 NO_CANDIDATE = (
     "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host is without "
     "speculation."
@@ -121,14 +119,37 @@ def best_of_each(candidates: Sequence[VerdictCandidate], pair: Pair) -> list[Ver
     return list(best.values())
 
 
+def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings, arms: Sequence[Arm]) -> ArmRace:
+    """A race over prompts with their numbers. The last arm is the candidate."""
+    return ArmRace(harness, [RaceItem(number, one, one.task, settings, arms) for number, one in prompts.items()])
+
+
+def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, until: float) -> Iterator[Progress]:
+    """Run the candidate of each race on the tuning prompts, in turns. No round of runs begins after `until`."""
+    prompts = len(races[0].items)
+    for turn in range(prompts):
+        if clock.seconds > until:
+            return
+        for index in rotated(range(len(races)), turn):
+            yield Progress(f"choosing a candidate: {names[index]} on tuning prompt {turn + 1} of {prompts} ...")
+            list(races[index].run(races[index].items[turn], turn))  # a candidate without an answer is not preferred
+
+
+def merit(race: ArmRace) -> float:
+    """The speed-up of a candidate on the tuning prompts, its speed without a baseline, or 0 without an answer."""
+    own = [one for one in race.results if one.arm is race.items[0].arms[-1]]
+    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.totals.tokens_per_second)]
+    return geometric_mean(known) if known else 0.0
+
+
 @dataclass(slots=True)
 class DrafterSelection:
     """What is known about the local candidates.
 
     `settings` include the costs of all drafters. `length` is the number of new tokens of a run, `step` the seconds of a
     decode step, and `began` the end of the warm-up. `predicted` has the speed-up by strategy and gamma for each
-    replayed prompt. `speeds` has tokens per second in the order of `tried`, for each trial round. `problems` has the
-    drafters that cannot run by the reason, and `skipped` a sentence for each prompt that the target cannot take.
+    replayed prompt. `races` are the trial runs in the order of `tried`. `problems` has the drafters that cannot run by
+    the reason, and `skipped` a sentence for each prompt that the target cannot take.
     """
 
     harness: Harness
@@ -143,7 +164,7 @@ class DrafterSelection:
     skipped: list[str] = field(default_factory=list)
     predicted: list[dict[DraftChoice, float]] = field(default_factory=list)
     tried: list[VerdictCandidate] = field(default_factory=list)
-    speeds: list[list[float]] = field(default_factory=list)
+    races: list[ArmRace] = field(default_factory=list)
 
     def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
         """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
@@ -162,12 +183,16 @@ class DrafterSelection:
         yield from self._replay_all()
         best = best_of_each(self.candidates, self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
-        yield from self._try_all()
+        trial = replace(self.settings, length=min(self.length, TUNING_TOKENS))
+        if len(self.tried) > 1:
+            arms = (((self.harness.arm(one.strategy),), replace(trial, gamma=one.gamma)) for one in self.tried)
+            prompts = dict(enumerate(self.prompts, start=1))
+            self.races = [race_of(self.harness, prompts, settings, own) for own, settings in arms]
+            names = list(map(self._name, self.tried))
+            yield from trials(self.races, names, self.clock, self.began + SELECTION_SECONDS)
         chosen, length = self.chosen, run_length(self.step, self.settings.length, run_seconds(len(measured)))
-        settings = replace(self.settings, gamma=chosen.gamma, length=length)
-        arms = (self.harness.arm(self.harness.baseline), replace(self.harness.arm(chosen.strategy), timed=True))
-        items = [RaceItem(number, prompt, prompt.task, settings, arms) for number, prompt in measured.items()]
-        race = ArmRace(self.harness, items)
+        both = (self.harness.arm(self.harness.baseline), replace(self.harness.arm(chosen.strategy), timed=True))
+        race = race_of(self.harness, measured, replace(self.settings, gamma=chosen.gamma, length=length), both)
         return Measurement(race, self._short_label(chosen), plan.divided, self.clock)
 
     def _usable(self, prompts: Sequence[Prompt]) -> dict[int, Prompt]:
@@ -196,8 +221,7 @@ class DrafterSelection:
     @property
     def chosen(self) -> VerdictCandidate:
         """The candidate with the fastest run, or with the best replay if there was no time for runs."""
-        means = [geometric_mean(speeds) for speeds in zip(*self.speeds, strict=True)]
-        return self.tried[means.index(max(means)) if means else 0]
+        return self.tried[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
 
     @property
     def _seconds(self) -> float:
@@ -230,20 +254,23 @@ class DrafterSelection:
 
     def _find_strategies(self) -> None:
         """The strategies that can draft here, and the settings with all their costs. Unknown costs are measured."""
-        loaded = (LOADED, "chain") if self.harness.pair.drafter is not None else ()
-        known: list[str] = []
+        loaded = (LOADED, CHAIN) if self.harness.pair.drafter is not None else ()
+        words: list[str] = []
         for word in dict.fromkeys((*loaded, *self.settings.drafter_kind, *WITHOUT_DRAFTER)):
             if word == LOADED and not loaded:
                 continue
             try:
                 self.settings = with_costs(self.harness, replace(self.settings, drafter_kind=(word,)))
-                known.append(word)
+                words.append(word)
             except UserError as error:
                 self.problems.setdefault(str(error), []).append(word)
-        self.settings = replace(self.settings, drafter_kind=tuple(known))
-        drafting = (strategy for strategy in self.harness.runnable(self.settings) if strategy.drafts)
-        places = {word: place for place, word in enumerate(ORDER)} | {"chain": len(ORDER) + 1}
-        self.strategies = sorted(drafting, key=lambda strategy: places.get(strategy.word, len(ORDER)))
+        self.settings = replace(self.settings, drafter_kind=tuple(words))
+        known = [LOADED, *NAMES]  # most users want to know about the loaded drafter
+        # A chain comes last, because its replay takes the longest.
+        self.strategies = sorted(
+            (strategy for strategy in self.harness.runnable(self.settings) if strategy.drafts),
+            key=lambda one: (one.word == CHAIN, known.index(one.word) if one.word in known else len(known)),
+        )
 
     def _run(self, text: str, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
         run = complete(self.harness.arm(strategy).run(text, replace(self.settings, gamma=gamma, length=length)))
@@ -268,40 +295,20 @@ class DrafterSelection:
 
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[DraftChoice, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, while there is time."""
-        timing = TargetTiming.of(run)
-        costs = costs_of_run(self.settings.costs, len(job.prompt), len(run.tokens))
-        countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[DraftChoice, float] = {}
         kind: dict[DraftChoice, float] = {}  # results of the strategy that is being replayed
-        for event in replay_events(job, self.strategies, run.tokens):
-            if isinstance(event, ReplayProgress):
-                done = (self.strategies.index(event.strategy) + event.fraction) / len(self.strategies)
-                yield from countdown.at(done, f"{where}, {done:.0%} done")
+        for event in predictions(job, self.strategies, run, where):
+            if isinstance(event, Progress):
+                yield event
             else:
-                strategy, gamma, steps, timings = event
-                drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
-                kind[strategy, gamma] = alone / timing.predict(steps, costs, drafting)
-                if gamma is None:  # adaptive gamma comes last
+                kind[event.strategy, event.gamma] = event.speedup
+                if event.gamma is None:  # adaptive gamma comes last
                     scores |= kind
                     kind = {}
             # At least one strategy is replayed.
             if scores and self._seconds > SELECTION_SECONDS:
                 break
         return scores
-
-    def _try_all(self) -> Iterator[Progress]:
-        """Run the best candidates in turns, while there is time."""
-        for turn, prompt in enumerate(self.prompts):
-            if len(self.tried) < 2 or self._seconds > SELECTION_SECONDS:
-                return
-            names = ", ".join(map(self._name, self.tried))
-            yield Progress(f"choosing a drafter: running {names} on tuning prompt {turn + 1} ...")
-            speeds = [0.0] * len(self.tried)
-            for index in rotated(range(len(self.tried)), turn):
-                one = self.tried[index]
-                run = self._run(prompt.text, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
-                speeds[index] = run.tokens_per_second or 1e-9
-            self.speeds.append(speeds)
 
     def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
         """The figures that only a drafter has. `row` has the others, and `settings` are the session's."""
@@ -326,7 +333,7 @@ class DrafterSelection:
             "best_fixed_gamma": best_fixed.gamma,
             "considered": {self._name(one): one.predicted for one in best_of_each(self.candidates, pair)},
             "tried": list(map(self._name, self.tried)),
-            "trials": len(self.speeds),
+            "trials": sum(bool(race.results) for race in self.races),
             "not_tried": [kind_name(one, pair) for one in self.strategies if one.name not in replayed],
             "skipped": [*self.skipped, *measurement.race.notes, *cannot],
         }
@@ -356,12 +363,13 @@ class ServerSelection:
         pairs = self._pairs()
         settings = self._with_length(plan, [arm for pair in pairs for arm in pair])
         if len(pairs) > 1:
-            tuning = [replace(prompt, later=()) for prompt in plan.tuning]
-            self.races = [self._race(tuning, settings, pair) for pair in pairs]
-            yield from self._try_all()
-        best = max(range(len(self.races)), key=lambda index: self._speedup(self.races[index]), default=0)
-        race = self._race(plan.measured, settings, pairs[best])
-        return Measurement(race, pairs[best][1].name, plan.divided, self.clock)
+            prompts = {number: replace(one, later=()) for number, one in enumerate(plan.tuning, start=1)}
+            self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
+            names = [pair[-1].name for pair in pairs]
+            yield from trials(self.races, names, self.clock, self.clock.seconds + SELECTION_SECONDS)
+        best = pairs[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
+        race = race_of(self.harness, dict(enumerate(plan.measured, start=1)), settings, best)
+        return Measurement(race, best[-1].name, plan.divided, self.clock)
 
     def _pairs(self) -> list[Sequence[Arm]]:
         """Baseline and candidate for each server that can be compared."""
@@ -370,10 +378,6 @@ class ServerSelection:
             raise UserError(NO_CANDIDATE)
         known = ((connections.get(server.address.baseline or ""), server) for server in servers)
         return [server_arms(self.harness, [one for one in pair if one is not None]) for pair in known]
-
-    def _race(self, prompts: Sequence[Prompt], settings: Settings, arms: Sequence[Arm]) -> ArmRace:
-        items = [RaceItem(number, one, one.task, settings, arms) for number, one in enumerate(prompts, start=1)]
-        return ArmRace(self.harness, items)
 
     def _with_length(self, plan: PromptPlan, arms: Sequence[Arm]) -> Settings:
         """Warm every server up, and choose the length of the answers by the slowest of them."""
@@ -391,27 +395,10 @@ class ServerSelection:
             raise UserError(" ".join(problems))
         return replace(settings, length=run_length(max(steps), settings.length, run_seconds(len(plan.measured))))
 
-    def _try_all(self) -> Iterator[Progress]:
-        """Run every candidate beside its baseline, while there is time."""
-        began, prompts = self.clock.seconds, len(self.races[0].items)
-        for turn in range(prompts):
-            if turn and self.clock.seconds - began > SELECTION_SECONDS:
-                return
-            for race in rotated(self.races, turn):
-                item = race.items[turn]
-                yield Progress(f"choosing a server: {item.arms[1].name} on tuning prompt {turn + 1} of {prompts} ...")
-                list(race.run(item, turn))  # a server without an answer is not preferred
-
-    def _speedup(self, race: ArmRace) -> float:
-        """The speed-up of a candidate on the tuning prompts, or 0 without an answer."""
-        candidate = race.items[0].arms[1]
-        known = [one.speedup for one in race.results if one.arm is candidate and one.speedup]
-        return geometric_mean(known) if known else 0.0
-
     def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
         """The figures that only a server has."""
         names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
-        known = {race.items[0].arms[1].name: self._speedup(race) for race in self.races}
+        known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
         considered = {name: speedup for name, speedup in known.items() if speedup}
         return {**names, "considered": considered, "skipped": measurement.race.notes}
 

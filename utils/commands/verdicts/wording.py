@@ -210,4 +210,5 @@ def equivalent_lines(kind: str, gamma: int, drafter: str, *, same_tokenizer: boo
     programs = ("transformers", "vLLM", "llama.cpp")
     lines = [f"{program}: {found[program]}" for program in programs if program in found]
     without = [program for program in programs if program not in found]
-    return [*lines, *([f"{', '.join(without)}: no equivalent of this drafter"] if without else [])]
+    lines += [f"{', '.join(without)}: no equivalent of this drafter"] if without else []
+    return ["Equivalent settings elsewhere:", *lines]
