@@ -17,13 +17,12 @@ from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import TARGET_ONLY
-from utils.comparison.reports import Note, Report, ReportEvent, shortened
+from utils.comparison.reports import Report, shortened
 from utils.errors import UserError
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt, limited, read_prompts
 
 MAX_REPEATS = 1000
-MANY = 50  # number of prompts from which a note recommends a limit
 EXAMPLE = "/race prompts.jsonl"
 
 
@@ -54,18 +53,13 @@ class _Race:
         table = race_table(items, servers=on_servers)
         return Report(
             *(record, self.subject, settings, table.headings),
-            then_findings(self._events(race), lambda: map(table.finding, race_rows(race.results, shown, sample))),
+            then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, sample))),
             lambda findings: race_conclusion(figures_of(findings), count if self.is_file else None),
             charts=partial(race_charts, over="the baseline" if on_servers else TARGET_ONLY),
             tables=lambda findings: sample.tables(figures_of(findings), settings.length) if sample.name else [],
             optional=table.optional,
             title=self.title + ", on servers" * on_servers,
         )
-
-    def _events(self, race: ArmRace) -> Iterator[ReportEvent]:
-        if self.is_file and self.sample.of == len(self.prompts) >= MANY:
-            yield Note(f"All {self.sample.of} prompts are run. With limit=3 after the file, 3 of each task are.")
-        yield from race.events()
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:

@@ -23,7 +23,6 @@ from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import Prompt
 from utils.servers.address import TARGET
 from utils.servers.connection import Connection
-from utils.text import count_of
 
 MOST_NOTES = 6  # maximum number of notes on skipped prompts; a file of long prompts could have hundreds
 FURTHER = "Further prompts are left out, too. The table shows how many were run."
@@ -196,13 +195,7 @@ class ArmRace:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
         if any(item.prompt.later and not item.settings.uses_chat for item in self.items):
             yield Note(ONLY_FIRST_TURNS)
-        groups = list(dict.fromkeys(item.group for item in self.items))
-        names = list(dict.fromkeys(arm.name for item in self.items for arm in item.arms))
-        each = count_of(self.repeats, "repeat")
-        what = f"{each} of {', '.join(groups if len(groups) > 1 else names)}"
-        if self._has_file:
-            what = f"{each} of {count_of(len(self.items), 'prompt')} by {', '.join(names)}"
-        yield Progress(f"warming up, then {what} ...")
+        yield Progress("warming up ...")
         self._warm_up()
         seconds: list[float] = []
         total = len(self.items) * self.repeats
@@ -211,7 +204,9 @@ class ArmRace:
             # The prompts of a file keep their order; the values of a sweep take turns.
             for place, item in enumerate(self.items if self._has_file else rotated(self.items, repeat)):
                 done = repeat * len(self.items) + place
-                yield Progress(f"{self._place(item, repeat, done)}{time_left(seconds, total - done)} ...")
+                where = f"{item.group}, " if len({one.group for one in self.items}) > 1 else ""
+                where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
+                yield Progress(f"{where}{time_left(seconds, total - done)} ...")
                 spent = yield from self.run(item, repeat)
                 # A refused prompt does not predict how long the others take.
                 seconds += [] if spent is None else [spent]
@@ -222,11 +217,6 @@ class ArmRace:
     def _has_file(self) -> bool:
         """Whether the items are different prompts."""
         return len({item.number for item in self.items}) > 1
-
-    def _place(self, item: RaceItem, repeat: int, done: int) -> str:
-        if self._has_file:
-            return f"{done + 1} of {len(self.items) * self.repeats} ({item.group})"
-        return f"{f'{item.group}, ' if len(self.items) > 1 else ''}repeat {repeat + 1} of {self.repeats}"
 
     def _warm_up(self) -> None:
         """Run every arm for a few tokens, because the first run may be slow."""

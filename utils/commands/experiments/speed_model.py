@@ -104,7 +104,7 @@ def predictions(
     for event in replay_events(job, strategies, tokens):
         if isinstance(event, ReplayProgress):
             done = (strategies.index(event.strategy) + event.fraction) / len(strategies)
-            yield from countdown.at(done, f"{where} by {event.strategy.name}, {done:.0%} done")
+            yield from countdown.at(done, f"{where} {event.strategy.name}, {done:.0%} done")
             continue
         strategy, gamma, steps, timings = event
         drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))

@@ -197,7 +197,7 @@ class Measurement:
                 if ended := any(map(self.race.is_gone, item.arms)):
                     break
             if not self.pairs:
-                raise UserError(f"none of the prompts could be measured. {self.race.notes[0]}")
+                raise UserError(f"none of the prompts could be measured. {' '.join(self.race.notes[:1])}")
             if not self.speedups:
                 raise UserError(NO_SPEEDUP.format(self.label))
             if ended or not self.running or self._is_enough(passed + 1, began):

@@ -281,7 +281,7 @@ class DrafterSelection:
         for place, prompt in enumerate(self.prompts, start=1):
             if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
                 break
-            where = f"choosing a drafter: replaying tuning prompt {place} of {len(self.prompts)}"
+            where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
             run = self._run(prompt.text, self.harness.baseline, length)
