@@ -230,12 +230,11 @@ class ArmRace:
 
     def run(self, item: RaceItem, repeat: int) -> Generator[Note, None, float | None]:
         """Run an item by all arms that are present. Returns the seconds, or None without an answer."""
-        left_out = f"rompt {item.number} is left out."
         try:
             if self._has_file and any(arm.strategy is not None for arm in item.arms):
                 check_prompt(self.harness, item.prompt, item.settings)
         except UserError as error:
-            yield from self._note(f"P{left_out} {error}")
+            yield from self._note(f"Prompt {item.number} is left out. {error}")
             return None
         present = [arm for arm in item.arms if not self.is_gone(arm)]
         place = self.places.get(item.number, len(self.places))
@@ -244,7 +243,7 @@ class ArmRace:
             try:
                 runs[arm.name] = item.answers(arm)
             except UserError as error:
-                yield from self._note(f"{arm.name}: p{left_out} {error}")
+                yield from self._note(f"{arm.name}: prompt {item.number} is left out. {error}")
             if arm.strategy is None:
                 self.failures[arm.name] = 0 if arm.name in runs else self.failures.get(arm.name, 0) + 1
         for arm in present:

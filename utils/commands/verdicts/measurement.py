@@ -54,8 +54,8 @@ Row = dict[str, Any]
 class PromptPlan:
     """The prompts of one verdict.
 
-    `source` describes the prompts, in plural. A candidate is chosen on the `tuning` prompts. `divided` is True if these
-    differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
+    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts.
+    `divided` is True if these differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
     """
 
     source: str
@@ -92,12 +92,12 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
 
     Tuning prompts are evenly spaced, so that a file sorted by task does not lose a whole task to them.
     """
-    if len(prompts) <= FEW:
-        return PromptPlan(source, tuple(prompts), spaced(prompts, MOST_TUNING), divided=False)
-    tuning = spaced(prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE))
-    others = [prompt for prompt in prompts if prompt not in tuning]
-    measured = tasks_in_turn(spaced(others, MOST_MEASURED))
-    return PromptPlan(source, measured, tuning, left_out=len(others) - len(measured))
+    divided = len(prompts) > FEW
+    chosen = spaced(prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE) if divided else MOST_TUNING)
+    others = [prompt for prompt in prompts if prompt not in chosen] if divided else prompts
+    measured = tasks_in_turn(spaced(others, MOST_MEASURED)) if divided else tuple(prompts)
+    tuning = tuple(replace(prompt, later=()) for prompt in chosen)
+    return PromptPlan(source, measured, tuning, divided, len(others) - len(measured))
 
 
 class VerdictClock:

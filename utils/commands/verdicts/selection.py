@@ -328,11 +328,9 @@ class DrafterSelection:
             "predicted_speedup": chosen.predicted,
             **draft_figures(runs, row["speedup"]),
             "extra_memory": (pair.drafter_memory or 0) if chosen.strategy.kind.uses_loaded else 0,
-            "kind_name": self._name(chosen),
             "commands": chosen.commands(settings),
             "best_fixed_gamma": best_fixed.gamma,
             "considered": {self._name(one): one.predicted for one in best_of_each(self.candidates, pair)},
-            "tried": list(map(self._name, self.tried)),
             "trials": sum(bool(race.results) for race in self.races),
             "not_tried": [kind_name(one, pair) for one in self.strategies if one.name not in replayed],
             "skipped": [*self.skipped, *measurement.race.notes, *cannot],
@@ -363,7 +361,7 @@ class ServerSelection:
         pairs = self._pairs()
         settings = self._with_length(plan, [arm for pair in pairs for arm in pair])
         if len(pairs) > 1:
-            prompts = {number: replace(one, later=()) for number, one in enumerate(plan.tuning, start=1)}
+            prompts = dict(enumerate(plan.tuning, start=1))
             self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
             names = [pair[-1].name for pair in pairs]
             yield from trials(self.races, names, self.clock, self.clock.seconds + SELECTION_SECONDS)

@@ -158,7 +158,7 @@ def _selection(row: Row) -> list[str]:
     how = "Measured" if "baseline" in row else "Predicted"
     lines = [f"{how} on {on}: {shown}."] if len(row["considered"]) > 1 else []
     if lines and row.get("trials"):
-        lines[0] += f" Trial runs of the best {len(row['tried'])}: {row['kind_name']} was the fastest."
+        lines[0] += f" Trial runs of the best {row['trials']}: {row['candidate']} was the fastest."
     if row.get("not_tried"):
         lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
     return lines
