@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from utils.commands.experiments.speed_model import TargetTiming, predictions, target_run
+from utils.commands.experiments.speed_model import TargetTiming, gamma_text, predictions, target_run
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
@@ -27,13 +27,9 @@ UNLISTED = "A gamma that is not listed accepts the same drafts as the one above 
 Row = dict[str, Any]  # the figures of a finding
 
 
-def _shown(gamma: int | None) -> str:
-    return "auto" if gamma is None else str(gamma)
-
-
 TABLE = ResultTable(
     figure("strategy", "strategy"),
-    ResultColumn("gamma", lambda row: _shown(row["gamma"])),
+    ResultColumn("gamma", lambda row: gamma_text(row["gamma"])),
     figure("rounds", "rounds", drop=2),
     ResultColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
     rate_of("acceptance", "accepted", "drafted"),
@@ -100,8 +96,8 @@ def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
     unlisted = [] if all(finding.cells for finding in findings) else [UNLISTED]
     lines = [*(line for line, _ in found), " ".join([EXACT if exact else ESTIMATE, *unlisted])]
     if advised := [best for _, best in found if best is not None]:
-        value = _shown(max(advised, key=lambda row: float(row["speedup"]))["gamma"])
-        change = "" if value == _shown(gamma) else f"/gamma {value}, then "
+        value = gamma_text(max(advised, key=lambda row: float(row["speedup"]))["gamma"])
+        change = "" if value == gamma_text(gamma) else f"/gamma {value}, then "
         lines.append(f"Next: {change}/race 5 measures it.")
     return lines
 
@@ -118,8 +114,11 @@ def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
     if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
         best, other = auto, best
     # Also if auto is preferred to a fixed gamma that the table shows as slightly faster.
-    also = "" if other is None or best is other else f" ({_shown(other['gamma'])}: {other['speedup']:.2f}x)"
-    return f"{name}: best with gamma {_shown(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}.", best
+    also = "" if other is None or best is other else f" ({gamma_text(other['gamma'])}: {other['speedup']:.2f}x)"
+    return (
+        f"{name}: best with gamma {gamma_text(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}.",
+        best,
+    )
 
 
 def _charts(findings: Sequence[Finding]) -> list[LineChart]:

@@ -110,7 +110,7 @@ def test_a_task_claims_nothing_without_evidence() -> None:
         assert not claimed(best_of_each({"maths": rows}))
     assert "is slower: 0.80x" in best_of_each({"maths": [row("a", [0.8, 0.81, 0.8, 0.79, 0.8]), target]})[0]
     few = best_of_each({"maths": [row("a", [1.29])], "code": [row("a", [0.7])]})
-    assert few == ["Too few runs to tell: maths (a about 1.3x), code (a about 0.7x)."]
+    assert few == ["Too few runs to tell: maths, a about 1.3x; code, a about 0.7x."]
 
 
 def swept(setting: str, speeds: list[float], strategy: str = "a", **figures: Any) -> dict[str, Any]:

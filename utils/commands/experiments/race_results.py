@@ -212,10 +212,17 @@ def best_of_each(groups: Mapping[str, Sequence[Row]]) -> list[str]:
             continue
         best = max(known, key=lambda row: (not row["without_gain"] or row["speedup"] <= 1, row["speedup"]))
         if best["verdict"] == TOO_FEW and not best["without_gain"]:
-            undecided.append(f"{name} ({best['strategy']} about {best['speedup']:.1f}x)")
+            undecided.append(f"{name}, {best['strategy']} {with_bounds(best)}")
         else:
             lines.append(f"{name}: {speed_sentence(best)}")
-    return [*([f"Too few runs to tell: {', '.join(undecided)}."] if undecided else []), *lines]
+    return [*([f"Too few runs to tell: {'; '.join(undecided)}."] if undecided else []), *lines]
+
+
+def with_bounds(row: Row) -> str:
+    """The speed-up of a task with its interval, if that has bounds."""
+    if row["interval"] is None:
+        return f"about {row['speedup']:.1f}x"
+    return f"{row['speedup']:.2f}x ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
 
 
 def other_reasons(rows: Sequence[Row]) -> list[str]:

@@ -82,6 +82,11 @@ def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
     return (costs or Costs()).at(prompt + tokens // 2)
 
 
+def gamma_text(gamma: int | None) -> str:
+    """A draft length in words."""
+    return "auto" if gamma is None else str(gamma)
+
+
 class Prediction(NamedTuple):
     """The rounds of a strategy with one gamma, where None is adaptive, their seconds, and the speed-up."""
 

@@ -18,7 +18,7 @@ from utils.commands.experiments.race_runs import (
     rotated,
     server_arms,
 )
-from utils.commands.experiments.speed_model import TargetTiming, draft_figures, predictions
+from utils.commands.experiments.speed_model import TargetTiming, draft_figures, gamma_text, predictions
 from utils.commands.verdicts.measurement import (
     SELECTION_SECONDS,
     Measurement,
@@ -86,10 +86,6 @@ class VerdictCandidate:
     strategy: Strategy
     gamma: int | None
     predicted: float
-
-    @property
-    def gamma_text(self) -> str:
-        return "auto" if self.gamma is None else str(self.gamma)
 
     @property
     def preference(self) -> float:
@@ -233,7 +229,7 @@ class DrafterSelection:
 
     def _short_label(self, candidate: VerdictCandidate) -> str:
         """The candidate in tables and progress lines."""
-        return f"{candidate.strategy.drafter_label(self.harness.pair)}, gamma {candidate.gamma_text}"
+        return f"{candidate.strategy.drafter_label(self.harness.pair)}, gamma {gamma_text(candidate.gamma)}"
 
     def _warm_up(self) -> None:
         """Run everything once, which also shows what cannot run, and choose the length of the runs."""
@@ -322,7 +318,7 @@ class DrafterSelection:
         cannot = [f"Cannot draft here: {', '.join(names)}. {reason}" for reason, names in self.problems.items()]
         found = {
             "name": self._short_label(chosen),
-            "candidate": f"{self._name(chosen)} with /gamma {chosen.gamma_text}",
+            "candidate": f"{self._name(chosen)} with /gamma {gamma_text(chosen.gamma)}",
             "drafter_kind": chosen.strategy.drafter_label(pair),
             "gamma": chosen.gamma,
             "predicted_speedup": chosen.predicted,

@@ -4,7 +4,7 @@ the screen.
 
 import json
 
-from utils.commands.experiments.race_results import other_reasons, spread, texts
+from utils.commands.experiments.race_results import other_reasons, spread, texts, with_bounds
 from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text
@@ -134,16 +134,10 @@ def tasks(row: Row) -> list[str]:
     known = row["tasks"]
     if len(known) < 2:
         return []
-    lines = [f"By task: {', '.join(f'{task} {_with_bounds(one)}' for task, one in known.items())}."]
+    lines = [f"By task: {', '.join(f'{task} {with_bounds(one)}' for task, one in known.items())}."]
     decided = row["interval"] is not None and row["verdict"] != TOO_FEW
     without = [task for task, one in known.items() if decided and _excludes_gain(one)]
     return [*lines, *([f"It does not help with {', '.join(without)}."] if without else [])]
-
-
-def _with_bounds(row: Row) -> str:
-    if row["interval"] is None:
-        return f"{row['speedup']:.2f}x (one prompt)"
-    return f"{row['speedup']:.2f}x ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
 
 
 def _excludes_gain(row: Row) -> bool:
