@@ -67,7 +67,7 @@ def test_a_file_with_tasks_and_turns(two: tuple[Loopback, Loopback], view: Scree
     assert rows["all", "server spec"]["other_texts_at_prompts"] == [1, 2]
     second = two[1].posts()[2].body["messages"]
     assert [message["content"] for message in second][::2] == ["One", "Two"] and "other" in second[1]["content"]
-    assert "0 of 2 texts equal those of server plain, not at prompt 1, 2" in view.take()[0]
+    assert "server spec: text identical on 0 of 2 (not on prompt 1, 2: " in view.take()[0]
 
 
 def test_a_server_that_fails_is_named_and_the_others_are_measured(

@@ -95,7 +95,7 @@ def test_the_best_of_several_is_chosen_on_other_prompts(
         session = server_session(view, *addresses(two), third, records=tmp_path / "r.jsonl")
         row, shown = verdict(session, view, tmp_path)
         assert row["strategy"] == "server quick" and row["considered"]["server quick"] > 1.5
-        assert "Chosen by its speed-up on other prompts: server spec" in shown
+        assert "Measured on other prompts: server spec" in shown
         first = [post.body["messages"][0]["content"] for post in two[1].posts()]
         last = [post.body["messages"][0]["content"] for post in quick.posts()][len(first) :]
     assert len(last) == 6 and not set(first) & set(last)
@@ -205,7 +205,7 @@ def test_a_server_that_stays_away_ends_the_verdict(
     monkeypatch.setattr(Connection, "ask", dies)
     row, shown = verdict(session, view, tmp_path)
     assert row["prompts"] == 6 and sorted(map(len, row["speedups_by_prompt"])) == [1] * 5 + [2]
-    assert len(row["skipped"]) == 3 and "2 prompts in a row have no answer" in shown
+    assert len(row["skipped"]) == 3 and "has not answered 2 prompts in a row" in shown
     assert len(asked) == 4 + 2 * 6 + 2 + 4
     two[0].die()
     assert session.handle(f"/verdict {tmp_path / 'prompts.txt'}") is Verdict.FAILED

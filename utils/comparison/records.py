@@ -20,7 +20,6 @@ from utils import __version__
 from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
-from utils.comparison.second_baseline import FIGURE, estimated
 from utils.comparison.session_state import LastPrompt
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
@@ -53,7 +52,7 @@ def run_records(last: LastPrompt, divergences: Mapping[str, Divergence], pair: A
 
 def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pair: Any) -> dict[str, Any]:
     arm, run, comparison = entry
-    history, faster = last.histories[run.name], pair.engine.faster_baseline() if run.is_local else None
+    history = last.histories[run.name]
     return {
         "schema": SCHEMA,
         "record": GENERATION,
@@ -78,7 +77,6 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
-        FIGURE: estimated(comparison.speedup, faster),
         "same_as_baseline": comparison.same,
         "first_difference": comparison.first_difference,
         "first_difference_in": f"{comparison.unit}s",

@@ -129,12 +129,12 @@ def rough(speedup: float) -> str:
     return f"{speedup:.{1 if abs(speedup - 1) >= ROUGH else 2}f}x"
 
 
-def claim_text(row: Row) -> str:
+def claim_text(row: Row, over: str = "") -> str:
     """The speed-up of a record with its interval: 1.52x target-only (95 % interval 1.41 to 1.63)."""
     text = f"{row['speedup']:.2f}x{star(row)} {baseline_name(row)}"
     if (interval := row["interval"]) is None:
         return text
-    return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
+    return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f}{over})"
 
 
 def speed_sentence(row: Row) -> str:

@@ -10,7 +10,6 @@ from enum import Enum, auto
 
 from utils.comparison.arms import ComparedRun
 from utils.comparison.runs import PREFIX, Run
-from utils.comparison.second_baseline import second_sentence
 from utils.comparison.session_state import LastPrompt
 from utils.comparison.speed_claims import OTHER_REQUESTS, rough
 from utils.comparison.strategies import STRATEGIES
@@ -199,7 +198,7 @@ def summary(runs: PromptRuns) -> str:
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
     sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    elsewhere = second_sentence({rival.name: [rival.factor] for rival in rivals}, runs.faster_engine)
+    elsewhere = runs.faster_engine.sentence if runs.faster_engine else ""
     further = (limit, elsewhere, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
     return " ".join([sentence, *filter(None, further)])
 

@@ -6,7 +6,7 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
-from utils.commands.experiments.race_conclusion import OTHER_REASON
+from utils.commands.experiments.race_results import OTHER_REASON
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
 from utils.comparison.charts import Chart, LineChart
 from utils.comparison.reports import Finding, ReportTable

@@ -13,7 +13,7 @@ from math import ceil, inf
 from random import Random
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.repeated_runs import rotated, then_findings
+from utils.commands.experiments.race_runs import rotated, then_findings
 from utils.commands.servers.load_figures import (
     LatencyLimits,
     Load,
