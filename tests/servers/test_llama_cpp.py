@@ -86,7 +86,7 @@ def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
         "/length 16",
         REPEATING,
         "/server sweep spec draft=0,4 repeats=1",
-        "/server load spec concurrency=1,4 requests=4 fixed=16 turns=1",
+        "/server load spec concurrency=1,4 requests=4 fixed=16 turns=1 seconds=9000",
     )
     try:
         for line in lines:
