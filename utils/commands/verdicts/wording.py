@@ -35,7 +35,7 @@ def _whole_run(row: Row) -> str:
     if row["pooled_tokens_per_second"] is None:
         return NOTHING
     speed = f"{row['pooled_tokens_per_second']:.1f} tokens/s"
-    return f"{speed}, {row['speedup']:.2f}x" if "candidate" in row else speed
+    return f"{speed}, {row['speedup']:.2f}x{star(row)}" if "candidate" in row else speed
 
 
 def _acceptance(row: Row) -> str:
