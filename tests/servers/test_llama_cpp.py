@@ -86,14 +86,15 @@ def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
         "/length 16",
         REPEATING,
         "/server sweep spec draft=0,4 repeats=1",
-        "/server load spec concurrency=1,4 requests=4 length=16 turns=1",
+        "/server load spec concurrency=1,4 requests=4 fixed=16 turns=1 seconds=9000",
     )
     try:
         for line in lines:
             assert session.handle(line) is Verdict.DONE, view.take()
     finally:
         session.close()
-    *_, sweep, load = records_of(tmp_path / "r.jsonl")
+    named = {row["record"]: row for row in records_of(tmp_path / "r.jsonl")}
+    sweep, load = named["server sweep"], named["server load"]
     plain, four = sweep["findings"]
     assert not plain["drafted"] and four["accepted"] > 0 and four["tokens_per_target_forward"] > 1
     assert len(plain["tokens_per_second"]) == len(four["speedups"]) == 2  # one run in each of two passes
@@ -101,8 +102,10 @@ def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
         *(("spec", 1), ("plain", 1), ("spec", 4), ("plain", 4)),
     ]
     for row in load["findings"]:
-        assert row["tokens"] == [4 * 16] and row["failed"] == 0  # ignore_eos: every answer has its full length
-        assert bool(row["accepted"]) == (row["server"] == "spec")
+        sent = 4 if row["concurrency"] == 1 else 3 * 4
+        assert row["tokens"] == [sent * 16] and row["failed"] == 0  # every answer has its full length
+        assert row["other_tokens"] == [0]
+        assert bool(row["accepted"]) == bool(row["accepted_by_position"]) == (row["server"] == "spec")
 
 
 def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
-from servers.server_sessions import server_session
+from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.verdicts import measurement
 from utils.errors import UserError
@@ -67,7 +67,7 @@ def test_a_file_with_tasks_and_turns(two: tuple[Loopback, Loopback], view: Scree
     assert rows["all", "server spec"]["other_texts_at_prompts"] == [1, 2]
     second = two[1].posts()[2].body["messages"]
     assert [message["content"] for message in second][::2] == ["One", "Two"] and "other" in second[1]["content"]
-    assert "0 of 2 texts equal those of server plain, not at prompt 1, 2" in view.take()[0]
+    assert "server spec: text identical on 0 of 2 (not on prompt 1, 2: " in view.take()[0]
 
 
 def test_a_server_that_fails_is_named_and_the_others_are_measured(
@@ -194,3 +194,84 @@ def test_drafts_are_pooled_and_a_gain_needs_them(
     view.take()
     assert session.handle("/race 5") is Verdict.DONE
     assert "may have another reason" in view.take()[0]
+
+
+def test_other_clients_are_named_and_their_figures_marked(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    two[0].faults = Faults(chunk_delay=0.02)
+    # A prompt and a warm-up, then the repeats: another client uses one in the second and the other in two of them.
+    count_tokens(two[0], [0, 0, 0, 5])
+    count_tokens(two[1], [0, 0, 7, 0, 8], drafts=True)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    assert session.handle("Hello") is Verdict.DONE
+    view.take()
+    assert session.handle("/race 5") is Verdict.DONE
+    shown, rows = " ".join(view.take()[0].split()), rows_of(tmp_path / "r.jsonl")
+    plain, spec = rows["all", "server plain"], rows["all", "server spec"]
+    assert plain["other_tokens"] == [0, 5, 0, 0, 0] and spec["other_tokens"] == [7, 0, 8, 0, 0]
+    assert spec["disturbed"] and spec["acceptance_rate"] is None
+    assert spec["acceptance_unknown"] == ["the server had other requests meanwhile"]
+    conclusion = records_of(tmp_path / "r.jsonl")[-1]["conclusion"]
+    assert f"server spec is faster: {spec['speedup']:.2f}x* server plain" in conclusion[0]
+    for line in (
+        "* server spec had other requests during 2 of 5 answers (15 tokens more)",
+        "* server plain had other requests during 1 of 5 answers (5 tokens more)",
+        "server spec: its acceptance is not known, because the server had other requests meanwhile.",
+    ):
+        assert shown.count(line) == 1 == sum(line in sentence for sentence in conclusion)
+    assert f"{spec['speedup']:.2f}x*" in shown
+
+
+def test_servers_with_requests_of_their_own_only_are_not_marked(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    count_tokens(two[0])
+    count_tokens(two[1], drafts=True)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    assert session.handle("Hello") is Verdict.DONE and session.handle("/race 2") is Verdict.DONE
+    assert "*" not in view.take()[0]
+    spec = rows_of(tmp_path / "r.jsonl")["all", "server spec"]
+    assert spec["acceptance_rate"] == 0.5 and not spec["disturbed"] and spec["other_tokens"] == [0, 0]
+
+
+def test_a_prompt_names_other_clients(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+    count_tokens(two[1], [9], drafts=True)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    assert session.handle("Hello") is Verdict.DONE
+    shown = view.take()[0]
+    assert shown.count("had other requests") == 1 and "(9 tokens more)" in shown and "x*" in shown
+    assert [row["other_tokens"] for row in records_of(tmp_path / "r.jsonl")] == [None, 9]
+
+
+def test_tokens_per_forward_limit_what_is_said_of_a_server(
+    two: tuple[Loopback, Loopback], view: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two[0].faults = Faults(chunk_delay=0.05)
+    found = ServerAcceptance(6, 3, forwards=3)  # of 6 tokens
+    monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found)
+    session = server_session(view, *addresses(two))
+    assert session.handle("Hello") is Verdict.DONE
+    shown = view.take()[0]
+    assert "server spec: at most about 2.0x as fast as server plain, and the same text" in shown
+    assert "2.00 tokens per forward cannot make it so fast" in shown
+    found = ServerAcceptance(60, 1, forwards=6)
+    assert session.handle("Hello again") is Verdict.DONE
+    shown = view.take()[0]
+    assert "as fast as" not in shown and "1.00 tokens per forward cannot" in shown and "noise" in shown
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e300", "-5", "x"])
+def test_counters_that_cannot_be_true_are_ignored(
+    value: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    count_tokens(two[1])
+    pages = iter(("vllm:generation_tokens_total 3", f"vllm:generation_tokens_total {value}") * 9)
+    two[1].pages["/metrics"] = lambda: (200, "text/plain", next(pages))
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    session.handle("Hello")
+    for line in ("Hello", "/race 2", "/server load spec concurrency=1 requests=1 length=2 turns=1"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    assert records_of(tmp_path / "r.jsonl")[1]["other_tokens"] is None and "*" not in view.take()[0].replace(
+        "* spec", ""
+    )

@@ -1,6 +1,7 @@
 """/server sweep: every draft length has its turn in both passes, and the server is left as it was."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from servers.server_sessions import server_session
 from utils.commands.servers.server_sweep import conclusion
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import SpeedClaim
+from utils.decode.steps import FinishReason
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.servers.connection import Connection
@@ -79,6 +81,24 @@ def test_ctrl_c_keeps_what_was_measured_and_restores_the_server(
     assert session.handle("Hello") is Verdict.DONE
 
 
+def test_ctrl_c_in_a_warm_up_ends_the_sweep(
+    session: ReplSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = [], Connection.ask
+
+    def interrupted(connection: Connection, *arguments: Any) -> Any:
+        asked.append(connection)
+        answer = ask(connection, *arguments)
+        # As a client returns the answer that Ctrl-C has ended.
+        return replace(answer, finish=FinishReason.INTERRUPTED) if len(asked) == 4 else answer
+
+    monkeypatch.setattr(Connection, "ask", interrupted)
+    record = sweep(session, "/server sweep one draft=0,2 repeats=1", tmp_path)
+    assert len(asked) == 4  # the prompt, a warm-up and a run of draft 0, a warm-up of draft 2
+    assert not record["finished"] and [row["draft"] for row in record["findings"]] == [0]
+    assert session.harness.state.servers.local.launch_of("one").drafts == 3
+
+
 @pytest.mark.parametrize(
     ("line", "part"),
     [
@@ -99,7 +119,7 @@ def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view
 def row(draft: int, speedups: list[float], *, per_forward: float | None = 2.0, same: bool = True) -> Finding:
     claim = SpeedClaim.of([speedups], baseline=not draft, tokens_per_forward=per_forward if draft else None)
     figures = {"draft": draft, "setting": f"draft {draft}", "speedups": speedups}
-    figures |= {"baseline": "draft 0", "same_as_draft_0": same}
+    figures |= {"baseline": "draft 0", "same_as_draft_0": same, "other_tokens": [], "acceptance_unknown": []}
     return Finding((), figures | {"tokens_per_second": [10.0]} | claim.figures)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
-from servers.server_sessions import server_session
+from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.verdicts import measurement
 from utils.repl.runner import Verdict
@@ -95,7 +95,7 @@ def test_the_best_of_several_is_chosen_on_other_prompts(
         session = server_session(view, *addresses(two), third, records=tmp_path / "r.jsonl")
         row, shown = verdict(session, view, tmp_path)
         assert row["strategy"] == "server quick" and row["considered"]["server quick"] > 1.5
-        assert "Chosen by its speed-up on other prompts: server spec" in shown
+        assert "Measured on other prompts: server spec" in shown
         first = [post.body["messages"][0]["content"] for post in two[1].posts()]
         last = [post.body["messages"][0]["content"] for post in quick.posts()][len(first) :]
     assert len(last) == 6 and not set(first) & set(last)
@@ -205,7 +205,18 @@ def test_a_server_that_stays_away_ends_the_verdict(
     monkeypatch.setattr(Connection, "ask", dies)
     row, shown = verdict(session, view, tmp_path)
     assert row["prompts"] == 6 and sorted(map(len, row["speedups_by_prompt"])) == [1] * 5 + [2]
-    assert len(row["skipped"]) == 3 and "2 prompts in a row have no answer" in shown
+    assert len(row["skipped"]) == 3 and "has not answered 2 prompts in a row" in shown
     assert len(asked) == 4 + 2 * 6 + 2 + 4
     two[0].die()
     assert session.handle(f"/verdict {tmp_path / 'prompts.txt'}") is Verdict.FAILED
+
+
+def test_other_clients_are_named(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+    count_tokens(two[0], [0] * 4 + [5])
+    count_tokens(two[1], [0] * 4 + [6, 6], drafts=True)
+    session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
+    row, shown = verdict(session, view, tmp_path)
+    assert row["disturbed"] and f"{row['speedup']:.2f}x* server plain" in shown
+    assert "* server spec had other requests during 2 of 6 answers (12 tokens more)" in shown
+    assert "* server plain had other requests during 1 of 6 answers (5 tokens more)" in shown
+    assert "server spec: its acceptance is not known" in shown

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from csv import DictWriter
 from datetime import UTC, datetime
+from io import StringIO
 
 from utils.commands.shared.outcomes import Outcome, Reply
 from utils.commands.shared.paths import output_in, write_output
@@ -50,7 +52,21 @@ def _records(shown: ShownResult, context: CommandContext) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in shown.records)
 
 
-EXPORTERS: dict[str, Exporter] = {PAGE: _page, "svg": _picture, "json": _records}
+def _rows(shown: ShownResult, context: CommandContext) -> str:
+    """CSV: a row for each request of a load, each finding of another report, or each run of a prompt."""
+    rows = shown.records
+    if shown.report is not None:
+        rows = rows[1:] or rows[0]["findings"]
+    nested = {name for row in rows for name, value in row.items() if isinstance(value, (list, tuple, dict))}
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in nested]
+    file = StringIO(newline="")
+    writer = DictWriter(file, names, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+EXPORTERS: dict[str, Exporter] = {PAGE: _page, "svg": _picture, "json": _records, "csv": _rows}
 EXPORT = Command(
     "export",
     "FILE",
@@ -65,6 +81,7 @@ EXPORT = Command(
             "/export FILE.html        a page with all results of the session, texts and plots",
             "/export FILE.svg         the last result in colours, as on the screen",
             "/export FILE.json        its records, as --json writes them",
+            "/export FILE.csv         its rows, or the requests of /server load, without lists",
             "/export FILE overwrite   replaces a file",
         ),
         ("texts", "save"),

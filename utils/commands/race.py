@@ -3,22 +3,13 @@ turns, to separate differences in speed from noise.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.paired_runs import local_arms, server_arms
-from utils.commands.experiments.race_conclusion import (
-    REPEATS,
-    file_conclusion,
-    repeats_conclusion,
-    server_conclusion,
-)
-from utils.commands.experiments.race_figures import race_charts, race_rows, race_table
-from utils.commands.experiments.race_runs import ArmRace, RaceItem
-from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.experiments.race_results import REPEATS, race_charts, race_conclusion, race_rows, race_table
+from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, server_arms, then_findings
 from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
@@ -26,90 +17,80 @@ from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.charts import TARGET_ONLY
-from utils.comparison.reports import Note, Report, ReportEvent, shortened
+from utils.comparison.reports import Report, shortened
 from utils.errors import UserError
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt, limited, read_prompts
 
 MAX_REPEATS = 1000
-MANY = 50  # number of prompts from which a note recommends a limit
 EXAMPLE = "/race prompts.jsonl"
-Numbered = tuple[int, Prompt]  # a prompt with its number in the file, from 1
-Conclude = Callable[[Sequence[dict[str, Any]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Race:
-    """What is run. `subject` is the prompt or the file as records have it, `note` a sentence before the first run."""
+    """What is run. `prompts` have their numbers in the file, from 1. `subject` is the prompt or the file in records."""
 
     context: CommandContext
-    prompts: Sequence[Numbered]
+    prompts: Sequence[tuple[int, Prompt]]
     repeats: int
     subject: str
     title: str
+    is_file: bool = False
     sample: BenchmarkSample = NO_SAMPLE
-    note: str = ""
-    history: Turns = ()
-
-    def local(self, record: str, arms: Sequence[Arm], conclude: Conclude) -> Report:
-        """The report of the local strategies."""
-        return self._report(record, arms, arms, conclude)
 
     def on_servers(self) -> Report:
         """The report of the servers."""
         harness = self.context.harness
         arms = server_arms(harness, list(harness.state.servers))
-        servers = [arm for arm in arms if arm.strategy is None]
-        report = self._report("server_race", arms, servers, server_conclusion, over="the baseline")
-        return replace(report, title=f"{self.title}, on servers")
+        return self.report("server_race", arms, on_servers=True)
 
-    def _report(
-        self, record: str, arms: Sequence[Arm], shown: Sequence[Arm], conclude: Conclude, *, over: str = TARGET_ONLY
-    ) -> Report:
-        settings, sample = self.context.settings, self.sample
-        items = [RaceItem(number, prompt, prompt.task, settings, arms, self.history) for number, prompt in self.prompts]
+    def report(self, record: str, arms: Sequence[Arm], history: Turns = (), *, on_servers: bool = False) -> Report:
+        """The report of these arms. Of servers, only their own rows are shown."""
+        settings, sample, count = self.context.settings, self.sample, len(self.prompts)
+        items = [RaceItem(number, prompt, prompt.task, settings, arms, history) for number, prompt in self.prompts]
         race = ArmRace(self.context.harness, items, self.repeats)
-        table = race_table(items, servers=over != TARGET_ONLY)
+        shown = [arm for arm in arms if arm.strategy is None] if on_servers else arms
+        table = race_table(items, servers=on_servers)
         return Report(
             *(record, self.subject, settings, table.headings),
-            then_findings(self._events(race), lambda: map(table.finding, race_rows(race.results, shown, sample))),
-            lambda findings: conclude(figures_of(findings)),
-            charts=partial(race_charts, over=over),
+            then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, sample))),
+            lambda findings: race_conclusion(figures_of(findings), count if self.is_file else None),
+            charts=partial(race_charts, over="the baseline" if on_servers else TARGET_ONLY),
             tables=lambda findings: sample.tables(figures_of(findings), settings.length) if sample.name else [],
             optional=table.optional,
-            title=self.title,
+            title=self.title + ", on servers" * on_servers,
         )
-
-    def _events(self, race: ArmRace) -> Iterator[ReportEvent]:
-        if self.note:
-            yield Note(self.note)
-        yield from race.events()
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
-    repeats, file, limit = _parsed(argument)
-    if file or limit is not None:
-        return list(map(RunReport, _file_reports(file, repeats or 1, limit, context)))
-    return list(map(RunReport, _last_reports(repeats or REPEATS, context)))
+    # A first word that begins like a number must be a valid number. The limit may come before or after the file.
+    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(?:limit=(\S*)\s*)?(.*?)(?:(?<!\S)limit=(\S*))?", argument, re.DOTALL)
+    assert match is not None  # the pattern matches every argument
+    number, first, file, last = match.groups()
+    repeats = WholeRange(1, MAX_REPEATS).parse(number) if number else None
+    limit = last if first is None else first
+    if not file.strip() and limit is None:
+        return list(map(RunReport, _last_reports(repeats or REPEATS, context)))
+    try:
+        most = None if limit is None else WholeRange(1).parse(limit)
+    except UserError as error:
+        raise UserError(f"limit: {error}") from error
+    return list(map(RunReport, _file_reports(file.strip(), repeats or 1, most, context)))
 
 
 def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
     """The last prompt, by the local strategies and by the servers that have answered it."""
-    harness, settings = context.harness, context.settings
-    last = harness.state.last
-    on_servers = (
-        last is not None and bool(harness.state.servers) and any(arm.strategy is None for arm, _ in last.planned)
-    )
+    harness, settings, last = context.harness, context.settings, context.harness.state.last
+    on_servers = harness.state.servers and last is not None and any(arm.strategy is None for arm, _ in last.planned)
     if not on_servers or (last is not None and last.is_local and harness.runs_locally(settings)):
-        own = harness.last()  # raises UserError if no local strategy ran it
-        race = _Race(context, [(1, Prompt(own.text))], repeats, own.text, _title(repeats, own.text))
-        yield replace(race, history=own.job.history).local("race", local_arms(harness, settings), repeats_conclusion)
+        last = harness.last()  # raises UserError if no local strategy ran it
+        yield _of_last(repeats, context, last.text).report("race", local_arms(harness, settings), last.job.history)
     if last is not None and on_servers:
-        yield _Race(context, [(1, Prompt(last.text))], repeats, last.text, _title(repeats, last.text)).on_servers()
+        yield _of_last(repeats, context, last.text).on_servers()
 
 
-def _title(repeats: int, text: str) -> str:
-    return f'/race {repeats} of "{shortened(text)}"'
+def _of_last(repeats: int, context: CommandContext, text: str) -> _Race:
+    return _Race(context, [(1, Prompt(text))], repeats, text, f'/race {repeats} of "{shortened(text)}"')
 
 
 def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[Report]:
@@ -122,38 +103,11 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
     numbered = [(index + 1, prompts[index]) for index in chosen]
     sample = BenchmarkSample.chosen([prompt for _, prompt in numbered], len(prompts))
     title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
-    many = limit is None and len(numbered) >= MANY
-    note = f"All {len(numbered)} prompts are run. With limit=3 after the file, 3 of each task are." if many else ""
-    race = _Race(context, numbered, repeats, str(path), title, sample, note)
+    race = _Race(context, numbered, repeats, str(path), title, True, sample)
     if not harness.state.servers or harness.runs_locally(settings):
-        verified = harness.pair.engine.state.verified
-        conclude = partial(file_conclusion, prompts=len(numbered), verify=settings.verify, engine_is_verified=verified)
-        yield race.local("suite", local_arms(harness, settings), conclude)
+        yield race.report("suite", local_arms(harness, settings))
     if harness.state.servers:
         yield race.on_servers()
-
-
-def _limited(argument: str) -> tuple[str, int | None]:
-    """The argument without limit=N, which may be its first or last word, and N or None."""
-    match = re.fullmatch(r"(?:limit=(\S*)\s*)?(.*?)(?:(?:^|\s+)limit=(\S*))?", argument.strip(), re.DOTALL)
-    assert match is not None  # the pattern matches every argument
-    first, file, last = match.groups()
-    number = last if first is None else first
-    try:
-        return file, None if number is None else WholeRange(1).parse(number)
-    except UserError as error:
-        raise UserError(f"limit: {error}") from error
-
-
-def _parsed(argument: str) -> tuple[int | None, str, int | None]:
-    """The number of repeats or None, the file or an empty text, and the limit or None.
-
-    A first word that begins like a number must be a valid number.
-    """
-    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*)", argument, re.DOTALL)
-    assert match is not None  # the pattern matches every argument
-    number, file = match.groups("")
-    return WholeRange(1, MAX_REPEATS).parse(number) if number else None, *_limited(file)
 
 
 RACE = Command(

@@ -4,7 +4,7 @@ The settings are those of each record. Models, engine and versions are the prese
 Each run has an n-gram storage of its own, as with /ngram keep off.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.commands.experiments.compared_runs import (
@@ -13,7 +13,7 @@ from utils.commands.experiments.compared_runs import (
     comparison_lines,
     match_finding,
 )
-from utils.commands.experiments.repeated_runs import one_by_one
+from utils.commands.experiments.race_runs import time_left
 from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
@@ -31,7 +31,7 @@ from utils.comparison.recorded_runs import (
     read_records,
 )
 from utils.comparison.records import GENERATION, circumstances
-from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened
 from utils.config.setting_table import from_json
@@ -72,19 +72,20 @@ class _Replay:
     warm: set[tuple[str, ...]] = field(default_factory=set)
 
     def events(self) -> Iterator[ReportEvent]:
-        yield from one_by_one(self.recorded, lambda past: past.strategy, self._run)
+        seconds: list[float] = []
+        for index, past in enumerate(self.recorded):
+            left = time_left(seconds, len(self.recorded) - index)
+            yield Progress(f"{index + 1} of {len(self.recorded)} ({past.strategy}){left} ...")
+            try:
+                spent, found = self._rerun(past)
+            except UserError as error:
+                self.problems.append(Problem("A", past.line, str(error)))
+                continue
+            seconds.append(spent)
+            self.matches.append(found)
+            yield match_finding(found, len(self.matches) - 1)
         if not self.matches:
             raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(self.problems))}")
-
-    def _run(self, index: int, past: RecordedRun) -> Generator[ReportEvent, None, float | None]:
-        try:
-            seconds, found = self._rerun(past)
-        except UserError as error:
-            self.problems.append(Problem("A", past.line, str(error)))
-            return None
-        self.matches.append(found)
-        yield match_finding(found, len(self.matches) - 1)
-        return seconds
 
     def _rerun(self, past: RecordedRun) -> tuple[float, RunMatch]:
         """Run a record again. Returns the seconds, and the record with its run. Raises UserError if it cannot run."""

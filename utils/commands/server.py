@@ -78,7 +78,8 @@ SYNTAX = (
     "[baseline=NAME] [-- FLAGS]",
     "/server stop NAME",
     "/server sweep NAME draft=0,2,4,8 [repeats=N]",
-    "/server load NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
+    "/server load NAME [FILE] [concurrency=1,2,4 | rate=2/s] [requests=N] [turns=N] [length=N | fixed=N] [seconds=N] "
+    "[ttft=500ms] [tpot=50ms] [cache=on]",
 )
 MEANINGS = {
     "add": "a server by its name and address",

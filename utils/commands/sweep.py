@@ -8,10 +8,8 @@ from statistics import mean
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.paired_runs import local_arms
-from utils.commands.experiments.race_figures import race_row, range_text, spread
-from utils.commands.experiments.race_runs import ArmRace, RaceItem
-from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.experiments.race_results import NO_RIVAL, NO_TARGET, RANGE, best_of_each, race_row, spread
+from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, then_findings
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
@@ -26,7 +24,6 @@ from utils.comparison.speed_claims import (
     SpeedClaim,
     claim_text,
     interval_text,
-    speed_sentence,
     speedup_text,
 )
 from utils.comparison.warm_up import with_costs
@@ -42,8 +39,6 @@ SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "c
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
 PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
 EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
-COMMANDS = {part.name.removeprefix("ngram "): part.name for part in NGRAM_PARTS}  # /sweep uses their last words
-NOTHING_TO_COMPARE = "No enabled strategy preserves the target's distribution, so there is nothing to compare."
 ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
 OTHER_TEXTS = (
     "The texts differ between the values, so their tokens/s are not compared. What can be compared is the speed-up "
@@ -51,7 +46,7 @@ OTHER_TEXTS = (
 )
 AGAIN = ", then /race 5 measures it again: the best of several values looks slightly better than it is"
 COUPLED = "With /verify coupled every value gives the same text."
-NO_TARGET = "With /target on, each value is compared with target-only."
+MORE_REPEATS = f"Next: x{MIN_VALUES} at the end of the line runs enough repeats."
 
 
 def sweep_table(setting: str) -> ResultTable:
@@ -60,7 +55,7 @@ def sweep_table(setting: str) -> ResultTable:
         ResultColumn(setting, lambda row: row["setting"].partition(" ")[2]),
         figure("strategy", "strategy"),
         spread("tokens/s", "tokens_per_second", "{:.1f}"),
-        ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
+        RANGE,
         ResultColumn("speed-up", speedup_text),
         ResultColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
         figure("acceptance", "acceptance_rate", "{:.3f}", drop=3),
@@ -76,7 +71,9 @@ def _text(row: Row) -> str:
 
 def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
-    text, repeats = _repeats(text)
+    # The end may be xN, a number of repeats.
+    text, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    repeats = WholeRange(1, MAX_REPEATS).parse(count) if count else REPEATS
     # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
@@ -100,12 +97,6 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     return [RunReport(report)]
 
 
-def _repeats(text: str) -> tuple[str, int]:
-    """The values without the `xN` at their end, and N."""
-    values, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    return values, WholeRange(1, MAX_REPEATS).parse(count) if count else REPEATS
-
-
 def _value(name: str, word: str, context: CommandContext) -> tuple[str, Settings]:
     """The label of a value, and the settings with it. Raises UserError if the value is not valid."""
     entry = PARTS.get(name) or setting_fields()[name]
@@ -121,21 +112,18 @@ def _events(harness: Harness, items: Sequence[RaceItem], table: ResultTable, *, 
 
 def _rows(race: ArmRace) -> Iterator[dict[str, Any]]:
     texts: dict[tuple[int, ...], int] = {}  # the number of each different text
-    # Two typed values may have the same label, so the chart needs the index.
-    for index, item in enumerate(race.items):
+    for item in race.items:
         for arm in item.arms:
-            group = [result for result in race.results if result.item is item and result.runs.arm is arm]
+            group = [result for result in race.results if result.item is item and result.arm is arm]
             if not group:
                 continue
-            first = group[0].runs
-            tokens, theirs = (turns[0].tokens or () if turns else None for turns in (first.ours, first.theirs))
-            same = [one.runs.same for one in group]
+            tokens, same = group[0].ours[0].tokens or (), [one.same for one in group]
+            theirs = group[0].theirs[0].tokens if group[0].theirs else None
             yield race_row(item.group, group) | {
                 "setting": item.group,
-                "place": index,
-                "text_number": texts.setdefault(tuple(tokens or ()), len(texts)),
+                "text_number": texts.setdefault(tokens, len(texts)),
                 "same_as_target": None if None in same else all(same),
-                "first_difference": None if theirs is None else first_difference(tokens or (), theirs),
+                "first_difference": None if theirs is None else first_difference(tokens, theirs),
             }
 
 
@@ -148,69 +136,47 @@ def _charts(findings: Sequence[Finding]) -> list[DotChart]:
 def conclusion(rows: Sequence[Row]) -> list[str]:
     """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
     rows = [row for row in rows if row["lossless"]]
-    if not rows:
-        return [NOTHING_TO_COMPARE]
-    return _with_one_text(rows) if len({row["text_number"] for row in rows}) == 1 else _with_texts(rows)
+    several = len({row["text_number"] for row in rows}) > 1
+    return _with_texts(rows) if several else _with_one_text([row for row in rows if row["verdict"] != BASELINE])
 
 
 def _with_texts(rows: Sequence[Row]) -> list[str]:
     """No claim across values, because a text that is easier to draft is generated faster."""
     by_value: dict[str, list[Row]] = {}
     for row in rows:
-        if row["speedup"] is not None and row["verdict"] != BASELINE:
-            by_value.setdefault(row["setting"], []).append(row)
-    if not by_value:
+        by_value.setdefault(row["setting"], []).append(row)
+    if not (sentences := best_of_each(by_value)):
         return [OTHER_TEXTS, NO_TARGET]
-    best = {setting: max(of_value, key=_credible) for setting, of_value in by_value.items()}
-    lines = [OTHER_TEXTS, *(f"{setting}: {speed_sentence(row)}" for setting, row in best.items())]
-    targets = {row["text_number"] for row in rows if row["verdict"] == BASELINE}
-    lines += [COUPLED] if len(targets) == 1 else []
-    return [*lines, *([_more_repeats()] if any(row["verdict"] == TOO_FEW for row in best.values()) else [])]
+    one_target = len({row["text_number"] for row in rows if row["verdict"] == BASELINE}) == 1
+    few = any(row["verdict"] == TOO_FEW for row in rows)
+    return [OTHER_TEXTS, *sentences, *[COUPLED] * one_target, *[MORE_REPEATS] * few]
 
 
-def _credible(row: Row) -> tuple[bool, float]:
-    """The sort key of speed-ups: those that drafts cannot have caused come last."""
-    return not row["without_gain"] or row["speedup"] <= 1, row["speedup"]
-
-
-def _with_one_text(rows: Sequence[Row]) -> list[str]:
-    drafting = [row for row in rows if row["verdict"] != BASELINE]
+def _with_one_text(drafting: Sequence[Row]) -> list[str]:
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
-        return [ALL_NOISE if drafting else NOTHING_TO_COMPARE]
+        return [ALL_NOISE if drafting else NO_RIVAL]
     best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
-    others = [row for row in gaining if row is not best]
+    name, claim = _name(best), "" if best["speedup"] is None else f": {claim_text(best)}"
     if len(best["tokens_per_second"]) < MIN_VALUES:
-        about = "" if best["speedup"] is None else f", about {best['speedup']:.1f}x target-only"
-        return [f"Too few repeats to tell. The highest speed is that of {_name(best)}{about}.", _more_repeats()]
+        about = claim and f", about {best['speedup']:.1f}x target-only"
+        return [f"Too few repeats to tell. The highest speed is that of {name}{about}.", MORE_REPEATS]
+    if claim and best["verdict"] != FASTER:
+        return [f"No value is measurably faster than target-only. The highest is {name}{claim}."]
+    others = [row for row in gaining if row is not best]
     near = [_name(row) for row in others if _claim(best, row) != FASTER]
-    if best["speedup"] is None:
-        return [_fastest(best, others, near, of="")]
-    if best["verdict"] != FASTER:
-        return [f"No value is measurably faster than target-only. The highest is {_name(best)}: {claim_text(best)}."]
-    following = f"Next: {_command(best)} keeps this value{AGAIN if others else ''}."
-    return [_fastest(best, others, near, of=f": {claim_text(best)}"), following]
-
-
-def _fastest(best: Row, others: Sequence[Row], near: Sequence[str], *, of: str) -> str:
+    sentence = f"{name} is {'the fastest' if others else 'faster'}{claim}."
     if near:
-        return f"The highest speed is that of {_name(best)}{of}. Not distinguishable from it: {', '.join(near)}."
-    return f"{_name(best)} is {'the fastest' if others else 'faster'}{of}."
+        sentence = f"The highest speed is that of {name}{claim}. Not distinguishable from it: {', '.join(near)}."
+    setting, _, value = best["setting"].partition(" ")
+    command = PARTS[setting].name if setting in PARTS else setting
+    return [sentence, *([f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."] if claim else [])]
 
 
 def _claim(best: Row, other: Row) -> str:
     """The claim for the ratios of two rows in the same repeat."""
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
     return SpeedClaim.of([[ours / theirs for ours, theirs in pairs if theirs]]).verdict
-
-
-def _more_repeats() -> str:
-    return f"Next: x{MIN_VALUES} at the end of the line runs enough repeats."
-
-
-def _command(row: Row) -> str:
-    name, _, value = row["setting"].partition(" ")
-    return f"/{COMMANDS.get(name, name)} {value}"
 
 
 def _name(row: Row) -> str:

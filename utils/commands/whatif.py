@@ -9,35 +9,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost, target_run
+from utils.commands.experiments.speed_model import TargetTiming, gamma_text, predictions, target_run
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.charts import LineChart, Marker
-from utils.comparison.gamma_replay import ReplayProgress, replay_events
-from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.comparison.reports import Countdown, Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt
-from utils.config.settings import Settings
-from utils.decode.steps import Step
+from utils.comparison.strategies import Strategy
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
 EXACT = "Rounds and acceptance are those of real runs. Speeds are predicted from measured costs (/costs)."
 ESTIMATE = "An estimate for /verify coupled. Other rules use other random numbers and accept slightly more drafts."
-NEXT = "Next:"
 UNLISTED = "A gamma that is not listed accepts the same drafts as the one above it."
 Row = dict[str, Any]  # the figures of a finding
 
 
-def _shown(gamma: int | None) -> str:
-    return "auto" if gamma is None else str(gamma)
-
-
 TABLE = ResultTable(
     figure("strategy", "strategy"),
-    ResultColumn("gamma", lambda row: _shown(row["gamma"])),
+    ResultColumn("gamma", lambda row: gamma_text(row["gamma"])),
     figure("rounds", "rounds", drop=2),
     ResultColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
     rate_of("acceptance", "accepted", "drafted"),
@@ -49,117 +41,84 @@ TABLE = ResultTable(
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
-    timing = TargetTiming.of(target_run(last))
+    TargetTiming.of(target_run(last))  # raises UserError before anything is replayed
     # The text was generated with the old settings; the drafters along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
-    findings = _findings(harness, _rerun_job(last, harness, settings), last, timing)
-    conclude = partial(_conclusion, context.settings.gamma)
+    job = harness.job(last.job.prompt, settings, last.job.history)
+    if not settings.reset_in_between:
+        # A real run would start from the session's storage, which may already contain this text.
+        job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
+    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
     report = Report(
-        *("whatif", last.text, settings, TABLE.headings, findings, conclude), charts=_charts, optional=TABLE.optional
+        *("whatif", last.text, settings, TABLE.headings, _findings(job, drafting, last)),
+        partial(_conclusion, context.settings.gamma),
+        charts=_charts,
+        optional=TABLE.optional,
     )
     return [RunReport(report)]
 
 
-def _rerun_job(last: LastPrompt, harness: Harness, settings: Settings) -> Job:
-    """The last prompt as it would be run now."""
-    job = harness.job(last.job.prompt, settings, last.job.history)
-    return (
-        # With /ngram keep on a real run would start from the session's storage, which may already contain this text.
-        job if settings.reset_in_between else replace(job, storage=harness.state.storage, caches=harness.state.caches)
-    )
-
-
-def _findings(harness: Harness, job: Job, last: LastPrompt, timing: TargetTiming) -> Iterator[ReportEvent]:
-    tokens, measured = target_run(last).tokens, _measured(last)
-    drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    yield Progress(
-        f"replaying the target's {count_of(len(tokens), 'token')} with {count_of(len(drafting), 'drafter')} ..."
-    )
-    costs = costs_of_run(job.settings.costs, len(job.prompt), len(tokens))
-    baseline = len(tokens) / timing.alone(len(tokens))
-    countdown = Countdown()
+def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:
+    run, pair = target_run(last), last.job.pair
+    own = {one.strategy.drafter_label(pair): one.comparison for one in last.local if one.strategy.drafts}
+    what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
+    yield Progress(f"replaying the target's {what} ...")
     above: Row = {}
-    for event in replay_events(job, drafting, tokens):
-        if isinstance(event, ReplayProgress):
-            done = (drafting.index(event.strategy) + event.fraction) / len(drafting)
-            yield from countdown.at(done, f"replaying {event.strategy.name}, {done:.0%} done")
+    for event in predictions(job, drafting, run, "replaying"):
+        if isinstance(event, Progress):
+            yield event
             continue
-        strategy, gamma, steps, timings = event
-        kind = str(strategy.drafter_label(job.pair))
-        spent = drafting_cost(timings, costs, kind, len(job.prompt))
-        speed = len(tokens) / timing.predict(steps, costs, spent)
+        strategy, gamma, steps, seconds, speedup = event
+        kind = strategy.drafter_label(job.pair)
         row = {
             "strategy": strategy.name,
             "drafter": kind,
             "gamma": gamma,
-            **_round_figures(steps),
-            "tokens_per_second": speed,
-            "speedup": speed / baseline,
-            "measured_speedup": measured.get(kind) if gamma == last.job.settings.gamma else None,
+            "rounds": len(steps),
+            "drafted": sum(len(step.drafted) for step in steps),
+            "accepted": sum(step.accepted for step in steps),
+            "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
+            "tokens_per_second": len(run.tokens) / seconds,
+            "speedup": speedup,
+            "measured_speedup": own[kind].speedup if gamma == last.job.settings.gamma and kind in own else None,
             "exact": strategy.repeats_target(job.settings),
         }
-        yield Finding((), row) if _repeats(row, above) else TABLE.finding(row)
+        # A larger gamma that changes no round, but drafts more, is recorded and not shown.
+        repeats = all(row[name] == above.get(name) for name in ("strategy", "rounds", "accepted"))
+        yield Finding((), row) if repeats and gamma is not None else TABLE.finding(row)
         above = row
 
 
-def _repeats(row: Row, above: Row) -> bool:
-    """Whether a larger gamma changes no round but drafts more. Such a row is recorded, but not shown."""
-    names = ("strategy", "rounds", "accepted")
-    return row["gamma"] is not None and all(row[name] == above.get(name) for name in names)
-
-
-def _measured(last: LastPrompt) -> dict[str, float | None]:
-    """The speed-up of the last prompt's own runs, by drafter kind."""
-    return {
-        str(strategy.drafter_label(last.job.pair)): comparison.speedup
-        for strategy, _, comparison in last.local
-        if strategy.drafts
-    }
-
-
-def _round_figures(steps: Sequence[Step]) -> Row:
-    return {
-        "rounds": len(steps),
-        "drafted": sum(len(step.drafted) for step in steps),
-        "accepted": sum(step.accepted for step in steps),
-        "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
-    }
-
-
 def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
-    lines = conclusion(list(by_strategy(findings).values()), gamma)
+    """The best gamma of each strategy, what the figures are, and what to type. `gamma` is the value of the session."""
+    found = [best_gamma(rows) for rows in by_strategy(findings).values()]
     exact = all(finding.figures["exact"] for finding in findings)
-    unlisted = [UNLISTED] if not all(finding.cells for finding in findings) else []
-    following = [line for line in lines if line.startswith(NEXT)]  # the next command comes last
-    return [*lines[: len(lines) - len(following)], " ".join([EXACT if exact else ESTIMATE, *unlisted]), *following]
-
-
-def conclusion(strategies: Sequence[Sequence[Row]], current: int | None) -> list[str]:
-    """The best gamma of each strategy, and what to type. Each row is a gamma, where None is auto. `current` is the
-    value of /gamma.
-    """
-    lines = []
-    advised: list[tuple[float, str]] = []
-    for rows in strategies:
-        name, best = rows[0]["strategy"], max(rows, key=lambda row: float(row["speedup"]))
-        auto = next((row for row in rows if row["gamma"] is None), None)
-        if best["speedup"] < MIN_GAIN:
-            lines.append(f"{name}: no gamma is predicted to be faster than target-only.")
-            continue
-        other = auto
-        if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
-            best, other = auto, best
-        # Also if auto is preferred to a fixed gamma that the table shows as slightly faster.
-        also = "" if other is None or best is other else f" ({_shown(other['gamma'])}: {other['speedup']:.2f}x)"
-        lines.append(
-            f"{name}: best with gamma {_shown(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}."
-        )
-        advised.append((best["speedup"], _shown(best["gamma"])))
-    if advised:
-        value = max(advised)[1]
-        change = "" if value == _shown(current) else f"/gamma {value}, then "
-        lines.append(f"{NEXT} {change}/race 5 measures it.")
+    unlisted = [] if all(finding.cells for finding in findings) else [UNLISTED]
+    lines = [*(line for line, _ in found), " ".join([EXACT if exact else ESTIMATE, *unlisted])]
+    if advised := [best for _, best in found if best is not None]:
+        value = gamma_text(max(advised, key=lambda row: float(row["speedup"]))["gamma"])
+        change = "" if value == gamma_text(gamma) else f"/gamma {value}, then "
+        lines.append(f"Next: {change}/race 5 measures it.")
     return lines
+
+
+def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
+    """A sentence on the best gamma of a strategy, and its row if it is predicted to be faster than the target alone.
+
+    Each row is a gamma, where None is adaptive.
+    """
+    name, best = rows[0]["strategy"], max(rows, key=lambda row: float(row["speedup"]))
+    if best["speedup"] < MIN_GAIN:
+        return f"{name}: no gamma is predicted to be faster than target-only.", None
+    auto = other = next((row for row in rows if row["gamma"] is None), None)
+    if auto is not None and best["speedup"] < MIN_GAIN * auto["speedup"]:
+        best, other = auto, best
+    # Also if auto is preferred to a fixed gamma that the table shows as slightly faster.
+    also = "" if other is None or best is other else f" ({gamma_text(other['gamma'])}: {other['speedup']:.2f}x)"
+    return (
+        f"{name}: best with gamma {gamma_text(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}.",
+        best,
+    )
 
 
 def _charts(findings: Sequence[Finding]) -> list[LineChart]:
@@ -169,12 +128,13 @@ def _charts(findings: Sequence[Finding]) -> list[LineChart]:
     measured = [row["gamma"] for of_kind in fixed.values() for row in of_kind if row["measured_speedup"] is not None]
     last = max([*map(_last_change, fixed.values()), *measured])
     series = {kind: [row["speedup"] for row in of_kind[: last + 1]] for kind, of_kind in fixed.items()}
+    every = [row for of_kind in rows.values() for row in of_kind]
+    autos = [("auto", row, row["speedup"]) for row in every if row["gamma"] is None]
+    runs = [("measured", row, row["measured_speedup"]) for row in every if row["measured_speedup"] is not None]
     markers = [
-        Marker(name, kind, min(_mean_drafts(row), last), row[figure])
-        for name, figure in (("auto", "speedup"), ("measured", "measured_speedup"))
-        for kind, of_kind in rows.items()
-        for row in of_kind
-        if row[figure] is not None and (name != "auto" or row["gamma"] is None)
+        # At its gamma, or at its drafts per round if that is adaptive.
+        Marker(name, row["strategy"], row["gamma"] or min(last, row["drafted"] / row["rounds"]), speedup)
+        for name, row, speedup in (*autos, *runs)
     ]
     ticks = [str(gamma) for gamma in range(last + 1)]
     return [LineChart("predicted speed-up by gamma", "gamma", ticks, series, markers, 1.0)]
@@ -184,11 +144,6 @@ def _last_change(rows: Sequence[Row]) -> int:
     """The smallest gamma whose rounds equal those of all larger ones."""
     rounds = [(row["rounds"], row["accepted"]) for row in rows]
     return next(gamma for gamma in range(len(rounds)) if all(other == rounds[gamma] for other in rounds[gamma:]))
-
-
-def _mean_drafts(row: Row) -> float:
-    """The position of a row on the axis: its gamma, or the drafts per round if that is adaptive."""
-    return float(row["drafted"] / row["rounds"] if row["gamma"] is None else row["gamma"])
 
 
 WHATIF = Command(

@@ -20,7 +20,6 @@ from utils import __version__
 from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
-from utils.comparison.second_baseline import FIGURE, estimated
 from utils.comparison.session_state import LastPrompt
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
@@ -53,7 +52,7 @@ def run_records(last: LastPrompt, divergences: Mapping[str, Divergence], pair: A
 
 def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pair: Any) -> dict[str, Any]:
     arm, run, comparison = entry
-    history, faster = last.histories[run.name], pair.engine.faster_baseline() if run.is_local else None
+    history = last.histories[run.name]
     return {
         "schema": SCHEMA,
         "record": GENERATION,
@@ -78,7 +77,6 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
-        FIGURE: estimated(comparison.speedup, faster),
         "same_as_baseline": comparison.same,
         "first_difference": comparison.first_difference,
         "first_difference_in": f"{comparison.unit}s",
@@ -132,6 +130,11 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
     }
 
 
+def detail_records(report: Report) -> list[dict[str, Any]]:
+    """The further records of a report, such as one for each request of a load."""
+    return [{"schema": SCHEMA, "record": f"{report.name} request"} | details for details in report.details()]
+
+
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     """Everything that a run depends on: seed, settings, models, engine, versions, machine.
 
@@ -160,6 +163,7 @@ def _draft_figures(run: Run) -> dict[str, Any]:
         "accepted_by_position": None if positions is None else [list(pair) for pair in positions],
         "acceptance_is_valid": None if found is None else found.valid,
         "acceptance_note": "" if found is None else found.note,
+        "other_tokens": run.other_tokens,
         "declined_rounds": None if local is None else local.declined_rounds,
         "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
         "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),

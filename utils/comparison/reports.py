@@ -93,7 +93,7 @@ class Report:
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
     `conclude` turns all findings into sentences. `attachment` is one line of data to copy, or empty. `transposed` makes
     each finding a column, for few findings with many cells. Columns in `optional` are dropped on a narrow screen, the
-    first one first. `tables` are shown below the table of findings.
+    first one first. `tables` are shown below the table of findings. `details` are further records for scripts.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Report:
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
+    details: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
 
     @property
     def headline(self) -> str:
@@ -119,7 +120,7 @@ class Report:
         them.
         """
         lines, attached, charts = self.conclude(findings), self.attachment(findings), tuple(self.charts(findings))
-        tables = tuple(self.tables(findings))
+        tables, details = tuple(self.tables(findings)), tuple(self.details())
         return replace(
             self,
             events=iter(()),
@@ -127,4 +128,5 @@ class Report:
             attachment=lambda findings: attached,
             charts=lambda findings: charts,
             tables=lambda findings: tables,
+            details=lambda: details,
         )

@@ -119,6 +119,11 @@ class Run:
         return None if self.completion is None else self.completion.acceptance
 
     @property
+    def other_tokens(self) -> int | None:
+        """The tokens that a server generated for other requests meanwhile, or None if that is unknown."""
+        return None if self.completion is None else self.completion.other_tokens
+
+    @property
     def tokens_per_second(self) -> float | None:
         """New tokens per second of the whole run, the prefill included."""
         return self.new_tokens / self.seconds if self.new_tokens is not None and self.seconds else None

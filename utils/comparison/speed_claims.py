@@ -4,7 +4,7 @@ A strategy is called faster or slower only if the 95 % interval of its speed-ups
 Without accepted drafts it cannot be faster, whatever the clock shows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, inf
 from typing import Any, Self
@@ -12,11 +12,20 @@ from typing import Any, Self
 from utils.metrics.intervals import FASTER as FASTER
 from utils.metrics.intervals import SLOWER as SLOWER
 from utils.metrics.intervals import Interval, speedup_interval
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.text import count_of
 
 BASELINE, TOO_FEW, NOT_DISTINGUISHABLE = "baseline", "too few", "not distinguishable"
 MIN_VALUES = 5  # minimum number of speed-ups for a verdict
 MAX_CHANCE = 1 / 16  # probability that equal strategies agree by chance: five repeats that all agree
 NO_GAIN = 1.005  # fewer tokens per target forward are shown as 1.00
+ROUGH = 0.1  # smaller differences need a second decimal
+STAR = "*"  # marks the figures of a server that had other requests
+OTHER_REQUESTS = (
+    STAR
+    + " {} had other requests during {} of {} ({} more), so its speed and what is compared with it are not its own."
+)
+UNKNOWN_ACCEPTANCE = "{}: its acceptance is not known, because {}."
 NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing"
 Row = Mapping[str, Any]  # the figures of a finding
 
@@ -92,15 +101,40 @@ def speedup_text(row: Row) -> str:
     """The speed-up of a record in a table, a dash, or "noise" where drafts cannot have caused it."""
     if row["speedup"] is None:
         return "-"
-    return "noise" if row["without_gain"] and row["speedup"] > 1 else f"{row['speedup']:.2f}x"
+    return "noise" if row["without_gain"] and row["speedup"] > 1 else f"{row['speedup']:.2f}x{star(row)}"
 
 
-def claim_text(row: Row) -> str:
+def star(row: Row) -> str:
+    """Marks a speed-up over or of a server that had other requests."""
+    return STAR if row.get("disturbed") else ""
+
+
+def server_notes(name: str, row: Row, unit: str = "answer") -> list[str]:
+    """What limits the figures of a server: other requests during its answers, and why its acceptance is unknown."""
+    disturbed = [tokens for tokens in row["other_tokens"] if tokens]
+    lines = [UNKNOWN_ACCEPTANCE.format(name, reason) for reason in row["acceptance_unknown"]]
+    if not disturbed:
+        return lines
+    counted = count_of(len(row["other_tokens"]), unit), count_of(sum(disturbed), "token")
+    return [OTHER_REQUESTS.format(name, len(disturbed), *counted), *lines]
+
+
+def reasons_unknown(found: Iterable[ServerAcceptance | None]) -> list[str]:
+    """Why figures of drafts are not valid, without the numbers, which differ between answers."""
+    return sorted({one.note.partition(":")[0] for one in found if one is not None and not one.valid})
+
+
+def rough(speedup: float) -> str:
+    """A speed-up without an interval. Near 1 it has a second decimal, so that 1.05 does not become 1.1."""
+    return f"{speedup:.{1 if abs(speedup - 1) >= ROUGH else 2}f}x"
+
+
+def claim_text(row: Row, over: str = "") -> str:
     """The speed-up of a record with its interval: 1.52x target-only (95 % interval 1.41 to 1.63)."""
-    text = f"{row['speedup']:.2f}x {baseline_name(row)}"
+    text = f"{row['speedup']:.2f}x{star(row)} {baseline_name(row)}"
     if (interval := row["interval"]) is None:
         return text
-    return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
+    return f"{text} (95 % interval {interval[0]:.2f} to {interval[1]:.2f}{over})"
 
 
 def speed_sentence(row: Row) -> str:
@@ -111,7 +145,7 @@ def speed_sentence(row: Row) -> str:
     if row["without_gain"] and row["speedup"] > 1:
         return f"{name}: {NO_GAIN_SENTENCE}, so {row['speedup']:.2f}x is noise."
     if verdict == TOO_FEW:
-        return f"{name}: about {row['speedup']:.1f}x {baseline_name(row)}, but too few runs to tell."
+        return f"{name}: about {rough(row['speedup'])}{star(row)} {baseline_name(row)}, but too few runs to tell."
     if verdict == NOT_DISTINGUISHABLE:
         low, high = row["interval"] or (0.0, inf)
         # An interval that excludes 1 would otherwise seem to contradict the verdict.

@@ -10,8 +10,8 @@ from enum import Enum, auto
 
 from utils.comparison.arms import ComparedRun
 from utils.comparison.runs import PREFIX, Run
-from utils.comparison.second_baseline import second_sentence
 from utils.comparison.session_state import LastPrompt
+from utils.comparison.speed_claims import OTHER_REQUESTS, rough
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
 from utils.engine.engine_choice import FasterEngine
@@ -70,23 +70,25 @@ def credible_speedup(compared: ComparedRun) -> float | None:
     """The speed-up as far as accepted drafts explain it.
 
     A verify pass takes at least as long as a decode step, so tokens per target forward bound the speed-up of a run
-    that samples from the target.
+    that samples from the target. The same holds for a server with drafts beside another server.
     """
     arm, run, comparison = compared
     if comparison.speedup is None:
         return None
-    bound = run.tokens_per_target_forward if arm.strategy is not None and arm.strategy.lossless else None
+    is_server = run.drafted and comparison.baseline != TARGET
+    bounded = arm.strategy.lossless if arm.strategy is not None else is_server
+    bound = run.tokens_per_target_forward if bounded else None
     return comparison.speedup if bound is None else min(comparison.speedup, bound)
 
 
 def is_noise(compared: ComparedRun) -> bool:
     """Whether a run looks faster than its baseline although hardly a draft was accepted."""
     run = compared.run
-    if not run.is_local:
-        return bool(run.accepted == 0 and run.drafted and (compared.comparison.speedup or 0) > 1)
     credible, measured = credible_speedup(compared), compared.comparison.speedup
     if credible is None or measured is None:
         return False
+    if not run.is_local and run.accepted == 0 and run.drafted and measured > 1:
+        return True
     # Both as in the table: 1.00x counts as no gain.
     return round(credible, 2) < round(measured, 2) and credible < 1 + NOTICEABLE
 
@@ -115,7 +117,8 @@ class Rival:
     def about(self) -> str:
         """The factor in words: "at most about" if accepted drafts explain less than was measured."""
         measured = self.compared.comparison.speedup or self.factor
-        return f"{'at most ' if round(self.factor, 1) < round(measured, 1) else ''}about {self.factor:.1f}x"
+        less = self.factor < measured and rough(self.factor) != rough(measured)
+        return f"{'at most ' * less}about {rough(self.factor)}"
 
     @property
     def limit(self) -> str:
@@ -195,7 +198,7 @@ def summary(runs: PromptRuns) -> str:
     parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
     sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    elsewhere = second_sentence({rival.name: [rival.factor] for rival in rivals}, runs.faster_engine)
+    elsewhere = runs.faster_engine.sentence if runs.faster_engine else ""
     further = (limit, elsewhere, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
     return " ".join([sentence, *filter(None, further)])
 
@@ -281,7 +284,10 @@ def server_summary(prompt: LastPrompt) -> Iterator[str]:
             yield NOT_COUNTED.format(entry.run.name)
         if entry.comparison.baseline is not None:
             yield from _server_sentences(entry, prompt)
-        if (found := entry.run.acceptance) is not None and found.note:
+        found, others = entry.run.acceptance, entry.run.other_tokens
+        if others:
+            yield OTHER_REQUESTS.format(entry.run.name, 1, "1 answer", count_of(others, "token"))
+        if found is not None and found.note and (found.valid or not others):
             yield f"{entry.run.name}: {found.note}"
     if len(finished) > 1 and all(entry.comparison.baseline is None for entry in finished):
         yield NO_BASELINE
@@ -299,8 +305,8 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
         yield f"{run.name}: {', and '.join(parts)}."
     elif baseline != TARGET and other is None:
         yield NO_RUN.format(run.name, baseline)
-    if run.accepted == 0 and run.drafted:
-        yield NOISE.format(run.name, "accepted")
+    if limit := _server_limit(entry):
+        yield limit
     if other is not None and (reason := other_machine(run.address, other.address)):
         yield reason
     lengths = (run.new_tokens, comparison.baseline_tokens)
@@ -308,15 +314,26 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
         yield OTHER_LENGTHS.format(run.name, baseline, *lengths)
 
 
+def _server_limit(entry: ComparedRun) -> str:
+    """Why less is claimed of a server than was measured, or an empty text."""
+    _, run, comparison = entry
+    if run.accepted == 0 and run.drafted:
+        return NOISE.format(run.name, "accepted")
+    credible, measured = credible_speedup(entry), comparison.speedup
+    if credible is None or measured is None or rough(credible) == rough(measured):
+        return ""
+    return LIMIT.format(run.name, measured, run.tokens_per_target_forward)
+
+
 def _server_speed(entry: ComparedRun) -> str:
-    speedup, decoding = entry.comparison.speedup, entry.comparison.decode_speedup
+    speedup, decoding = credible_speedup(entry), entry.comparison.decode_speedup
     if speedup is None or is_noise(entry):
         return ""
     baseline = entry.comparison.baseline
-    alone = "" if decoding is None else f" ({decoding:.1f}x after the first token)"
+    alone = "" if decoding is None or _server_limit(entry) else f" ({rough(decoding)} after the first token)"
     if abs(speedup - 1) < NOTICEABLE:
         return f"about as fast as {baseline}{alone}"
-    return f"about {speedup:.1f}x as fast as {baseline}{alone}"
+    return f"{Rival(entry, speedup).about} as fast as {baseline}{alone}"
 
 
 def _server_text(entry: ComparedRun) -> str:

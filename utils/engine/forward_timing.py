@@ -145,11 +145,6 @@ def verify_costs(
     return step, tuple(max(0.0, cost + _interpolated(more, width)) for width, cost in enumerate(shorter, start=2))
 
 
-def time_of_repeats(repeats: int, seconds: float) -> float:
-    """Return about how long the repeats take if one takes so many seconds."""
-    return max(FEWEST * seconds, min(repeats * seconds, _enough(repeats) + seconds))
-
-
 def _enough(repeats: int) -> float:
     return ENOUGH * repeats / REPEATS
 

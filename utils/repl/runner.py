@@ -4,16 +4,15 @@ Results are kept even if a run fails or is interrupted. Decoding and drawing are
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from traceback import clear_frames
 
 from utils.comparison.harness import Harness
-from utils.comparison.records import RecordFile, report_record, run_records
+from utils.comparison.records import RecordFile, detail_records, report_record, run_records
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
 from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
-from utils.comparison.second_baseline import with_second_baseline
 from utils.comparison.session_state import (
     LastPrompt,
     PlannedRun,
@@ -280,11 +279,15 @@ class ReportRunner:
             self.renderer.progress(event.text)
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        # After `concluded`, so that the sentence is added to those of every report alike.
+        report = report.concluded(findings)
         other = None if self.pair is None else self.pair.engine.faster_baseline()
-        report, findings = with_second_baseline(report.concluded(findings), findings, other)
+        # Servers have their own baselines.
+        own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
+        if other is not None and own:
+            lines = [*report.conclude(findings), other.sentence]
+            report = replace(report, conclude=lambda findings: lines)
         record = report_record(report, findings, self.pair, finished=finished)
-        self.log.add(ShownResult([record], report, findings))
+        self.log.add(ShownResult([record, *detail_records(report)], report, findings))
         show_report(self.renderer, report, findings)
 
 

@@ -59,7 +59,7 @@ def _answer(kept: Sequence[ShownResult]) -> Iterator[str]:
     reports = {result.report.name: result for result in kept if result.report}
     result = next((reports[name] for name in ANSWERS if name in reports), None)
     if result is not None:
-        (record,) = result.records
+        record = result.records[0]
         yield heading("Answer")
         yield paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
         # The first sentence of /verdict is the answer, and the others explain it; /race has one for each strategy.
@@ -117,7 +117,7 @@ def _model(name: str, facts: Record) -> str:
 
 
 def _report(number: int, result: ShownResult, place: str) -> Iterator[str]:
-    report, (record,) = result.report, result.records
+    report, record = result.report, result.records[0]
     assert report is not None
     yield heading(f"{number}. {_headline(result)}")
     stopped = "" if record["finished"] else " It was interrupted; these are the finished parts."

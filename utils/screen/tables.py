@@ -15,6 +15,7 @@ from rich.text import Text
 
 from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Column
+from utils.comparison.speed_claims import STAR
 from utils.comparison.summary import is_noise
 from utils.text import visible
 
@@ -32,7 +33,11 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speedup(entry: ComparedRun) -> str:
-    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x")
+    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x" + _star(entry))
+
+
+def _star(entry: ComparedRun) -> str:
+    return STAR if entry.run.other_tokens else ""
 
 
 COLUMNS = (
@@ -40,7 +45,7 @@ COLUMNS = (
     RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
     RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
     RunColumn("first\ntoken, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
-    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}")),
+    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry))),
     RunColumn("decode\ntokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
     RunColumn("speed-up", _speedup),
     RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),

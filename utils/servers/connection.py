@@ -9,7 +9,7 @@ from utils.servers.address import ServerAddress, with_server
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import ServerError, ServerKind
+from utils.servers.kinds.server_kind import ServerError, ServerKind, own_tokens
 from utils.servers.processes.local_servers import LocalServers
 from utils.servers.processes.programs import Launch
 
@@ -56,7 +56,9 @@ class Connection:
             completion = client.complete(request, kind, watch)
             after = kind.counters(client)
             drafts = kind.acceptance(completion, before, after)
-            return replace(completion, request=request, acceptance=drafts, kind=kind.name, model=client.model())
+            others = kind.other_tokens(own_tokens(completion), before, after)
+            completion = replace(completion, request=request, acceptance=drafts, other_tokens=others)
+            return replace(completion, kind=kind.name, model=client.model())
         except ServerError as error:
             self.close()
             if ending := self._ending():

@@ -1,4 +1,5 @@
-"""Load on one server: each client sends its next request as soon as the last one is answered (a closed loop).
+"""Load on one server. In a closed loop, each client sends its next request as soon as its last one is answered;
+otherwise requests arrive at given times, whether or not earlier ones are answered.
 
 Nothing is retried: a failed request is counted and the next one is sent.
 """
@@ -6,37 +7,77 @@ Nothing is retried: a failed request is counted and the next one is sent.
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import ceil
-from statistics import median
 
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Counters, Piece, ServerAcceptance, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import ServerKind
+from utils.servers.kinds.server_kind import (
+    ACCEPTED,
+    DRAFTED,
+    PASSES,
+    SHORT_DRAFTS,
+    ServerKind,
+    accepted_at,
+    growth,
+    positions,
+    same_length,
+)
 
 POLL = 0.05  # seconds between two checks of the clients
 LETTING_GO = 2.0  # seconds for clients to end after Ctrl-C; one that waits for a silent server is abandoned
-NO_ANSWER = "no request was answered within {:.0f} s."
+MOST_CLIENTS = 256  # at the same time, also for requests that arrive at given times
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request that was answered or has failed.
+
+    `number` is its place among the requests, and `sent` the time in seconds after the beginning. `acceptance` has the
+    drafts that the answer itself reports. A failed request has an `error` and no `completion`.
+    """
+
+    number: int
+    sent: float
+    completion: ServerCompletion | None = None
+    acceptance: ServerAcceptance | None = None
+    error: str = ""
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Seconds per token after the first one."""
+        rate = None if self.completion is None else self.completion.decode_tokens_per_second
+        return 1 / rate if rate else None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSlice:
     """The answers to a number of requests.
 
-    `completions` are the complete answers in the order of their ends, and `numbers` their places among the requests.
-    `failures` has one sentence for each failed request. `unfinished` counts requests that were not sent or were ended
-    when the time was over. `seconds` is the time from the first request to the last complete answer. `acceptance`
-    covers all requests, or is None if nothing was drafted or known.
+    `requests` are those that have ended, in the order of their ends. `unfinished` counts those that were not sent or
+    were ended when the time was over. `seconds` is the time from the first request to the last complete answer.
+    `acceptance` covers all requests, or is None if nothing was drafted or known. `other_tokens` were generated for
+    other clients meanwhile, or it is None.
     """
 
-    completions: tuple[ServerCompletion, ...]
-    failures: tuple[str, ...]
+    requests: tuple[LoadRequest, ...]
     unfinished: int
     seconds: float
     acceptance: ServerAcceptance | None = None
-    numbers: tuple[int, ...] = ()
+    other_tokens: int | None = None
+
+    @property
+    def completions(self) -> list[ServerCompletion]:
+        """The complete answers in the order of their ends."""
+        return [one.completion for one in self.requests if one.completion is not None]
+
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each failed request."""
+        return [one.error for one in self.requests if one.error]
 
     @property
     def tokens(self) -> int | None:
@@ -49,14 +90,10 @@ class LoadSlice:
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @property
-    def first_token_seconds(self) -> list[float]:
-        """The time to the first token of each answer."""
-        return [one.first_seconds for one in self.completions if one.first_seconds is not None]
-
-    @property
-    def token_seconds(self) -> list[float]:
-        """Seconds per token after the first one, of each answer with several tokens."""
-        return [1 / rate for one in self.completions if (rate := one.decode_tokens_per_second)]
+    def request_tokens_per_second(self) -> float | None:
+        """New tokens per second of a request, from its sending to its end."""
+        seconds = sum(one.seconds for one in self.completions)
+        return self.tokens / seconds if self.tokens and seconds else None
 
 
 def total_tokens(completions: Sequence[ServerCompletion]) -> int | None:
@@ -70,31 +107,22 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
-def median_and_p95(values: Sequence[float]) -> tuple[float, float] | None:
-    """The median and the 95th percentile, or None. With fewer than 20 values the latter is the maximum."""
-    return (median(values), percentile(values, 0.95)) if values else None
-
-
-class TooSlow(UserError):
-    """No answer was complete when the time was over."""
-
-
 class _Over(Exception):
     """The time is over, or Ctrl-C was pressed."""
 
 
 @dataclass(slots=True)
 class _Clients:
-    """The shared state of the clients of one slice."""
+    """The shared state of the clients of one slice. Times are those of perf_counter."""
 
     target: Connection
     requests: Sequence[ServerRequest]
+    arrivals: Sequence[float]
+    began: float
     soft: float
     hard: float
     sent: int = 0
-    completions: list[ServerCompletion] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    done: list[LoadRequest] = field(default_factory=list)
     last_end: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,41 +130,50 @@ class _Clients:
     def work(self) -> None:
         """One client: it sends requests until there are no more or the time is over."""
         while (number := self._next()) is not None:
+            sent, completion, error = time.perf_counter() - self.began, None, ""
             try:
                 completion = self.target.client.complete(self.requests[number], self.target.kind, self._watch)
             except _Over:
                 return
-            except UserError as error:
-                with self.lock:
-                    self.failures.append(str(error))
-            else:
-                with self.lock:
-                    self.completions.append(completion)
-                    self.numbers.append(number)
+            except UserError as failure:
+                error = str(failure)
+            with self.lock:
+                self.done.append(LoadRequest(number, sent, completion, error=error))
+                if completion is not None:
                     self.last_end = time.perf_counter()
 
     def _next(self) -> int | None:
+        """The next request, once it is time to send it, or None if none is sent any more."""
         with self.lock:
-            if self.sent >= len(self.requests) or self.ended.is_set() or time.perf_counter() >= self.soft:
-                return None
+            number = self.sent
             self.sent += 1
-            return self.sent - 1
+        if number >= len(self.requests):
+            return None
+        if self.arrivals:
+            self.ended.wait(max(0.0, self.began + self.arrivals[number] - time.perf_counter()))
+        return None if self.ended.is_set() or time.perf_counter() >= self.soft else number
 
     def _watch(self, piece: Piece) -> None:
         if self.ended.is_set() or time.perf_counter() >= self.hard:
             raise _Over
 
 
-def run_slice(target: Connection, requests: Sequence[ServerRequest], *, concurrency: int, limit: float) -> LoadSlice:
-    """Send the requests, `concurrency` at a time.
+def run_slice(
+    target: Connection,
+    requests: Sequence[ServerRequest],
+    *,
+    concurrency: int,
+    arrivals: Sequence[float] = (),
+    limit: float,
+) -> LoadSlice:
+    """Send the requests, `concurrency` at a time. With `arrivals`, each is sent so many seconds after the beginning.
 
     After `limit` seconds no more requests are sent; after twice that time, running ones are ended. Ctrl-C ends them at
-    once and raises KeyboardInterrupt. Raises UserError without a complete answer, which is TooSlow if only time was
-    missing.
+    once and raises KeyboardInterrupt. Raises UserError if requests failed and none was answered.
     """
     kind, before = target.kind, target.kind.counters(target.client)
     began = time.perf_counter()
-    clients = _Clients(target, requests, began + limit, began + 2 * limit)
+    clients = _Clients(target, requests, arrivals, began, began + limit, began + 2 * limit)
     threads = [threading.Thread(target=clients.work, daemon=True) for _ in range(min(concurrency, len(requests)))]
     try:
         for thread in threads:
@@ -146,15 +183,10 @@ def run_slice(target: Connection, requests: Sequence[ServerRequest], *, concurre
         clients.ended.set()
         _join(threads, time.perf_counter() + LETTING_GO)
     with clients.lock:
-        completions, failures = tuple(clients.completions), tuple(clients.failures)
-        numbers = tuple(clients.numbers)
-    if not completions:
-        raise UserError(failures[0]) if failures else TooSlow(NO_ANSWER.format(time.perf_counter() - began))
-    unfinished = len(requests) - len(completions) - len(failures)
-    seconds = clients.last_end - began
-    after = kind.counters(target.client)
-    acceptance = pooled_acceptance(kind, completions, seconds, before=before, after=after)
-    return LoadSlice(completions, failures, unfinished, seconds, acceptance, numbers)
+        done, seconds = tuple(clients.done), max(0.0, clients.last_end - began)
+    if done and all(one.error for one in done):
+        raise UserError(done[0].error)
+    return _measured(kind, LoadSlice(done, len(requests) - len(done), seconds), before, kind.counters(target.client))
 
 
 def _join(threads: Sequence[threading.Thread], end: float) -> None:
@@ -163,22 +195,59 @@ def _join(threads: Sequence[threading.Thread], end: float) -> None:
             thread.join(POLL)
 
 
-def pooled_acceptance(
-    kind: ServerKind,
-    completions: Sequence[ServerCompletion],
-    seconds: float,
-    *,
-    before: Counters,
-    after: Counters,
-) -> ServerAcceptance | None:
-    """The drafts of all answers: their own figures if they have them, otherwise the server's counters.
+def _measured(kind: ServerKind, answered: LoadSlice, before: Counters, after: Counters) -> LoadSlice:
+    """The slice with its drafts: the answers' own figures if they have them, otherwise the server's counters.
 
     Counters are not valid if the server generated other tokens meanwhile, such as those of failed requests.
     """
-    own = [found for one in completions if (found := kind.acceptance(one, {}, {})) is not None]
-    if own:
-        valid = [found for found in own if found.valid]
-        return ServerAcceptance(sum(one.drafted for one in valid), sum(one.accepted for one in valid))
-    tokens = total_tokens(completions)
-    together = ServerCompletion("", (), FinishReason.LENGTH, "", seconds, usage_tokens=tokens)
-    return kind.acceptance(together, before, after)
+    requests = []
+    for one in answered.requests:
+        own = None if one.completion is None else kind.acceptance(one.completion, {}, {})
+        requests.append(replace(one, acceptance=own))
+    tokens = answered.tokens
+    together = ServerCompletion("", (), FinishReason.LENGTH, "", answered.seconds, usage_tokens=tokens)
+    found = sum_of_drafts([(one.acceptance, one.completion.token_count) for one in requests if one.completion])
+    found = kind.acceptance(together, before, after) if found is None else _with_positions(found, before, after)
+    is_complete = not answered.unfinished and not answered.failures
+    others = kind.other_tokens(tokens, before, after) if is_complete else None
+    return replace(answered, requests=tuple(requests), acceptance=found, other_tokens=others)
+
+
+def sum_of_drafts(parts: Sequence[tuple[ServerAcceptance | None, int | None]]) -> ServerAcceptance | None:
+    """The drafts of several answers or slices, each with its number of tokens. They are valid if all of them are.
+
+    A part without drafts needs a forward pass for each token.
+    """
+    known = [found for found, _ in parts if found is not None]
+    if not known:
+        return None
+    rounds = [found.rounds for found in known]
+    forwards = [tokens if found is None else found.forwards for found, tokens in parts]
+    by_position = [found.by_position for found in known if found.drafted]
+    pairs = zip_longest(*by_position, fillvalue=(0, 0))
+    added = tuple((sum(one[0] for one in place), sum(one[1] for one in place)) for place in pairs)
+    return ServerAcceptance(
+        sum(found.drafted for found in known),
+        sum(found.accepted for found in known),
+        _sum(rounds),
+        added if all(by_position) else (),
+        valid=all(found.valid for found in known),
+        note="; ".join(sorted({found.note for found in known if found.note})),
+        forwards=_sum(forwards),
+    )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _with_positions(found: ServerAcceptance, before: Counters, after: Counters) -> ServerAcceptance:
+    """The drafts by position from the server's counters, if these have grown by the same numbers."""
+    grown = growth(before, after) or {}
+    same = (grown.get(DRAFTED), grown.get(ACCEPTED)) == (found.drafted, found.accepted)
+    if found.by_position or not same or not grown.get(PASSES):
+        return found
+    counts, passes = accepted_at(grown), grown[PASSES]
+    note = found.note if same_length(found.drafted, passes, len(counts)) else SHORT_DRAFTS
+    return replace(found, rounds=passes, by_position=positions(counts, passes), note=note)

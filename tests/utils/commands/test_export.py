@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -106,6 +107,20 @@ def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: P
     session.handle("/race 2")
     assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert records_of(tmp_path / "race.json") == records_of(tmp_path / "records.jsonl")[-1:]
+
+
+def test_rows_become_a_table(session: ReplSession, tmp_path: Path) -> None:
+    """Of the runs of a prompt, or of the findings of a report; lists have no place in it."""
+    for line, file, key in (("", "runs", "new_tokens"), ("/race 2", "race", "speedup")):
+        session.handle(line)
+        assert session.handle(f"/export {tmp_path / file}.csv") is Verdict.DONE
+        records = records_of(tmp_path / "records.jsonl")
+        records = records if file == "runs" else records[-1]["findings"]
+        with (tmp_path / f"{file}.csv").open(newline="") as opened:
+            rows = list(DictReader(opened))
+        assert [row["strategy"] for row in rows] == [record["strategy"] for record in records]
+        assert [row[key] for row in rows] == [str(record[key]) for record in records]
+        assert not {"settings", "token_ids", "speedups"} & rows[0].keys()
 
 
 def test_an_interrupted_report_is_exported_as_such(

@@ -13,16 +13,17 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.paired_runs import PairedRuns
-from utils.commands.experiments.repeated_runs import RemainingTime
+from utils.commands.experiments.race_runs import RaceItem, RaceResult, time_left
 from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.decode.layer_cut import first_layers
 from utils.decode.steps import FinishReason, Step
+from utils.engine.engine_choice import EngineFigures
 from utils.metrics.results import Generation
 from utils.pairs import drafter_kinds
+from utils.prompts.prompt_files import Prompt
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -46,14 +47,13 @@ def test_speeds_of_a_paired_run() -> None:
         for made in (generation(9, 2.5), generation(9, 5.0), generation(1, 0.5))
     )
     arms: list[Any] = [object(), object()]
-    ours = replace(fast, name="ngram")
-    paired = PairedRuns.of(arms[0], [(arms[0], (ours,)), (arms[1], (slow,))], Settings())
+    ours, item = replace(fast, name="ngram"), RaceItem(1, Prompt("x"), "all", Settings(), arms)
+    paired, itself = RaceResult.of(item, 0, [(arms[0], (ours,)), (arms[1], (slow,))])
     assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
     assert paired.same and short.decode_tokens_per_second is None
-    alone = PairedRuns.of(arms[0], [(arms[0], (ours,))], Settings())
-    assert alone.speedup is None and alone.same is None
-    itself = PairedRuns.of(arms[1], [(arms[1], (slow,))], Settings())
     assert itself.speedup == 1.0 and itself.same
+    (alone,) = RaceResult.of(item, 0, [(arms[0], (ours,))])
+    assert alone.speedup is None and alone.same is None
 
 
 def _rates(made: Generation) -> tuple[int, float | None]:
@@ -61,11 +61,7 @@ def _rates(made: Generation) -> tuple[int, float | None]:
 
 
 def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:
-    time = RemainingTime()
-    assert time.estimate(3) == ""
-    time.add(2.0)
-    time.add(4.0)
-    assert "9 s" in time.estimate(3)
+    assert time_left([], 3) == "" and "9 s" in time_left([2.0, 4.0], 3)
 
 
 def test_strategies_take_turns_at_going_first(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +189,27 @@ def test_ctrl_c_keeps_the_finished_values(view: Screen, tmp_path: Path, monkeypa
     assert session.handle("/sweep gamma 1 2") is Verdict.INTERRUPTED
     report = records_of(tmp_path / "records.jsonl")[-1]
     assert not report["finished"] and [row["setting"] for row in report["findings"]] == ["gamma 1"] * 3
+
+
+@pytest.mark.parametrize(("factor", "is_reported"), [(1.25, True), (1.02, False)])
+def test_a_faster_engine_for_the_target_is_named(
+    factor: float, is_reported: bool, view: Screen, tmp_path: Path
+) -> None:
+    pair = table_pair()
+    session = open_session(view, pair, records=tmp_path / "records.jsonl")
+    slow = EngineFigures(
+        step_seconds=0.05, costs=((2, 1.1), (5, 1.2), (9, 1.5)), prefill=400.0, threads=1, verified=True
+    )
+    pair.engine.table = {"plain": slow, "invariant": replace(slow, step_seconds=0.05 / factor)}
+    for line in ("/length 20", "Hello there"):
+        assert session.handle(line) is Verdict.DONE
+    # The texts of random models repeat themselves, so at least one strategy has a speed-up.
+    assert ("1.25x as fast in the invariant engine" in view.take()[0]) is is_reported
+    other = records_of(tmp_path / "records.jsonl")[-1]["engine"]["faster_baseline"]
+    assert other == ({"name": "invariant", "factor": pytest.approx(1.25)} if is_reported else None)
+    assert session.handle("/race 2") is Verdict.DONE
+    conclusion = records_of(tmp_path / "records.jsonl")[-1]["conclusion"]
+    assert any("1.25x as fast" in line for line in conclusion) is is_reported
 
 
 def test_invalid_input_names_the_allowed_values(view: Screen) -> None:

@@ -8,8 +8,7 @@ import pytest
 from fakes import Screen, records_of
 from verdict_runs import TEXTS, Runs, helpful, ids_of, prompts_file, session_of, verdict_of
 
-from utils.commands.verdicts.measurement import RUN_SECONDS, run_length, run_seconds
-from utils.commands.verdicts.plan import FOLDER, divide, plan_prompts
+from utils.commands.verdicts.measurement import FOLDER, RUN_SECONDS, divide, plan_prompts, run_length, run_seconds
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 from utils.repl.runner import Verdict
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.experiments.predicted_speed import TargetTiming
-from utils.commands.whatif import ESTIMATE, EXACT, _charts, conclusion
+from utils.commands.experiments.speed_model import TargetTiming
+from utils.commands.whatif import ESTIMATE, EXACT, _charts, _conclusion
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
 from utils.decode.steps import FinishReason, Step
@@ -59,19 +59,23 @@ def test_a_gamma_that_accepts_no_more_has_a_record_and_no_line(view: Screen, tmp
 
 
 def predicted(name: str, *speedups: float, auto: float = 0.9) -> list[dict[str, Any]]:
-    rows = [{"strategy": name, "gamma": gamma, "speedup": speedup} for gamma, speedup in enumerate(speedups)]
-    return [*rows, {"strategy": name, "gamma": None, "speedup": auto}]
+    rows: list[dict[str, Any]] = [{"gamma": gamma, "speedup": speedup} for gamma, speedup in enumerate(speedups)]
+    return [row | {"strategy": name, "exact": True} for row in (*rows, {"gamma": None, "speedup": auto})]
+
+
+def concluded(gamma: int, *strategies: list[dict[str, Any]]) -> list[str]:
+    return _conclusion(gamma, [Finding(("shown",), row) for rows in strategies for row in rows])
 
 
 def test_the_conclusion_names_a_gamma_only_if_it_is_predicted_to_be_faster() -> None:
     slow, fast = predicted("a", 1.0, 1.01, 0.9), predicted("b", 1.0, 1.3, 1.52, auto=1.4)
-    (sentence,) = conclusion([slow], 2)
-    assert "no gamma" in sentence
-    first, second, following = conclusion([slow, fast], 3)
+    sentence, meaning = concluded(2, slow)
+    assert "no gamma" in sentence and meaning == EXACT
+    first, second, _, following = concluded(3, slow, fast)
     assert "no gamma" in first and "gamma 2" in second and "1.52x" in second and "1.40x" in second
     assert "/gamma 2" in following and "/race 5" in following
-    assert "/gamma" not in conclusion([fast], 2)[-1], "it is set already"
-    adaptive = conclusion([predicted("b", 1.0, 1.5, auto=1.49)], 3)
+    assert "/gamma" not in concluded(2, fast)[-1], "it is set already"
+    adaptive = concluded(3, predicted("b", 1.0, 1.5, auto=1.49))
     assert "gamma auto" in adaptive[0] and "/gamma auto" in adaptive[-1], "auto is as good as the best"
     assert "(1: 1.50x)" in adaptive[0], "the table shows a larger figure, so the sentence names it"
 

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.commands.why import TABLE, RunCosts, advice, best_gamma, limit
+from utils.commands.experiments.speed_model import bottleneck, draft_figures
+from utils.commands.why import TABLE
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming
 from utils.pairs.drafter_kinds import drafter_kind
 from utils.repl.runner import Verdict
-
-COSTS = Costs((0.1, 0.2, 0.3))
 
 
 def generation(rounds: list[tuple[int, int]], timing: RoundTiming) -> Generation:
@@ -27,35 +25,21 @@ def generation(rounds: list[tuple[int, int]], timing: RoundTiming) -> Generation
     )
 
 
-def test_the_costs_of_a_run() -> None:
-    run = generation([(2, 1), (0, 0), (3, 3)], RoundTiming(1.0, 2.0, 4.0))
-    spent = RunCosts.of(run, Costs(COSTS.verify, (("model", 0.25),)), "model")
-    assert (spent.tokens, spent.forwards, spent.drafting) == (7, 3, 5 * 0.25)
-    assert spent.verifying == pytest.approx(0.2 + 0.0 + 0.3) and spent.other == 0.25
-    assert spent.steps == pytest.approx(3 + 0.5 + 1.25)
-    unsent = replace(run, timings=tuple(replace(timing, drafts=timing.drafts + 1) for timing in run.timings))
-    unsent_costs = RunCosts.of(unsent, Costs(COSTS.verify, (("model", 0.25),)), "model")
-    assert unsent_costs.drafting == 8 * 0.25, "drafts that were computed and not proposed also take time"
-
-
 @pytest.mark.parametrize(
-    ("rounds", "timing", "costs", "draft_cost", "words"),
+    ("rounds", "timing", "words"),
     [
-        ([(0, 0), (0, 0), (1, 1)], RoundTiming(1, 2, 3), COSTS, 0.1, ["nothing was drafted", "67%"]),
-        ([(2, 2)] * 4, RoundTiming(1, 1, 4), COSTS, 0.01, ["overhead", "50%"]),
-        ([(4, 1)] * 4, RoundTiming(1, 2, 3), Costs((0.5, 0.9, 1.3, 1.7)), 0.1, ["4 drafts", "2.7"]),
-        ([(2, 1)] * 4, RoundTiming(1, 2, 3), COSTS, 0.4, ["40%", "2.0"]),
-        ([(2, 0)] * 3 + [(2, 1)], RoundTiming(1, 2, 3), Costs((0.0, 0.0)), 0.01, ["accepted", "1 of 8"]),
-        ([(2, 2)] * 4, RoundTiming(1, 2, 3), Costs((0.0, 0.0)), 0.01, ["nothing", "3.0"]),
+        ([(0, 0), (0, 0), (1, 1)], RoundTiming(1, 2, 3), ["nothing is drafted", "67%"]),
+        ([(2, 2)] * 4, RoundTiming(1, 2, 9), ["outside the models", "without it about 3.0x"]),
+        ([(4, 3)] * 4, RoundTiming(1, 8, 9), ["verifying several tokens", "4.0 drafts takes 8.00 decode steps", "75%"]),
+        ([(2, 1)] * 4, RoundTiming(4, 2, 6), ["cost of drafting", "a draft 2.00"]),
+        ([(4, 0)] * 3 + [(4, 1)], RoundTiming(0.1, 2, 2.1), ["rejection", "6% of the drafts"]),
     ],
 )
-def test_the_main_limit(
-    rounds: list[tuple[int, int]], timing: RoundTiming, costs: Costs, draft_cost: float, words: list[str]
-) -> None:
-    run = generation(rounds, timing)
-    costs = Costs(costs.verify, (("model", draft_cost),))
-    sentence = limit(RunCosts.of(run, costs, "model"), run, costs, draft_cost)
-    assert all(word in sentence for word in words)
+def test_the_bottleneck_is_named(rounds: list[tuple[int, int]], timing: RoundTiming, words: list[str]) -> None:
+    """The target alone takes 1 second for each of its tokens, and no time for the prompt."""
+    target = Generation(tuple(Step((), 0, token) for token in range(9)), 9.0, 1.0, FinishReason.LENGTH)
+    sentence = bottleneck(draft_figures([(generation(rounds, timing), target)], 1.0))
+    assert all(word in sentence for word in words), sentence
 
 
 def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_path: Path) -> None:
@@ -82,31 +66,6 @@ def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_
     assert speeds["model"] <= speeds["chain"] < speeds["suffix"] / 10
 
 
-def test_the_gamma_with_the_highest_estimate() -> None:
-    free, timing = Costs((0.0,)), RoundTiming(1, 1, 2)
-    assert best_gamma(generation([(1, 1), (1, 0)] * 4, timing), free, 0.6) == (0, 1.0)
-    best, rate = best_gamma(generation([(2, 1)] * 9 + [(2, 0)], timing), free, 0.2)
-    assert best == 1 and rate == pytest.approx(1.9 / 1.2)
-    assert best_gamma(generation([(3, 3)] * 3, timing), free, 0.0) == (0, 1.0), "too few rounds to tell"
-    assert best_gamma(generation([(3, 3)] * 4, timing), free, 0.0) == (3, 4.0), (
-        "there is no estimate beyond what was tried"
-    )
-    declining = generation([(0, 0)] * 6 + [(1, 1)] * 2, timing)
-    assert best_gamma(declining, free, 0.0) == (1, 1.25), "nothing is accepted in a round without drafts"
-
-
-def test_the_advice_depends_on_the_figures() -> None:
-    figures = {"best_gamma": 3, "best_rate": 1.5, "rate": 1.2, "by_position": [0.5], "gamma": 5}
-    assert "/gamma 3" in advice(figures) and "1.50" in advice(figures)
-    assert "/gamma auto is already" in advice(figures | {"rate": 1.49, "gamma": None})
-    adaptive = advice(figures | {"gamma": None})
-    assert "1.50" not in adaptive and "/whatif" in adaptive, "auto drafts far only where drafts are likely"
-    assert "/gamma 3 is already" in advice(figures | {"rate": 1.49, "gamma": 3})
-    assert "no estimate" in advice(figures | {"by_position": []})
-    assert "No gamma" in advice(figures | {"best_gamma": 0, "best_rate": 1.0, "rate": 0.8})
-    assert "No gamma" in advice(figures | {"best_rate": 1.01, "rate": 1.0}), "the gain is not measurable"
-
-
 def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
     session = open_session(view, records=tmp_path / "records.jsonl")
     for line in ("/length 16", "/gamma 2", "Hello", "/why"):
@@ -117,7 +76,7 @@ def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
     rows = report["findings"]
     assert [row["strategy"] for row in rows] == ["speculative", "ngram"] and all(row["predicted"] > 0 for row in rows)
     for row in rows:
-        assert min(row["seconds"].values()) >= 0 and row["binds"]
+        assert min(row["seconds"].values()) >= 0 and row["bottleneck"]
 
 
 def test_missing_runs_are_named(view: Screen) -> None:

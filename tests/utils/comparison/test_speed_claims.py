@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.commands.experiments.race_conclusion import repeats_conclusion, task_sentence
+from utils.commands.experiments.race_results import best_of_each, race_conclusion
 from utils.commands.sweep import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
 
@@ -64,6 +64,7 @@ def row(strategy: str, speedups: list[float], forwards: float | None = 2.0, **fi
     )
     return {
         "strategy": strategy,
+        "task": "all",
         "lossless": True,
         "prompts": len(speedups),
         "speedups": speedups,
@@ -81,36 +82,35 @@ def claimed(lines: list[str]) -> bool:
 
 def test_a_race_claims_nothing_without_evidence() -> None:
     target = row("target", [1.0] * 5)
-    assert claimed(repeats_conclusion([row("speculative", CLEAR), target]))
-    assert "1.50x" in repeats_conclusion([row("speculative", CLEAR), target])[0]
-    few = repeats_conclusion([row("speculative", [1.7]), target])
+    assert claimed(race_conclusion([row("speculative", CLEAR), target]))
+    assert "1.50x" in race_conclusion([row("speculative", CLEAR), target])[0]
+    few = race_conclusion([row("speculative", [1.7]), target])
     assert not claimed(few) and "1.7x" in few[0] and "/race 5" in few[-1]
-    noise = repeats_conclusion([row("ngram", [1.29], 1.0), target])
+    noise = race_conclusion([row("ngram", [1.29], 1.0), target])
     assert not claimed(noise) and "noise" in noise[0]
-    assert "noise" not in repeats_conclusion([row("ngram", [0.7], 1.0), target])[0], (
-        "drafts that gain nothing take time"
-    )
-    assert not claimed(repeats_conclusion([row("ngram", CLEAR, 1.0), target]))
-    assert "/why" in repeats_conclusion([row("ngram", [0.8, 1.2, 1.0, 1.1, 0.9]), target])[-1]
+    assert "noise" not in race_conclusion([row("ngram", [0.7], 1.0), target])[0], "drafts that gain nothing take time"
+    assert not claimed(race_conclusion([row("ngram", CLEAR, 1.0), target]))
+    assert "/why" in race_conclusion([row("ngram", [0.8, 1.2, 1.0, 1.1, 0.9]), target])[-1]
     assert speed_sentence(target) == ""
-    assert "/target on" in repeats_conclusion([row("ngram", [])])[0]
+    assert "/target on" in race_conclusion([row("ngram", [])])[0]
 
 
 def test_a_task_claims_nothing_without_evidence() -> None:
     target = row("target", [1.0] * 5)
-    assert "a, 1.50x" in task_sentence("maths", [row("a", CLEAR), row("b", [1.2]), target])
+    (sentence,) = best_of_each({"maths": [row("a", CLEAR), row("b", [1.2]), target]})
+    assert sentence.startswith("maths: a is faster: 1.50x")
     fast = row("drafter", [9.0] * 5, lossless=False)
     for rows in (
         [row("a", [1.29]), target],
         [row("a", CLEAR, 1.0), target],
         [row("a", [0.8, 1.3, 1.2, 0.9, 1.1]), target],
-        [row("a", [0.8] * 5), target],
         [fast, target],
-        [fast],
         [row("a", [])],
     ):
-        sentence = task_sentence("maths", rows)
-        assert "faster over" not in sentence and ("is the fastest" in sentence) == (max(rows[0]["speedups"] or [1]) < 1)
+        assert not claimed(best_of_each({"maths": rows}))
+    assert "is slower: 0.80x" in best_of_each({"maths": [row("a", [0.8, 0.81, 0.8, 0.79, 0.8]), target]})[0]
+    few = best_of_each({"maths": [row("a", [1.29])], "code": [row("a", [0.7])]})
+    assert few == ["Too few runs to tell: maths, a about 1.3x; code, a about 0.7x."]
 
 
 def swept(setting: str, speeds: list[float], strategy: str = "a", **figures: Any) -> dict[str, Any]:

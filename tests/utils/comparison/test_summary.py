@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from local_runs import compared_run, compared_with, local_run
 
+from utils.comparison.speed_claims import rough
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.summary import PromptRuns, ending, is_noise, summary
 from utils.decode.steps import FinishReason, Step
@@ -176,3 +177,11 @@ def test_a_comparison_without_a_speed_is_no_rival() -> None:
     empty = compared_run(ROWS["speculative"], drafting(1.4), Comparison())
     target = compared_run(ROWS["target"], run_of(60), Comparison(1.0, same=True))
     assert "1.4" not in summary(PromptRuns([empty, target], ["speculative", "target"]))
+
+
+def test_small_gains_have_a_second_decimal() -> None:
+    assert [rough(factor) for factor in (1.05, 1.1, 1.14, 2.04, 0.97, 0.55)] == [
+        *("1.05x", "1.1x", "1.1x", "2.0x", "0.97x", "0.6x"),
+    ]
+    text = said(target=run_of(60), speculative=drafting(1.06, accepted=20))
+    assert "speculative was about 1.06x as fast" in text

@@ -48,7 +48,6 @@ FIELDS = {
     "draft_seconds",
     "verify_seconds",
     "speedup_vs_baseline",
-    "speedup_vs_fastest_engine",
     "same_as_baseline",
     "first_difference",
     "divergence",

@@ -15,7 +15,7 @@ from utils.comparison.charts import BASELINE, DotChart, DotRow
 from utils.comparison.recorded_runs import RunMatch, differences
 from utils.comparison.reports import Finding, shortened
 from utils.metrics.intervals import UNCLEAR, speedup_interval
-from utils.metrics.results import first_difference
+from utils.metrics.results import difference_text, first_difference
 
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
 MIN_PROMPTS = 3  # fewer prompts show no interval in the chart
@@ -27,19 +27,16 @@ Row = dict[str, Any]  # the figures of a finding
 
 
 def _acceptance(row: Mapping[str, Any]) -> str:
-    accepted, drafted = row["accepted"], row["drafted"]
-    if None in accepted or None in drafted:
-        return NOTHING
-    return " -> ".join(f"{part}/{whole}" for part, whole in zip(accepted, drafted, strict=True))
+    counts = zip(row["accepted"], row["drafted"], strict=True)
+    known = None not in (*row["accepted"], *row["drafted"])
+    return " -> ".join(f"{part}/{whole}" for part, whole in counts) if known else NOTHING
 
 
 def _text(row: Mapping[str, Any]) -> str:
     if row["same_text"] is None:
         return NOTHING
-    if row["same_text"]:
-        return "same"
     place = row["first_difference"]
-    return "differs" if place is None else f"differs at token {place + 1}"
+    return "differs" if not row["same_text"] and place is None else difference_text(place)
 
 
 TABLE = ResultTable(
@@ -59,9 +56,15 @@ TABLE = ResultTable(
 def match_figures(found: RunMatch) -> Row:
     """The figures of a match. Lists of two are [A, B]."""
     sides = (found.first, found.second)
-    known = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
-    ours, theirs = known
-    row: Row = {
+    texts = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
+    same, place = None, None
+    if texts[0] is not None and texts[1] is not None:
+        ours, theirs = texts[0], texts[1]
+        # The ids of two tokenizers differ for the same text.
+        by_tokens = ours.model == theirs.model and ours.tokens is not None and theirs.tokens is not None
+        same = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
+        place = first_difference(ours.tokens or (), theirs.tokens or ()) if by_tokens else None
+    return {
         "prompt": found.prompt,
         "strategy": found.strategy,
         "baseline": found.first[0].baseline,
@@ -72,16 +75,9 @@ def match_figures(found: RunMatch) -> Row:
         "speedups": [[value for one in side for value in one.speedups] for side in sides],
         "accepted": [next((one.accepted for one in side if one.accepted is not None), None) for side in sides],
         "drafted": [next((one.drafted for one in side if one.drafted is not None), None) for side in sides],
-        "same_text": None,
-        "first_difference": None,
+        "same_text": same,
+        "first_difference": place,
     }
-    if ours is not None and theirs is not None:
-        # The ids of two tokenizers differ for the same text.
-        by_tokens = ours.model == theirs.model and ours.tokens is not None and theirs.tokens is not None
-        row["same_text"] = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
-        if by_tokens:
-            row["first_difference"] = first_difference(ours.tokens or (), theirs.tokens or ())
-    return row
 
 
 def match_finding(found: RunMatch, number: int) -> Finding:
@@ -95,19 +91,15 @@ def comparison_lines(
 ) -> list[str]:
     """The sentences below the table. `problems` are runs without a counterpart, `others` other records by kind."""
     lines = [line for name, rows in by_strategy(findings).items() for line in _verdict(name, rows)]
-    if len(findings) > MAX_ROWS:
-        lines.append(
-            f"{len(findings) - MAX_ROWS} more rows are not shown, but they count, and /export FILE.json has them."
-        )
+    if (more := len(findings) - MAX_ROWS) > 0:
+        lines.append(f"{more} more rows are not shown, but they count, and /export FILE.json has them.")
     if problems:
         lines += [NOT_COMPARED, *problems[:SHOWN_LINES]]
         lines += [f"and {len(problems) - SHOWN_LINES} more."] if len(problems) > SHOWN_LINES else []
     if others:
         lines.append(f"Records of other reports are not compared: {', '.join(f'{n} {c}' for n, c in others.items())}.")
-    if not matches:
-        return lines
-    found = differences(matches)
-    return [*lines, AT_OTHER_TIMES, *([DIFFERENT, *found] if found else [SAME])]
+    found = differences(matches) if matches else []
+    return [*lines, *([AT_OTHER_TIMES, *([DIFFERENT, *found] if found else [SAME])] if matches else [])]
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:

@@ -1,31 +1,71 @@
-"""Runs prompts by arms in turns, for /race, /sweep and /server sweep.
+"""Runs prompts by arms in turns, for /race, /sweep, /verdict and /server sweep.
 
 The speed of a machine drifts. So arms are warmed up first, take turns at going first, and are compared within a repeat
 of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
-from utils.commands.experiments.paired_runs import PairedRuns, all_turns, check_prompt
-from utils.commands.experiments.repeated_runs import RemainingTime, rotated
-from utils.comparison.arms import Arm, complete
+from utils.comparison.arms import Arm, ServerArm, complete
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Note, Progress, ReportEvent
-from utils.comparison.runs import Run
+from utils.comparison.reports import Finding, Note, Progress, ReportEvent
+from utils.comparison.runs import Run, compare_run
 from utils.comparison.warm_up import shortened, warm_up
 from utils.config.settings import Settings
+from utils.decode.model_session import ModelSession
 from utils.errors import UserError
-from utils.prompts.conversation import Turns
+from utils.metrics.results import Comparison
+from utils.metrics.totals import Totals
+from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import Prompt
-from utils.text import count_of
+from utils.servers.address import TARGET
+from utils.servers.connection import Connection
 
 MOST_NOTES = 6  # maximum number of notes on skipped prompts; a file of long prompts could have hundreds
 FURTHER = "Further prompts are left out, too. The table shows how many were run."
 MOST_FAILURES = 2  # after this many prompts in a row without an answer, a server is considered gone
 GONE = "{} has not answered {} prompts in a row, so no further prompts are sent to it."
 ONLY_FIRST_TURNS = "Only the first turn of each prompt is run, because a conversation needs a chat template (/chat on)."
+Item = TypeVar("Item")
+
+
+def rotated(items: Sequence[Item], start: int) -> list[Item]:
+    """All items in order, beginning at index `start` modulo their number."""
+    return [items[(index + start) % len(items)] for index in range(len(items))]
+
+
+def time_left(seconds: Sequence[float], remaining: int) -> str:
+    """The end of a progress sentence, estimated from the seconds of the finished parts. It is empty without any."""
+    return f", about {sum(seconds) / len(seconds) * remaining:.0f} s left" if seconds else ""
+
+
+def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable[Finding]]) -> Iterator[ReportEvent]:
+    """The events, followed by the findings of finished runs, even if Ctrl-C or an error ends the events."""
+    try:
+        yield from events
+    finally:  # Ctrl-C is raised again once the findings are consumed
+        yield from findings()
+
+
+def local_arms(harness: Harness, settings: Settings) -> list[Arm]:
+    """The enabled strategies. Raises UserError if there is none."""
+    return [harness.arm(strategy) for strategy in harness.enabled(settings)]
+
+
+def server_arms(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
+    """The servers, after the local target if one of them is compared with it."""
+    needs_target = harness.has_pair and any(server.address.baseline == TARGET for server in servers)
+    own = [harness.arm(harness.baseline)] if needs_target else []
+    return [*own, *(ServerArm(server, harness.loaded) for server in servers)]
+
+
+def check_prompt(harness: Harness, prompt: Prompt, settings: Settings) -> None:
+    """Refuse a prompt that the target cannot take, once instead of by every strategy. Raises UserError."""
+    ids = harness.prompt_ids(prompt.text, settings)
+    ModelSession(harness.pair.target, use_cache=False).begin(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,67 +82,141 @@ class RaceItem:
     arms: Sequence[Arm]
     history: Turns = ()
 
+    def answers(self, arm: Arm) -> tuple[Run, ...]:
+        """The answers to all turns of the prompt, as the conversations of Spec-Bench and SPEED-Bench are run.
+
+        Every arm continues with its own answers, and every turn has a prefill of the whole conversation so far. Raises
+        UserError without an answer, and KeyboardInterrupt on Ctrl-C.
+        """
+        runs: list[Run] = []
+        history = self.history
+        for text in (self.prompt.text, *self.prompt.later) if self.settings.uses_chat else (self.prompt.text,):
+            try:
+                runs.append(complete(arm.run(text, self.settings, history)))
+            except UserError as error:
+                raise UserError(f"Turn {len(runs) + 1}: {error}") if runs else error from error
+            history = (*history, Turn(text, runs[-1].text))
+        return tuple(runs)
+
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """An item by one arm in one repeat, which counts from 0."""
+    """All turns of an item by one arm in one repeat, which counts from 0, and those of its baseline.
+
+    `theirs` is empty without the baseline's answers, and then there are no comparisons.
+    """
 
     item: RaceItem
     repeat: int
-    runs: PairedRuns
+    arm: Arm
+    ours: tuple[Run, ...]
+    theirs: tuple[Run, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+
+    @classmethod
+    def of(cls, item: RaceItem, repeat: int, runs: Sequence[tuple[Arm, tuple[Run, ...]]]) -> list[Self]:
+        """The results of all arms, from their runs."""
+        results = []
+        for arm, ours in runs:
+            theirs = next((turns for _, turns in runs if turns[0].name == ours[0].baseline), ())
+            pairs = zip(ours, theirs, strict=False)
+            compared = tuple(compare_run(run, (run, other), item.settings) for run, other in pairs)
+            results.append(cls(item, repeat, arm, ours, theirs, compared))
+        return results
+
+    @property
+    def totals(self) -> Totals:
+        return pooled_totals(self.ours)
+
+    @property
+    def baseline_totals(self) -> Totals | None:
+        return pooled_totals(self.theirs) if self.theirs else None
+
+    @property
+    def speedup(self) -> float | None:
+        """The ratio of tokens per second over all turns, if the speeds can be compared."""
+        theirs = self.baseline_totals
+        if theirs is None or self.comparisons[0].speedup is None:
+            return None
+        ours, other = self.totals.tokens_per_second, theirs.tokens_per_second
+        return ours / other if ours is not None and other else None
+
+    @property
+    def same(self) -> bool | None:
+        """Whether all texts are the baseline's, or None if they were not compared."""
+        if not self.comparisons or self.comparisons[0].same is None:
+            return None
+        return not any(comparison.same is False for comparison in self.comparisons)
+
+
+def pooled_totals(runs: Sequence[Run]) -> Totals:
+    """Several answers of one arm as one.
+
+    Drafts are unknown if nothing is known or if an answer's figures are not its own. An answer without figures among
+    others with figures had no drafts, and as many forward passes as tokens.
+    """
+    if any(run.acceptance is not None and not run.acceptance.valid for run in runs):
+        return Totals.of([Totals(run.new_tokens, run.seconds) for run in runs])
+    totals = [_totals(run) for run in runs]
+    if any(one.drafted is not None for one in totals):
+        totals = [
+            one if one.drafted is not None else replace(one, drafted=0, accepted=0, forwards=one.tokens)
+            for one in totals
+        ]
+    return Totals.of(totals)
+
+
+def _totals(run: Run) -> Totals:
+    positions = run.accepted_by_position
+    # A server may count accepted drafts, but not by position.
+    known = positions is not None and (positions or not run.drafted)
+    counts = (run.drafted, run.accepted, run.target_forwards, run.rounds)
+    by_position = tuple(accepted for accepted, _ in positions or ()) if known else None
+    return Totals(run.new_tokens, run.seconds, *counts, by_position)
 
 
 @dataclass(slots=True)
 class ArmRace:
-    """The items and the results so far."""
+    """The items and the results so far.
+
+    `failures` counts, by server, the prompts in a row without an answer. `places` are those of prompts that could be
+    run, in their order.
+    """
 
     harness: Harness
     items: Sequence[RaceItem]
-    repeats: int
+    repeats: int = 1
     results: list[RaceResult] = field(default_factory=list)
-    failures: dict[str, int] = field(default_factory=dict)  # prompts in a row without an answer, by arm
-    notes: set[str] = field(default_factory=set)
-    places: dict[int, int] = field(default_factory=dict)  # of prompts that could be run, in their order
+    failures: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
 
     def events(self) -> Iterator[ReportEvent]:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
         if any(item.prompt.later and not item.settings.uses_chat for item in self.items):
             yield Note(ONLY_FIRST_TURNS)
-        yield Progress(self._announcement())
+        yield Progress("warming up ...")
         self._warm_up()
-        time, done = RemainingTime(), 0
+        seconds: list[float] = []
+        total = len(self.items) * self.repeats
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
             # The prompts of a file keep their order; the values of a sweep take turns.
-            for item in self.items if self._has_file else rotated(self.items, repeat):
-                left = time.estimate(len(self.items) * self.repeats - done)
-                done += 1
-                yield Progress(f"{self._place(item, repeat, done)}{left} ...")
-                seconds = yield from self._run(item, repeat)
-                if seconds is not None:  # a refused prompt does not predict how long the others take
-                    time.add(seconds)
+            for place, item in enumerate(self.items if self._has_file else rotated(self.items, repeat)):
+                done = repeat * len(self.items) + place
+                where = f"{item.group}, " if len({one.group for one in self.items}) > 1 else ""
+                where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
+                yield Progress(f"{where}{time_left(seconds, total - done)} ...")
+                spent = yield from self.run(item, repeat)
+                # A refused prompt does not predict how long the others take.
+                seconds += [] if spent is None else [spent]
         if not self.results:
             raise UserError("none of the prompts could be run.")
-
-    def _announcement(self) -> str:
-        names = ", ".join(dict.fromkeys(arm.name for item in self.items for arm in item.arms))
-        if not self._has_file:
-            groups = list(dict.fromkeys(item.group for item in self.items))
-            names = ", ".join(groups) if len(groups) > 1 else names
-            return f"warming up, then {count_of(self.repeats, 'repeat')} of {names} ..."
-        each = count_of(self.repeats, "run")
-        return f"warming up, then {count_of(len(self.items), 'prompt')} by {names}, {each} each ..."
 
     @property
     def _has_file(self) -> bool:
         """Whether the items are different prompts."""
         return len({item.number for item in self.items}) > 1
-
-    def _place(self, item: RaceItem, repeat: int, done: int) -> str:
-        if self._has_file:
-            return f"{done} of {len(self.items) * self.repeats} ({item.group})"
-        label = f"{item.group}, " if len(self.items) > 1 else ""
-        return f"{label}repeat {repeat + 1} of {self.repeats}"
 
     def _warm_up(self) -> None:
         """Run every arm for a few tokens, because the first run may be slow."""
@@ -114,52 +228,45 @@ class ArmRace:
                     with suppress(UserError):  # reported when the prompt is run
                         complete(arm.run(item.prompt.text, shortened(item.settings), item.history))
 
-    def _run(self, item: RaceItem, repeat: int) -> Generator[ReportEvent, None, float | None]:
+    def run(self, item: RaceItem, repeat: int) -> Generator[Note, None, float | None]:
         """Run an item by all arms that are present. Returns the seconds, or None without an answer."""
         try:
             if self._has_file and any(arm.strategy is not None for arm in item.arms):
                 check_prompt(self.harness, item.prompt, item.settings)
         except UserError as error:
-            yield from self._notes_on([f"Prompt {item.number} is left out. {error}"])
+            yield from self._note(f"Prompt {item.number} is left out. {error}")
             return None
-        present = [arm for arm in item.arms if self.failures.get(arm.name, 0) < MOST_FAILURES]
+        present = [arm for arm in item.arms if not self.is_gone(arm)]
         place = self.places.get(item.number, len(self.places))
-        runs: list[tuple[Arm, tuple[Run, ...]]] = []
-        problems: dict[str, str] = {}
+        runs: dict[str, tuple[Run, ...]] = {}
         for arm in rotated(present, repeat + place):
             try:
-                runs.append((arm, all_turns(arm, item.prompt, item.settings, item.history)))
+                runs[arm.name] = item.answers(arm)
             except UserError as error:
-                problems[arm.name] = str(error)
-        yield from self._notes_on(
-            [f"{name}: prompt {item.number} is left out. {problem}" for name, problem in problems.items()]
-        )
-        yield from self._gone(present, problems)
-        if runs:
-            self.places[item.number] = place
-        # Only complete items are added, so Ctrl-C cannot leave a run without its baseline's.
-        in_order = sorted(runs, key=lambda pair: present.index(pair[0]))
-        for arm, _ in in_order:
-            self._add(RaceResult(item, repeat, PairedRuns.of(arm, in_order, item.settings)))
-        return sum(run.seconds for _, turns in runs for run in turns) if runs else None
-
-    def _add(self, result: RaceResult) -> None:
-        self.results.append(result)
-        if (address := result.runs.ours[0].address) is not None and result.runs.comparisons:
-            first = result.runs.comparisons[0]
-            self.harness.state.servers.note_text(address.name, result.item.prompt.text, first.same)
-
-    def _notes_on(self, sentences: Sequence[str]) -> Iterator[Note]:
-        """Each sentence once. A file of prompts that are too long has only a few."""
-        for sentence in sentences:
-            if sentence not in self.notes and len(self.notes) <= MOST_NOTES:
-                yield Note(sentence if len(self.notes) < MOST_NOTES else FURTHER)
-                self.notes.add(sentence)
-
-    def _gone(self, present: Sequence[Arm], problems: dict[str, str]) -> Iterator[Note]:
-        """Count the failures of servers, and report those that do not answer any more."""
-        for arm in present:
+                yield from self._note(f"{arm.name}: prompt {item.number} is left out. {error}")
             if arm.strategy is None:
-                self.failures[arm.name] = self.failures.get(arm.name, 0) + 1 if arm.name in problems else 0
-                if self.failures[arm.name] == MOST_FAILURES:
-                    yield Note(GONE.format(arm.name, MOST_FAILURES))
+                self.failures[arm.name] = 0 if arm.name in runs else self.failures.get(arm.name, 0) + 1
+        for arm in present:
+            if self.is_gone(arm):
+                yield from self._note(GONE.format(arm.name, MOST_FAILURES))
+        if not runs:
+            return None
+        self.places[item.number] = place
+        # Only complete items are added, so Ctrl-C cannot leave a run without its baseline's.
+        results = RaceResult.of(item, repeat, [(arm, runs[arm.name]) for arm in present if arm.name in runs])
+        self.results += results
+        for one in results:
+            if (address := one.ours[0].address) is not None and one.comparisons:
+                self.harness.state.servers.note_text(address.name, item.prompt.text, one.comparisons[0].same)
+        return sum(run.seconds for turns in runs.values() for run in turns)
+
+    def is_gone(self, arm: Arm) -> bool:
+        """Whether a server does not answer any more."""
+        return self.failures.get(arm.name, 0) >= MOST_FAILURES
+
+    def _note(self, sentence: str) -> Iterator[Note]:
+        """Each sentence once. A file of prompts that are too long has only a few."""
+        if sentence not in self.notes and len(self.notes) <= MOST_NOTES:
+            sentence = sentence if len(self.notes) < MOST_NOTES else FURTHER
+            self.notes.append(sentence)
+            yield Note(sentence)

@@ -1,161 +1,307 @@
-"""/server load: concurrent requests to a server and its baseline, in turns. At which load does speculation stop paying?
-Requests are the prompts of this session, without end tokens if the server supports that.
+"""/server load: many requests to a server and its baseline, in turns. At which load does speculation stop paying?
+
+Requests are the prompts of a file or of this session, sent by clients in a closed loop (`concurrency=`) or arriving at
+random times (`rate=`). Every load sends the same prompts equally often, so that loads are compared, not prompts.
 """
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
-from math import ceil, isfinite
-from typing import Any
+from itertools import accumulate, cycle, islice
+from math import ceil, inf
+from random import Random
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.race_conclusion import OTHER_REASON
-from utils.commands.experiments.repeated_runs import rotated, then_findings
-from utils.commands.servers.server_words import parse_numbers, parse_words
-from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of, rate_of
+from utils.commands.experiments.race_runs import rotated, then_findings
+from utils.commands.servers.load_figures import (
+    LatencyLimits,
+    Load,
+    LoadCell,
+    conclusion,
+    load_charts,
+    load_findings,
+    load_table,
+    position_tables,
+)
+from utils.commands.servers.server_words import Words, parse_numbers, parse_words
 from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
-from utils.comparison.charts import Chart, LineChart
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.speed_claims import (
-    FASTER,
-    MIN_VALUES,
-    NOT_DISTINGUISHABLE,
-    SLOWER,
-    TOO_FEW,
-    SpeedClaim,
-    interval_text,
-    speedup_text,
-)
+from utils.comparison.reports import Note, Progress, Report, ReportEvent
+from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
-from utils.servers.address import TARGET, ServerAddress
+from utils.prompts.prompt_files import read_prompts, spaced
+from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerRequest
-from utils.servers.load_slice import LoadSlice, TooSlow, median_and_p95, run_slice
+from utils.servers.load_slice import LoadSlice, run_slice
 from utils.text import count_of
 
 CONCURRENCIES = (1, 2, 4, 8, 16)
 AT_ONCE = WholeRange(1, 64)
+RATE, LARGEST_RATE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)(?:/s)?", re.ASCII), 100  # arrivals a second
+SECONDS = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(ms|s)", re.ASCII)
 NUMBERS = {
-    "requests": (10, WholeRange(1, 10_000)),
+    "requests": (40, WholeRange(1, 10_000)),
     "turns": (5, WholeRange(1, 50)),
     "length": (64, WholeRange(2, 100_000)),
+    "fixed": (64, WholeRange(2, 100_000)),
     "seconds": (600, WholeRange(1, 86_400)),
 }
-OPTIONS = ("concurrency", *NUMBERS)
-NO_PROMPT = "a prompt is needed: send one first; the requests are the prompts of this session."
+LIMITS = ("ttft", "tpot")
+OPTIONS = ("concurrency", "rate", *NUMBERS, *LIMITS, "cache")
+EITHER = (("concurrency", "rate"), ("length", "fixed"))  # pairs of which only one can be given
+EACH = 3  # requests for each client of a turn; with one, a turn would be a burst, not a closed loop
+ARRIVALS = 20  # fewest requests of a turn at a rate, since fewer random arrivals differ too much between turns
+WARM_UP_ARRIVALS = 5
+NO_PROMPT = "a prompt is needed: send one first, or name a file of prompts."
 EXAMPLE = "/server load spec concurrency=1,4,16"
-NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
-SAMPLE = "Turns of one measurement share the state of the machine, so an interval may be too narrow."
-COUNTED = "The server counts no tokens, so it has no throughput."
-MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
-SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
-STOPS = "Speculation stops paying between {} and {} requests at once."
-NO_GAIN = "With more than {} at once, neither a gain nor a loss was measured."
-SENTENCES = {
-    FASTER: "{server} has a higher throughput than {baseline} with this many requests at once: {loads}.",
-    SLOWER: "{server} has a lower throughput than {baseline} with this many requests at once: {loads}.",
-    NOT_DISTINGUISHABLE: "{server} and {baseline} are not distinguishable with this many requests at once: {loads}.",
-    TOO_FEW: "{server} beside {baseline}, by requests at once: {loads}.",
-}
-
-
-@dataclass(slots=True)
-class LoadCell:
-    """One server at one concurrency, with its measurements by turn."""
-
-    concurrency: int
-    address: ServerAddress
-    slices: dict[int, LoadSlice] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The tokens of all turns divided by their seconds."""
-        counted = [one for one in self.slices.values() if one.tokens is not None]
-        seconds = sum(one.seconds for one in counted)
-        return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
-
-
-LoadCells = Mapping[tuple[int, str], LoadCell]
+PART_SENT = "{} of {} are sent, evenly spaced; requests={} sends all."
+TOO_SHORT = "seconds={} is too short: {} takes about {} s with {}. Fewer requests= or a lower length= take less."
+LEFT_OUT = "seconds={} is enough for {}{}; everything takes at least {} s."
+NO_ANSWER = "{} has not answered one request within {} s. More time is given with seconds=."
+TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is measured. `requests` is the minimum for each server and concurrency, `seconds` the time limit.
+    """What is measured. `fewest` is the minimum of requests in a turn, and `seconds` the time limit.
 
-    Every turn sends every prompt equally often at every concurrency, so that figures of different loads are those of
-    the same prompts.
+    `length` counts new tokens. With `is_fixed`, answers do not end earlier. `reuses_prefix` permits prefix caching.
     """
 
     connections: Sequence[Connection]
     texts: Sequence[str]
-    concurrencies: Sequence[int]
-    requests: int
+    loads: Sequence[Load]
+    fewest: int
     turns: int
     length: int
     seconds: int
-    cells: dict[tuple[int, str], LoadCell] = field(default_factory=dict)
+    seed: int
+    is_fixed: bool = False
+    reuses_prefix: bool = False
 
-    @property
-    def sent(self) -> Sequence[str]:
-        """The prompts that are sent: as many as one turn needs."""
-        return self.texts[: max(self.fewest, *self.concurrencies)]
+    def request(self, made: ServerRequest) -> ServerRequest:
+        """A request of this length."""
+        ends = replace(made, max_tokens=self.length, ignore_eos=self.is_fixed)
+        return replace(ends, reuses_prefix=self.reuses_prefix)
 
-    @property
-    def fewest(self) -> int:
-        """The fewest requests of a turn."""
-        return ceil(self.requests / self.turns)
+    def per_turn(self, load: Load) -> int:
+        """Requests of one turn: each prompt equally often."""
+        return ceil(_fewest(load, self.fewest) / len(self.texts)) * len(self.texts)
 
-    def per_turn(self, concurrency: int) -> int:
-        """Requests of one turn: at least as many as are sent at once."""
-        return ceil(max(self.fewest, concurrency) / len(self.sent)) * len(self.sent)
+    def arrivals(self, load: Load, turn: int, count: int) -> list[float]:
+        """The random times of a Poisson process, the same for every server, or nothing for a closed loop."""
+        if not load.is_rate:
+            return []
+        random = Random(f"{self.seed} {turn}")
+        return list(accumulate((random.expovariate(load.value) for _ in range(count - 1)), initial=0.0))
 
-    def slices(self) -> Iterator[tuple[int, int, Connection]]:
-        """Concurrency, turn and server, in the order of the measurement. Servers take turns at going first."""
-        for concurrency in self.concurrencies:
+    def slices(self) -> Iterator[tuple[Load, int, Connection]]:
+        """Load, turn and server, in the order of the measurement. Servers take turns at going first."""
+        for load in self.loads:
             for turn in range(self.turns):
                 for connection in rotated(self.connections, turn):
-                    yield concurrency, turn, connection
+                    yield load, turn, connection
+
+
+def _fewest(load: Load, fewest: int) -> int:
+    return max(fewest, ARRIVALS if load.is_rate else EACH * int(load.value))
+
+
+@dataclass(slots=True)
+class LoadMeasurement:
+    """Runs a plan. `cells` has the results, in the order of the plan, and `singles` the time of one request to each
+    server.
+    """
+
+    harness: Harness
+    settings: Settings
+    plan: LoadPlan
+    limits: LatencyLimits
+    cells: dict[tuple[Load, str], LoadCell] = field(default_factory=dict)
+    requests: dict[str, Sequence[ServerRequest]] = field(default_factory=dict)
+    singles: dict[str, float] = field(default_factory=dict)
+
+    def events(self) -> Iterator[ReportEvent]:
+        """Warm up at each load, choose what fits into the time, and measure that."""
+        yield from self._first_requests()
+        yield from self._fit_into_time()
+        for load in self.plan.loads:
+            for address in (connection.address for connection in self.plan.connections):
+                cell = LoadCell(load, address, self.plan.turns, self.limits, self.plan.is_fixed)
+                self.cells[load, address.name] = cell
+        began, notes = time.monotonic(), set[str]()
+        for load, turn, connection in self.plan.slices():
+            left = max(0.0, self.plan.seconds - (time.monotonic() - began))
+            name = connection.address.name
+            place = f"turn {turn + 1} of {self.plan.turns}"
+            yield Progress(f"{name}, {load}, {place}, at most {left:.0f} s left ...")
+            measured = self._send(load, turn, connection, count=self.plan.per_turn(load), limit=left)
+            if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
+                yield Note(TIME_OVER.format(self.plan.seconds))
+                return
+            self.cells[load, name].slices[turn] = measured
+            for failure in set(measured.failures) - notes:
+                yield Note(f"{name}, {load}: {failure}")
+            notes.update(measured.failures)
+
+    def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
+        sent = list(islice(cycle(self.requests[connection.address.name]), count))
+        arrivals = self.plan.arrivals(load, turn, count)
+        return run_slice(connection, sent, concurrency=load.clients, arrivals=arrivals, limit=limit)
+
+    def _first_requests(self) -> Iterator[Progress]:
+        """Two requests to each server: the first answer includes the first use, the second one is timed."""
+        for connection in self.plan.connections:
+            name = connection.address.name
+            yield Progress(f"warming up {name} ...")
+            makers = (request_maker(self.harness.loaded, text, self.settings) for text in self.plan.texts)
+            made = [make(connection.kind, connection.client) for make in makers]
+            self.requests[name] = list(map(self.plan.request, made))
+            for _ in range(2):
+                one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.plan.seconds)
+                if one.unfinished:
+                    raise UserError(NO_ANSWER.format(name, self.plan.seconds))
+            self.singles[name] = one.seconds
+
+    def _fit_into_time(self) -> Generator[ReportEvent, None, None]:
+        """Reduce the plan to what fits: fewer turns, but enough for a verdict, then fewer loads. Slices stay whole."""
+        plan, fewest = self.plan, min(self.plan.turns, MIN_VALUES)
+        kept: dict[Load, float] = {}  # seconds of a turn of all servers
+        dropped: dict[Load, float] = {}
+        for load in plan.loads:
+            seconds = self._estimate(load, self.singles)
+            if fewest * (sum(kept.values()) + seconds) <= plan.seconds:
+                seconds = yield from self._warm_up(load)
+            fits = fewest * (sum(kept.values()) + seconds) <= plan.seconds
+            (kept if fits else dropped)[load] = seconds
+        if not kept:
+            load, seconds = next(iter(dropped.items()))
+            needed = ceil(fewest * seconds)
+            raise UserError(TOO_SHORT.format(plan.seconds, load, needed, count_of(fewest, "turn")))
+        turns = max(fewest, min(plan.turns, int(plan.seconds / sum(kept.values()))))
+        if dropped or turns < plan.turns:
+            without = f", but not for {', '.join(map(str, dropped))}" if dropped else ""
+            everything = ceil(plan.turns * sum((*kept.values(), *dropped.values())))
+            yield Note(LEFT_OUT.format(plan.seconds, f"{turns} of {plan.turns} turns", without, everything))
+        self.plan = replace(plan, loads=list(kept), turns=turns)
+        count = turns * len(plan.connections) * sum(map(plan.per_turn, kept))
+        yield Note(f"{count_of(count, 'request')}: about {turns * sum(kept.values()):.0f} s.")
+
+    def _estimate(self, load: Load, once: Mapping[str, float]) -> float:
+        """The seconds of one turn of all servers. `once` has those of one request, or of as many as run at once."""
+        count = self.plan.per_turn(load)
+        if load.is_rate:
+            return sum(count / load.value + single for single in self.singles.values())
+        # The first requests at a load may be slow, but requests never gain from being sent one by one.
+        return sum(min(count / load.value * once[name], count * self.singles[name]) for name in once)
+
+    def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
+        """Send requests at this load to every server. Returns the estimated seconds of a turn of all servers."""
+        once = dict[str, float]()
+        for connection in self.plan.connections:
+            name, count = connection.address.name, WARM_UP_ARRIVALS if load.is_rate else load.clients
+            yield Progress(f"warming up {name}, {load} ...")
+            sent = self._send(load, 0, connection, count=count, limit=self.plan.seconds)
+            once[name] = inf if sent.unfinished else sent.seconds
+        return self._estimate(load, once)
 
 
 def load(argument: str, context: CommandContext) -> Outcome:
-    words = parse_words(argument, OPTIONS, most=1)
-    state = context.harness.state
-    names = [address.name for address in state.servers.addresses]
+    words = parse_words(argument, OPTIONS, most=2)
+    harness = context.harness
+    names = [address.name for address in harness.state.servers.addresses]
     if not words.plain or not names:
         raise UserError(f"name a server of this session: {', '.join(names) or 'there is none'}; for example {EXAMPLE}")
     name = check_choice(words.plain[0], tuple(names), "server")
-    if not state.prompts:
-        raise UserError(NO_PROMPT)
-    numbers = parse_numbers(words.options, NUMBERS)
-    plan = LoadPlan(
-        _with_baseline(name, context.harness),
-        list(dict.fromkeys(state.prompts)),
-        _concurrencies(words.options.get("concurrency")),
-        requests=numbers["requests"],
-        turns=numbers["turns"],
-        length=numbers["length"],
-        seconds=numbers["seconds"],
-    )
-    events = then_findings(_measured(context.harness, plan, context.settings), lambda: findings_of(plan.cells))
-    title = f"/server load {name}, {count_of(plan.length, 'token')} a request"
+    texts = _texts(words.plain[1:], harness)
+    plan = _plan(words, texts, _with_baseline(name, harness), context.settings.seed)
+    limits = LatencyLimits(*(_seconds(option, words.options) for option in LIMITS))
+    measurement, table = LoadMeasurement(harness, context.settings, plan, limits), load_table(limits)
+    sizes = f"{'exactly' if plan.is_fixed else 'up to'} {count_of(plan.length, 'token')} a request"
     report = Report(
-        *("server load", state.prompts[-1], context.settings, TABLE.headings, events, conclusion),
+        *("server load", texts[0], context.settings, table.headings),
+        then_findings(_events(measurement, texts), lambda: load_findings(measurement.cells, table)),
+        conclusion,
         charts=load_charts,
-        optional=TABLE.optional,
-        title=title,
+        tables=position_tables,
+        optional=table.optional,
+        title=f"/server load {name}, {sizes}, times at 50/90/99 %",
+        details=lambda: [row for cell in measurement.cells.values() for row in cell.request_records()],
     )
     return [RunReport(report)]
 
 
-def _concurrencies(text: str | None) -> tuple[int, ...]:
+def _events(measurement: LoadMeasurement, texts: Sequence[str]) -> Iterator[ReportEvent]:
+    plan = measurement.plan
+    if len(plan.texts) < len(texts):
+        every = len(texts) * plan.turns
+        yield Note(PART_SENT.format(len(plan.texts), count_of(len(texts), "prompt"), every))
+    yield from measurement.events()
+
+
+def _texts(file: Sequence[str], harness: Harness) -> list[str]:
+    """The prompts of a file as they are, or those of this session. Raises UserError without any."""
+    if not file:
+        texts = list(dict.fromkeys(harness.state.prompts))
+    else:
+        texts = [prompt.text for prompt in read_prompts(path_in(file[0], EXAMPLE))]
+    if not texts:
+        raise UserError(NO_PROMPT)
+    return texts
+
+
+def _plan(words: Words, texts: Sequence[str], connections: Sequence[Connection], seed: int) -> LoadPlan:
+    options, numbers = words.options, parse_numbers(words.options, NUMBERS)
+    for one, other in EITHER:
+        if one in options and other in options:
+            raise UserError(f"{one}= and {other}= exclude each other.")
+    loads = _rates(options["rate"]) if "rate" in options else _concurrencies(options.get("concurrency"))
+    fewest = ceil(numbers["requests"] / numbers["turns"])
+    is_fixed = "fixed" in options
+    return LoadPlan(
+        connections,
+        spaced(texts, min(_fewest(load, fewest) for load in loads)),
+        loads,
+        fewest,
+        numbers["turns"],
+        numbers["fixed" if is_fixed else "length"],
+        numbers["seconds"],
+        seed,
+        is_fixed,
+        check_choice(options.get("cache", "off"), ("on", "off"), "cache") == "on",
+    )
+
+
+def _concurrencies(text: str | None) -> list[Load]:
     if text is None:
-        return CONCURRENCIES
-    return tuple(sorted({AT_ONCE.parse(word.strip()) for word in text.split(",")}))
+        return [Load(count) for count in CONCURRENCIES]
+    return [Load(count) for count in sorted({AT_ONCE.parse(word.strip()) for word in text.split(",")})]
+
+
+def _rates(text: str) -> list[Load]:
+    rates = set[float]()
+    for word in text.split(","):
+        match = RATE.fullmatch(word.strip())
+        if match is None or not 0 < float(match[1]) <= LARGEST_RATE:
+            raise UserError(f"'{word}' is not a rate of up to {LARGEST_RATE} requests a second, for example rate=2/s.")
+        rates.add(float(match[1]))
+    return [Load(rate, is_rate=True) for rate in sorted(rates)]
+
+
+def _seconds(name: str, options: Mapping[str, str]) -> float | None:
+    """A limit in seconds, or None if it is not given."""
+    if name not in options:
+        return None
+    match = SECONDS.fullmatch(options[name])
+    if match is None or not float(match[1]):
+        raise UserError(f"{name}={options[name]} is not a time, for example {name}=50ms or {name}=0.5s.")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
 def _with_baseline(name: str, harness: Harness) -> list[Connection]:
@@ -163,197 +309,3 @@ def _with_baseline(name: str, harness: Harness) -> list[Connection]:
     servers = harness.state.servers
     baseline = servers.connections[name].address.baseline
     return [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]
-
-
-def _measured(harness: Harness, plan: LoadPlan, settings: Settings) -> Iterator[ReportEvent]:
-    singles: dict[str, float] = {}
-    requests: dict[str, Sequence[ServerRequest]] = {}
-    for connection in plan.connections:
-        name = connection.address.name
-        yield Progress(f"warming up {name} ...")
-        requests[name] = _requests(harness, plan, settings, connection)
-        for _ in range(2):  # the first answer includes the first use
-            one = run_slice(connection, requests[name][:1], concurrency=1, limit=plan.seconds)
-        singles[name] = one.seconds
-    if len(plan.sent) < len(plan.texts):
-        yield Note(f"The first {len(plan.sent)} of {count_of(len(plan.texts), 'prompt')} are sent.")
-    yield Note(_estimate(plan, singles))
-    began = time.monotonic()
-    weights = [plan.per_turn(count) * singles[connection.address.name] for count, _, connection in plan.slices()]
-    for index, (concurrency, turn, connection) in enumerate(plan.slices()):
-        left = plan.seconds - (time.monotonic() - began)
-        if left <= 0:
-            yield Note(f"The time limit of {plan.seconds} s was reached: what follows was not measured.")
-            return
-        name = connection.address.name
-        count = plan.per_turn(concurrency)
-        yield Progress(f"{name}, {concurrency} at once, turn {turn + 1} of {plan.turns}, at most {left:.0f} s left ...")
-        share = left * weights[index] / sum(weights[index:])
-        sent = list(islice(cycle(requests[name]), count))
-        try:
-            measured = run_slice(connection, sent, concurrency=concurrency, limit=max(share, singles[name]))
-        except TooSlow as error:
-            yield Note(f"{name}, {concurrency} at once: {error} More time is given with seconds=.")
-            continue
-        plan.cells.setdefault((concurrency, name), LoadCell(concurrency, connection.address)).slices[turn] = measured
-        if measured.failures:
-            yield Note(f"{name}, {concurrency} at once: {len(measured.failures)} failed: {measured.failures[0]}")
-
-
-def _requests(harness: Harness, plan: LoadPlan, settings: Settings, connection: Connection) -> list[ServerRequest]:
-    client, kind = connection.client, connection.kind
-    made = [request_maker(harness.loaded, text, settings)(kind, client) for text in plan.sent]
-    return [replace(request, max_tokens=plan.length, ignore_eos=True) for request in made]
-
-
-def _estimate(plan: LoadPlan, singles: dict[str, float]) -> str:
-    """An upper bound of the duration, estimated from single requests to each server."""
-    counts = [(plan.per_turn(count), connection.address.name) for count, _, connection in plan.slices()]
-    total = sum(count for count, _ in counts)
-    most = sum(count * singles[name] for count, name in counts)
-    return (
-        f"{count_of(total, 'request')}: about {most:.0f} s if requests at the same time gain nothing, less if they do; "
-        f"none is sent after {plan.seconds} s (seconds=)."
-    )
-
-
-def findings_of(cells: LoadCells) -> Iterator[Finding]:
-    """One finding for each cell, with the speed-up of a server over its baseline in the same turns."""
-    for (concurrency, _), cell in cells.items():
-        yield TABLE.finding(_figures(cell, cells.get((concurrency, cell.address.baseline or ""))))
-
-
-def _figures(cell: LoadCell, baseline: LoadCell | None) -> dict[str, Any]:
-    slices = list(cell.slices.values())
-    ratios = [] if baseline is None else list(_ratios(cell, baseline))
-    first = [seconds for one in slices for seconds in one.first_token_seconds]
-    each = [seconds for one in slices for seconds in one.token_seconds]
-    known = [one.acceptance for one in slices if one.acceptance is not None]
-    valid = [one for one in known if one.valid]
-    drafted, accepted = (
-        (sum(one.drafted for one in valid), sum(one.accepted for one in valid)) if valid else (None, None)
-    )
-    claim = SpeedClaim.of([ratios], tokens_per_forward=1.0 if drafted and not accepted else None)
-    return {
-        "server": cell.address.name,
-        "baseline": cell.address.baseline if baseline is not None else None,
-        "concurrency": cell.concurrency,
-        "requests": sum(len(one.completions) for one in slices),
-        "failed": sum(len(one.failures) for one in slices),
-        "unfinished": sum(one.unfinished for one in slices),
-        "seconds": [one.seconds for one in slices],
-        "tokens": [one.tokens for one in slices],
-        "tokens_per_second": cell.tokens_per_second,
-        "first_token_seconds": median_and_p95(first),
-        "token_seconds": median_and_p95(each),
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_notes": sorted({one.note for one in known if one.note}),
-        "speedups": ratios,
-        **claim.figures,
-    }
-
-
-def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
-    """The throughput over the baseline's, turn by turn. Only on the same host: other hosts are different machines."""
-    if cell.address.host != baseline.address.host:
-        return
-    for turn, ours in cell.slices.items():
-        theirs = baseline.slices.get(turn)
-        if theirs is not None and ours.tokens_per_second and theirs.tokens_per_second:
-            ratio = ours.tokens_per_second / theirs.tokens_per_second
-            if isfinite(ratio):
-                yield ratio
-
-
-def _times(pair: tuple[float, float] | None) -> str:
-    return "-" if pair is None else f"{1000 * pair[0]:.0f} ({1000 * pair[1]:.0f}) ms"
-
-
-def _requests_text(row: Row) -> str:
-    sent = row["requests"] + row["failed"] + row["unfinished"]
-    return str(sent) if row["requests"] == sent else f"{row['requests']} of {sent}"
-
-
-TABLE = ResultTable(
-    figure("at once", "concurrency"),
-    figure("server", "server"),
-    figure("tokens/s", "tokens_per_second", "{:.1f}"),
-    ResultColumn("first token (95 %)", lambda row: _times(row["first_token_seconds"]), drop=3),
-    ResultColumn("per token (95 %)", lambda row: _times(row["token_seconds"])),
-    rate_of("acceptance", "accepted", "drafted", drop=2),
-    ResultColumn("speed-up", speedup_text),
-    ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
-    ResultColumn("requests", _requests_text, drop=1),
-)
-
-
-def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """The loads at which the server is faster than its baseline, and those at which it is not."""
-    rows = figures_of(findings)
-    lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
-    compared = [row for row in rows if row["speedups"]]
-    if not compared:
-        return [*lines, NO_BASELINE] if all(row["baseline"] is None for row in rows) else lines
-    lines += [_sentence(verdict, compared) for verdict in SENTENCES if verdict in _verdicts(compared)]
-    lines += _crossing(compared)
-    if any(row["verdict"] == FASTER and not row["drafted"] for row in compared):
-        lines.append(OTHER_REASON.format(compared[0]["server"]))
-    if all(row["drafted"] and not row["accepted"] for row in compared):
-        lines.append(SAVED_NOTHING)
-    notes = dict.fromkeys(note for row in compared for note in row["acceptance_notes"])
-    return [
-        *lines,
-        *(f"Acceptance: {note}." for note in notes),
-        MORE_TURNS if TOO_FEW in _verdicts(compared) else SAMPLE,
-    ]
-
-
-def _verdicts(rows: Sequence[Row]) -> set[str]:
-    return {row["verdict"] for row in rows}
-
-
-def _sentence(verdict: str, rows: Sequence[Row]) -> str:
-    chosen = [row for row in rows if row["verdict"] == verdict]
-    about = "about " if verdict == TOO_FEW else ""
-    loads = ", ".join(f"{row['concurrency']} ({about}{speedup_text(row)})" for row in chosen)
-    return SENTENCES[verdict].format(server=chosen[0]["server"], baseline=chosen[0]["baseline"], loads=loads)
-
-
-def _crossing(rows: Sequence[Row]) -> list[str]:
-    """The loads between which speculation stops paying: the highest one with a gain and the next one with a loss.
-
-    A load with neither shows no loss, so it gets a sentence of its own.
-    """
-    last = max((index for index, row in enumerate(rows) if row["verdict"] == FASTER), default=None)
-    if last is None:
-        return []
-    later = [row for row in rows[last + 1 :] if row["verdict"] != TOO_FEW]
-    slower = next((row for row in later if row["verdict"] == SLOWER), None)
-    if slower is not None:
-        return [STOPS.format(rows[last]["concurrency"], slower["concurrency"])]
-    return [NO_GAIN.format(count_of(rows[last]["concurrency"], "request"))] if later else []
-
-
-def load_charts(findings: Sequence[Finding]) -> list[Chart]:
-    """Throughput and the median time per token over the concurrency."""
-    rows = figures_of(findings)
-    counts = sorted({row["concurrency"] for row in rows})
-    if len(counts) < 2:
-        return []
-    ticks = [str(count) for count in counts]
-    speeds = _series(rows, counts, lambda row: row["tokens_per_second"])
-    times = _series(rows, counts, lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
-    return [
-        LineChart("throughput, tokens/s of all requests", "requests at once", ticks, speeds),
-        LineChart("milliseconds per token after the first, median", "requests at once", ticks, times),
-    ]
-
-
-def _series(
-    rows: Sequence[Row], counts: Sequence[int], value: Callable[[Row], float | None]
-) -> dict[str, list[float | None]]:
-    """The values of each server by concurrency, with None for a concurrency that was not measured."""
-    found = {(row["server"], row["concurrency"]): value(row) for row in rows}
-    names = dict.fromkeys(row["server"] for row in rows)
-    return {name: [found.get((name, count)) for count in counts] for name in names}

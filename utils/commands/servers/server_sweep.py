@@ -10,12 +10,10 @@ from statistics import median
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.paired_runs import PairedRuns
-from utils.commands.experiments.race_figures import race_row, range_text, spread
-from utils.commands.experiments.race_runs import RaceItem, RaceResult
-from utils.commands.experiments.repeated_runs import then_findings
+from utils.commands.experiments.race_results import RANGE, race_row, spread
+from utils.commands.experiments.race_runs import RaceItem, RaceResult, then_findings
 from utils.commands.servers.server_words import parse_words
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of, marked
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
@@ -23,7 +21,16 @@ from utils.comparison.charts import DotChart, DotRow
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.runs import Run
-from utils.comparison.speed_claims import BASELINE, FASTER, TOO_FEW, Row, claim_text, interval_text, speedup_text
+from utils.comparison.speed_claims import (
+    BASELINE,
+    FASTER,
+    TOO_FEW,
+    Row,
+    claim_text,
+    interval_text,
+    server_notes,
+    speedup_text,
+)
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.models import Count
@@ -38,8 +45,8 @@ MAX_REPEATS = WholeRange(1, 100)
 MOST = 16  # maximum number of draft lengths
 TABLE = ResultTable(
     figure("draft", "draft"),
-    spread("tokens/s", "tokens_per_second", "{:.1f}"),
-    ResultColumn("range", lambda row: range_text(row["tokens_per_second"]), 1),
+    marked(spread("tokens/s", "tokens_per_second", "{:.1f}")),
+    RANGE,
     spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3),
     ResultColumn("speed-up", speedup_text),
     ResultColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
@@ -152,14 +159,13 @@ def _measured(
 
 def _rows(item: RaceItem, lengths: Sequence[DraftLength]) -> Iterator[dict[str, Any]]:
     """The figures of each length. Runs of the same number in the same pass are compared."""
+    places = dict.fromkeys(place for length in lengths for place in length.runs)
+    runs = ([(one, (one.runs[place],)) for one in lengths if place in one.runs] for place in places)
+    results = [result for number, paired in enumerate(runs) for result in RaceResult.of(item, number, paired)]
     for length in lengths:
-        results = []
-        for number, place in enumerate(length.runs):
-            others = [(other, (other.runs[place],)) for other in lengths if place in other.runs]
-            results.append(RaceResult(item, number, PairedRuns.of(length, others, item.settings)))
-        if results:
-            same = [result.runs.same for result in results if result.runs.same is not None]
-            row = race_row(item.group, results) | {"setting": length.name, "draft": length.launch.drafts}
+        if own := [result for result in results if result.arm is length]:
+            same = [result.same for result in own if result.same is not None]
+            row = race_row(item.group, own) | {"setting": length.name, "draft": length.launch.drafts}
             yield row | {"same_as_draft_0": all(same) if same else None}
 
 
@@ -178,6 +184,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         lines.append(_best(max(compared, key=lambda row: float(row["speedup"]))))
     if any(row["same_as_draft_0"] is False for row in others):
         lines.append(DIFFERENT)
+    lines += [line for row in rows for line in server_notes(row["setting"], row)]
     return [*lines, MEASURED] if compared else lines
 
 

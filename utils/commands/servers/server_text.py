@@ -34,6 +34,7 @@ OPTIONS = {
     "concurrency": (4, WholeRange(1, 64)),
     "limit": (4, WholeRange(1, 1000)),
 }
+UNANSWERED = "The server {} has not answered all requests within {:.0f} s."
 MOST_EXAMINED = 8  # differences; each needs one more request
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 TOKEN, CHARACTER = "token", "character"
@@ -239,9 +240,9 @@ def _run_together(trial: TextTrial, connection: Connection) -> None:
     requests, count = trial.requests[name] * trial.repeats, len(trial.prompts)
     limit = connection.address.timeout * len(requests)  # each request has its own timeouts
     answered = run_slice(connection, requests, concurrency=trial.concurrency, limit=limit)
-    if answered.failures:
-        raise ServerError(answered.failures[0])
-    completions = dict(zip(answered.numbers, answered.completions, strict=True))
+    if answered.failures or answered.unfinished:
+        raise ServerError(next(iter(answered.failures), UNANSWERED.format(name, limit)))
+    completions = {one.number: one.completion for one in answered.requests if one.completion is not None}
     outputs = [Output.of(completions[number]) for number in range(len(requests))]
     trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
 

@@ -1,10 +1,11 @@
 """Tables of results as rows of columns: a heading, what a cell shows, and when a narrow screen drops it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.comparison.reports import Finding
+from utils.comparison.speed_claims import STAR
 
 Row = Mapping[str, Any]  # the figures of a finding
 NOTHING = "-"  # a cell without a value
@@ -29,6 +30,11 @@ def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: 
         return NOTHING if value is None else form.format(value if scale == 1 else value * scale)
 
     return ResultColumn(heading, shown, drop)
+
+
+def marked(column: ResultColumn) -> ResultColumn:
+    """The column with a mark in the rows of servers that had other requests."""
+    return replace(column, shown=lambda row: column.shown(row) + STAR * any(row.get("other_tokens") or ()))
 
 
 def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:

@@ -1,6 +1,1 @@
-"""The parts of /verdict.
-
-plan chooses the prompts, selection finds a local candidate on some of them, measurement runs a candidate against its
-baseline on the others, figures computes the rows, wording turns them into sentences, and elsewhere lists equivalent
-settings.
-"""
+"""The parts of /verdict: measurement runs a candidate beside its baseline, selection finds it, and wording tells."""

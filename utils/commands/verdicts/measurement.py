@@ -1,29 +1,39 @@
-"""Measures a candidate against its baseline, in turns, pass after pass over all prompts, until the answer is clear.
+"""What /verdict measures: a candidate beside its baseline, on which prompts, for how long, and with which figures.
 
-Both run with the same settings, each with a prefill of its own. The first place alternates over prompts and passes. The
-turns of a conversation are run one after the other.
+A candidate that is chosen on the measured prompts would look better than it is, so it is chosen on a few others. Only
+with too few prompts to divide are both done on the same prompts, in different repeats; then the answer holds for these
+prompts only.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.paired_runs import PairedRuns, all_turns
-from utils.commands.experiments.race_runs import MOST_FAILURES, RaceItem, RaceResult
-from utils.commands.experiments.repeated_runs import rotated
+from utils.commands.experiments.race_results import race_row, race_rows, speedups_by_prompt
+from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult, pooled_totals
 from utils.comparison.arms import Arm, complete
-from utils.comparison.reports import Note, Progress, ReportEvent
-from utils.comparison.runs import Run
+from utils.comparison.benchmark_tables import BenchmarkSample
+from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
+from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.metrics.intervals import Interval, speedup_interval
-from utils.metrics.stopwatch import Clock
-from utils.prompts.prompt_files import Prompt
+from utils.metrics.intervals import speedup_interval
+from utils.models.sources import parse_path
+from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 
+BUILT_IN = "builtin"  # the argument that chooses the built-in prompts
+FOLDER = Path(__file__).parent
+FEW = 5  # this many prompts or fewer are not divided
+MOST_TUNING = 3
+MOST_MEASURED = 24  # of more prompts, this many are measured, evenly spaced
+TUNING_SHARE = 4  # one of this many prompts is for tuning
 SELECTION_SECONDS = 20.0  # no replay or trial begins after this, counted from the end of the warm-up
 TOTAL_SECONDS = 150.0  # a further pass begins only if it ends before this
 RUN_SECONDS = 4.5  # limit for a run by the target alone, which bounds its length
@@ -34,27 +44,71 @@ LONGEST_SECONDS = 2 * TOTAL_SECONDS  # limit for a first pass with ENOUGH_PROMPT
 NARROW = 1.06  # an interval is narrow if the ratio of its ends is below this
 MIN_PASSES = 2  # minimum for several prompts if the answer is for these prompts only
 MOST_PASSES = 20
-PROVISIONAL = 3  # prompts or repeats needed to show an interval
+PROVISIONAL = 3  # runs needed to show an interval
 WARM_UP_TOKENS = 2
-GONE = f"{MOST_FAILURES} prompts in a row have no answer, so the measurement ended here."
-NONE_LEFT = "No prompt is left, so the measurement ended here."
 NO_SPEEDUP = "no speed-up could be measured: {} or its baseline gives neither token ids nor usage figures."
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The prompts of one verdict.
+
+    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts.
+    `divided` is True if these differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
+    """
+
+    source: str
+    measured: tuple[Prompt, ...]
+    tuning: tuple[Prompt, ...]
+    divided: bool = True
+    left_out: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of available prompts."""
+        return len(self.measured) + self.left_out + (len(self.tuning) if self.divided else 0)
+
+
+def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
+    """The prompts of the argument, otherwise the typed ones, otherwise the built-in ones.
+
+    Raises UserError for a file that cannot be read or has no prompts.
+    """
+    if argument == BUILT_IN or not (argument or typed):
+        tuning = tuple(read_prompts(FOLDER / "tuning.jsonl"))
+        return PromptPlan("built-in prompts", tasks_in_turn(list(read_prompts(FOLDER / "prompts.jsonl"))), tuning)
+    if not argument:
+        return divide("prompts of this session", [Prompt(text) for text in dict.fromkeys(typed)])
+    path = parse_path(argument)
+    prompts = list(dict.fromkeys(read_prompts(path)))
+    if not prompts:
+        raise UserError(f"the prompts file {path} has no prompts: write one per line.")
+    return divide(f"prompts of {path.name}", prompts)
+
+
+def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
+    """Divide prompts into measured ones and a few for tuning, if there are enough.
+
+    Tuning prompts are evenly spaced, so that a file sorted by task does not lose a whole task to them.
+    """
+    divided = len(prompts) > FEW
+    chosen = spaced(prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE) if divided else MOST_TUNING)
+    others = [prompt for prompt in prompts if prompt not in chosen] if divided else prompts
+    measured = tasks_in_turn(spaced(others, MOST_MEASURED)) if divided else tuple(prompts)
+    tuning = tuple(replace(prompt, later=()) for prompt in chosen)
+    return PromptPlan(source, measured, tuning, divided, len(others) - len(measured))
+
+
 class VerdictClock:
-    """Measures the seconds since its start."""
+    """Measures the seconds since its creation."""
 
-    clock: Clock = time.monotonic
-    began: float = field(default=0.0)
-
-    @classmethod
-    def start(cls) -> "VerdictClock":
-        return cls(time.monotonic, time.monotonic())
+    def __init__(self) -> None:
+        self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        return self.clock() - self.began
+        return time.monotonic() - self._began
 
 
 def run_seconds(prompts: int) -> float:
@@ -65,157 +119,161 @@ def run_seconds(prompts: int) -> float:
     return max(RUN_SECONDS, (TOTAL_SECONDS - 1.5 * SELECTION_SECONDS) / (2 * WANTED_PASSES * prompts))
 
 
-def run_length(step: float, longest: int, *, seconds: float = RUN_SECONDS, lengths: Sequence[int] = LENGTHS) -> int:
+def run_length(step: float, longest: int, seconds: float = RUN_SECONDS) -> int:
     """The number of new tokens of one run: the largest of a few lengths that fits into the time, at most `longest`.
 
     `step` is the time of a decode step in seconds.
     """
-    fitting = [length for length in lengths if length * step <= seconds]
-    return min(longest, fitting[-1] if fitting else lengths[0])
+    return min(longest, max((length for length in LENGTHS if length * step <= seconds), default=LENGTHS[0]))
 
 
 @dataclass(slots=True)
 class Measurement:
-    """The runs so far. `pairs` has those of each pass by the prompt's number.
+    """Passes over all prompts, until the answer is clear.
 
-    `label` names the candidate. `divided` is True if the answer holds for other prompts of this kind, not only for
-    these. `dropped` are prompts that cannot be run any more, and `problems` has a sentence for each of them.
+    The items of `race` have two arms, the baseline and the candidate, which `label` names. `divided` is True if the
+    answer holds for other prompts of this kind, not only for these. `dropped` are prompts that cannot be run any more.
     """
 
-    candidate: Arm
-    baseline: Arm
+    race: ArmRace
     label: str
-    settings: Settings
-    prompts: Mapping[int, Prompt]
     divided: bool
     clock: VerdictClock
-    pairs: dict[int, list[PairedRuns]] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
 
     @property
-    def finished_pairs(self) -> int:
-        return sum(map(len, self.pairs.values()))
+    def candidate(self) -> Arm:
+        return self.race.items[0].arms[1]
 
     @property
-    def running(self) -> list[int]:
-        """The numbers of the prompts that can still be run."""
-        return [number for number in self.prompts if number not in self.dropped]
+    def settings(self) -> Settings:
+        return self.race.items[0].settings
 
     @property
-    def results(self) -> list[RaceResult]:
-        """The finished pairs as results of the candidate, in the order of the prompts."""
-        return [
-            RaceResult(RaceItem(number, prompt, prompt.task, self.settings, (self.candidate,)), repeat, pair)
-            for number, prompt in self.prompts.items()
-            for repeat, pair in enumerate(self.pairs.get(number, ()))
-        ]
+    def running(self) -> list[RaceItem]:
+        """The prompts that can still be run."""
+        return [item for item in self.race.items if item.number not in self.dropped]
 
     @property
-    def is_repeated(self) -> bool:
-        """Whether the answer holds for these prompts only, and each of them was repeated."""
-        return not self.divided and min(map(len, self.pairs.values())) > 1
+    def pairs(self) -> list[RaceResult]:
+        """The candidate's results beside the baseline's, in the order of the prompts."""
+        pairs = [one for one in self.race.results if one.arm is self.candidate and one.theirs]
+        return sorted(pairs, key=lambda one: one.item.number)
+
+    @property
+    def baseline_results(self) -> list[RaceResult]:
+        """The baseline's results of these pairs."""
+        places = {(one.item.number, one.repeat) for one in self.pairs}
+        own = (one for one in self.race.results if one.arm is not self.candidate)
+        return [one for one in own if (one.item.number, one.repeat) in places]
 
     @property
     def speedups(self) -> list[list[float]]:
         """The speed-ups of the repeats of each measured prompt."""
-        groups = ([pair.speedup for pair in self.pairs[number]] for number in sorted(self.pairs))
-        known = ([speedup for speedup in group if speedup] for group in groups)
-        return [group for group in known if group]
+        return speedups_by_prompt(self.pairs)
 
-    def interval(self) -> Interval | None:
-        """The interval of the speed-ups so far, or None before the first one."""
-        # An interval over prompts also holds for these prompts, but it is wider. It serves until all were repeated.
-        return speedup_interval(self.speedups, these_prompts=self.is_repeated) if self.speedups else None
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the answer holds for these prompts only, and each of them was repeated.
+
+        An interval over prompts also holds for these prompts, but it is wider. It serves until all were repeated.
+        """
+        counts = Counter(one.item.number for one in self.pairs)
+        return not self.divided and min(counts.values(), default=0) > 1
 
     def run(self) -> Iterator[ReportEvent]:
         """Run passes until the interval is narrow or the time is over. At least one pass is complete.
 
         Raises UserError if nothing can be measured.
         """
-        began = self.clock.seconds
-        for number in range(MOST_PASSES):
-            failures = 0
-            for place, index in enumerate(self.running):
-                if not number and self._ends_first_pass():
+        began, ended = self.clock.seconds, False
+        for passed in range(MOST_PASSES):
+            for place, item in enumerate(self.running):
+                # A slow machine ends the first pass early, after one prompt of each task.
+                if not passed and len(self.speedups) >= ENOUGH_PROMPTS and self.clock.seconds > LONGEST_SECONDS:
                     return
-                yield Progress(self._progress(number, place, began))
-                problems = self._measure(index, number, place)
-                yield from map(Note, problems)
-                failures = failures + 1 if problems else 0
-                if not self.running or (failures == MOST_FAILURES and self.candidate.strategy is None):
-                    yield self._end(GONE if self.running else NONE_LEFT)
-                    return
+                yield Progress(self._progress(passed, place, began))
+                yield from self._measure(item, passed)
+                if ended := any(map(self.race.is_gone, item.arms)):
+                    break
+            if not self.pairs:
+                raise UserError(f"none of the prompts could be measured. {' '.join(self.race.notes[:1])}")
             if not self.speedups:
                 raise UserError(NO_SPEEDUP.format(self.label))
-            if self._is_enough(number + 1, began):
+            if ended or not self.running or self._is_enough(passed + 1, began):
                 return
-
-    def _end(self, why: str) -> Note:
-        """Why no further prompt is run. Raises UserError if nothing was measured."""
-        if not self.pairs:
-            raise UserError(f"none of the prompts could be measured. {self.problems[0]}")
-        self.problems.append(why)
-        return Note(why)
-
-    def _ends_first_pass(self) -> bool:
-        """Whether the first pass ends early because the machine is slow. It has covered one prompt of each task."""
-        return len(self.pairs) >= ENOUGH_PROMPTS and self.clock.seconds > LONGEST_SECONDS
 
     def _is_enough(self, passes: int, began: float) -> bool:
         """Whether the measurement can end after this many passes, the first of which began at `began`."""
-        interval, seconds = self.interval(), self.clock.seconds
-        if interval is None or seconds + (seconds - began) / passes > TOTAL_SECONDS:
+        interval, seconds = speedup_interval(self.speedups, these_prompts=self.is_repeated), self.clock.seconds
+        if seconds + (seconds - began) / passes > TOTAL_SECONDS:
             return True
         # An answer needs MIN_VALUES speed-ups, however narrow an interval of fewer is.
-        least = max(1 if self.divided else MIN_PASSES, ceil(MIN_VALUES / len(self.pairs)))
+        least = max(1 if self.divided else MIN_PASSES, ceil(MIN_VALUES / len(self.speedups)))
         return passes >= least and interval.high / max(interval.low, 1e-9) < NARROW
 
-    def _measure(self, number: int, passed: int, place: int) -> list[str]:
-        """Add a pair of runs of a prompt, or drop the prompt if it cannot be run. Returns the problems."""
-        prompt = self.prompts[number]
+    def _measure(self, item: RaceItem, passed: int) -> Iterator[ReportEvent]:
+        """Run a prompt by both arms, or drop the prompt if one of them cannot run it."""
+        finished = len(self.pairs)
         if not passed and self.candidate.strategy is not None:
             # The first prefill of a length may be slow, and must not count against the first run.
             with suppress(UserError):
-                complete(self.candidate.run(prompt.text, replace(self.settings, length=WARM_UP_TOKENS)))
+                complete(self.candidate.run(item.prompt.text, replace(item.settings, length=WARM_UP_TOKENS)))
         # Each pass has other random numbers: repeats of a sampled text must show how much such texts differ.
-        settings = replace(self.settings, seed=(self.settings.seed + 1 + passed) % (MAX_SEED + 1))
-        runs: list[tuple[Arm, tuple[Run, ...]]] = []
-        problems = []
-        for arm in rotated((self.baseline, self.candidate), place + passed):
-            try:
-                runs.append((arm, all_turns(arm, prompt, settings)))
-            except UserError as error:
-                problems.append(f"{arm.name}: prompt {number} is left out. {error}")
-        # Only complete pairs are added, so Ctrl-C cannot leave a single run.
-        if problems:
-            self.dropped.add(number)
-            self.problems += problems
-        else:
-            self.pairs.setdefault(number, []).append(PairedRuns.of(self.candidate, runs, settings))
-        return problems
+        settings = replace(item.settings, seed=(item.settings.seed + 1 + passed) % (MAX_SEED + 1))
+        yield from self.race.run(replace(item, settings=settings), passed)
+        if len(self.pairs) == finished:
+            self.dropped.add(item.number)
 
-    def _progress(self, number: int, place: int, began: float) -> str:
-        """The current prompt, the interval so far, and an estimate of the remaining time."""
-        prompts = len(self.running)
-        again = f", pass {number + 1}" if number else ""
-        where = f"prompt {place + 1} of {prompts}{again}" if prompts > 1 else f"repeat {number + 1}"
-        parts = [*self._so_far(), f"{self.label}, {where}"]
-        if self.finished_pairs:
-            parts.insert(1, f"at most {self._seconds_left(prompts, began):.0f} s left")
-        return " · ".join(parts)
+    def _progress(self, passed: int, place: int, began: float) -> str:
+        """The interval so far, an estimate of the remaining time, and the current prompt."""
+        prompts, finished, parts = len(self.running), len(self.pairs), []
+        if self.speedups:
+            interval = speedup_interval(self.speedups, these_prompts=self.is_repeated)
+            shown = finished >= PROVISIONAL and interval.is_bounded
+            bounds = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if shown else ""
+            parts.append(f"{interval.estimate:.2f}x so far{bounds}")
+        if finished:
+            # Until the end of the last pass that fits into the time.
+            spent = self.clock.seconds - began
+            whole = prompts * spent / finished
+            passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1
+            parts.append(f"at most {max(1.0, passes * whole - spent):.0f} s left")
+        where = f"prompt {place + 1} of {prompts}{f', pass {passed + 1}' if passed else ''}"
+        return " · ".join([*parts, f"{self.label}, {where if prompts > 1 else f'repeat {passed + 1}'}"])
 
-    def _seconds_left(self, prompts: int, began: float) -> float:
-        """Estimated seconds until the end of the last pass that fits into the time."""
-        seconds = self.clock.seconds
-        whole = prompts * (seconds - began) / self.finished_pairs
-        passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1
-        return max(1.0, passes * whole - (seconds - began))
+    def candidate_row(self, plan: PromptPlan, settings: Settings) -> Row:
+        """The figures that every candidate has. `settings` are the session's."""
+        pairs, repeated = self.pairs, self.is_repeated
+        sample = BenchmarkSample.chosen([one.item.prompt for one in pairs], plan.total)
+        by_task = list(race_rows(pairs, [self.candidate], sample, these_prompts=repeated))
+        whole, benchmark = by_task[-1], ("task", "strategy", "prompts", "drafted", "benchmark")
+        by_prompt: dict[int, list[RaceResult]] = {}
+        for one in pairs:
+            by_prompt.setdefault(one.item.number, []).append(one)
+        return {
+            **whole,
+            "runs": sum(len(one.ours) for one in pairs),
+            "pairs": len(pairs),
+            "passes": 1 + max(one.repeat for one in pairs),
+            "interval_over": "repeats" if repeated or whole["prompts"] == 1 else "prompts",
+            "by_prompt": [_prompt_row(group) for group in by_prompt.values()],
+            "tasks": {one["task"]: one for one in by_task[:-1] or by_task if one["speedup"]},
+            "conversations": len({one.item.number for one in pairs if len(one.ours) > 1}),
+            "benchmark": [{name: row[name] for name in benchmark} for row in by_task] if sample.name else None,
+            "divided": plan.divided,
+            "source": plan.source,
+            "left_out": plan.left_out,
+            "turns": settings.keeps_conversation,
+            "processor": setting_fields()["processor"].show(settings),
+            "length": self.settings.length,
+            "length_setting": settings.length,
+        }
 
-    def _so_far(self) -> Sequence[str]:
-        interval = self.interval()
-        if interval is None:
-            return ()
-        enough = len(self.pairs) >= PROVISIONAL or (self.is_repeated and self.finished_pairs >= PROVISIONAL)
-        shown = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if enough and interval.is_bounded else ""
-        return (f"{interval.estimate:.2f}x so far{shown}",)
+
+def _prompt_row(pairs: Sequence[RaceResult]) -> Row:
+    """The figures of one prompt."""
+    item = pairs[0].item
+    theirs = [pooled_totals(one.theirs).tokens_per_second for one in pairs]
+    names = {"number": item.number, "prompt": item.prompt.text, "target_tokens_per_second": theirs}
+    return race_row(item.group, pairs) | names

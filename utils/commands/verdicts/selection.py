@@ -1,52 +1,81 @@
-"""What /verdict can recommend, and how it finds a candidate: it replays the target's answers to the tuning prompts with
-every drafter and gamma, then runs a few.
+"""How /verdict finds a candidate among the local drafters, or among the servers. No figure of the verdict comes from
+here: the best of several would look better than it is on the prompts on which it was chosen.
 
-The replay is that of /whatif, with measured costs. Its best candidates run in turns on the same prompts, because costs
-are not everything. The figures of the verdict contain nothing of this.
+The target's answers to the tuning prompts are replayed with every drafter and gamma, as by /whatif with measured costs.
+The best candidates then run in turns on the same prompts, because costs are not everything.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log
-from statistics import mean
+from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_run, drafting_cost
-from utils.commands.experiments.repeated_runs import rotated
-from utils.commands.verdicts.measurement import SELECTION_SECONDS, VerdictClock, run_length
-from utils.comparison.arms import complete
-from utils.comparison.gamma_replay import ReplayProgress, replay_events
-from utils.comparison.harness import Harness
+from utils.commands.experiments.race_results import race_row
+from utils.commands.experiments.race_runs import (
+    ONLY_FIRST_TURNS,
+    ArmRace,
+    RaceItem,
+    check_prompt,
+    rotated,
+    server_arms,
+)
+from utils.commands.experiments.speed_model import TargetTiming, draft_figures, gamma_text, predictions
+from utils.commands.verdicts.measurement import (
+    SELECTION_SECONDS,
+    Measurement,
+    PromptPlan,
+    Row,
+    VerdictClock,
+    run_length,
+    run_seconds,
+)
+from utils.commands.verdicts.wording import equivalent_lines, helps
+from utils.comparison.arms import Arm, complete
+from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.job import Job
-from utils.comparison.reports import Countdown, Progress
+from utils.comparison.reports import Progress
+from utils.comparison.runs import Run
+from utils.comparison.speed_claims import SLOWER, server_notes
 from utils.comparison.strategies import Strategy
-from utils.comparison.warm_up import with_costs
+from utils.comparison.warm_up import shortened, with_costs
+from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.results import Generation
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL
-from utils.prompts.prompt_files import Prompt
-from utils.text import first_of
+from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.text import encodable, first_of
 
-PROBE_TOKENS = 8
-TUNING_TOKENS = 48
+PROBE_TOKENS, SERVER_PROBE_TOKENS, TUNING_TOKENS = 8, 16, 48
 REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt is replayed
 TRIED = 3  # maximum number of candidates that are run
 WORTH_TRYING = 0.8  # minimum prediction, relative to the best one
-DraftChoice = tuple[Strategy, int | None]  # a strategy with a draft length, where None is adaptive
-NAMES = {
+FIXED_GAMMA_PENALTY = 0.05
+CHAIN = "chain"
+NAMES = {  # in the order of the replay
     MODEL: "the drafter model",
     HEAD: "the head",
+    "ngram": "n-gram assisted decoding",
     "lookup": "prompt lookup",
     "suffix": "suffix matching",
-    "chain": "suffix matching chained with the drafter",
-    "ngram": "n-gram assisted decoding",
+    CHAIN: "suffix matching chained with the drafter",
 }
-FIXED_GAMMA_PENALTY = 0.05
 WITHOUT_DRAFTER = ("lookup", "suffix")
-# Most users want to know about the loaded drafter. A chain comes last, because its replay takes the longest.
-ORDER = (LOADED, MODEL, HEAD, "ngram", "lookup", "suffix")
+NO_CANDIDATE = (
+    "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host, or on an "
+    "equal machine (same=NAME), is without speculation."
+)
+DraftChoice = tuple[Strategy, int | None]  # a strategy with a draft length, where None is adaptive
+
+
+def kind_name(strategy: Strategy, pair: Pair) -> str:
+    """A drafter kind in words."""
+    label = strategy.drafter_label(pair) or strategy.name
+    if label.startswith(LAYERS):
+        return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
+    loaded = f"the {label} drafter" if label == pair.drafter_kind else label  # a published format, such as EAGLE-3
+    return NAMES.get(label, loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,172 +88,153 @@ class VerdictCandidate:
     gamma: int | None
     predicted: float
 
-    def label(self, pair: Pair) -> str:
-        """The candidate in sentences."""
-        return f"{kind_name(self.strategy, pair)} with /gamma {self.gamma_text}"
-
-    def short_label(self, pair: Pair) -> str:
-        """The candidate in tables and progress lines."""
-        return f"{self.strategy.drafter_label(pair)}, gamma {self.gamma_text}"
-
     @property
-    def gamma_text(self) -> str:
-        return "auto" if self.gamma is None else str(self.gamma)
-
-    def settings(self, settings: Settings, length: int) -> Settings:
-        """The settings of its runs."""
-        return replace(settings, gamma=self.gamma, length=length)
+    def preference(self) -> float:
+        """The predicted speed-up. A fixed gamma is the best of sixteen on a few prompts, so it is penalized."""
+        return self.predicted * (1.0 if self.gamma is None else 1 - FIXED_GAMMA_PENALTY)
 
     @property
     def changes(self) -> Mapping[str, Any]:
         """The fields of Settings that make a session use it."""
-        if not self.strategy.chooses_kind:
-            return {"ngram": True, "speculative": False, "gamma": self.gamma}
-        return {"speculative": True, "ngram": False, "drafter_kind": (self.strategy.word,), "gamma": self.gamma}
+        chooses = self.strategy.chooses_kind
+        kind = {"drafter_kind": (self.strategy.word,)} if chooses else {}
+        return {"speculative": chooses, "ngram": not chooses, **kind, "gamma": self.gamma}
 
-    def is_used_by(self, settings: Settings) -> bool:
-        """Whether a session with these settings already uses it, possibly beside other strategies."""
-        return all(getattr(settings, name) == value for name, value in self.changes.items() if value is not False)
-
-    def commands(self, settings: Settings) -> tuple[str, ...]:
-        """The commands that make a session with these settings use it."""
-        if not self.strategy.chooses_kind:
-            return "/ngram on", f"/gamma {self.gamma_text}"
-        turned_on = () if settings.speculative else ("/speculative on",)
-        return *turned_on, f"/drafter_kind {self.strategy.word}", f"/gamma {self.gamma_text}"
-
-    def figures(self, pair: Pair) -> dict[str, Any]:
-        """The candidate in the JSON record."""
-        return {
-            "drafter_kind": self.strategy.drafter_label(pair),
-            "gamma": self.gamma,
-            "predicted_speedup": self.predicted,
-        }
-
-
-def kind_name(strategy: Strategy, pair: Pair) -> str:
-    """A drafter kind in words."""
-    label = strategy.drafter_label(pair) or strategy.name
-    if label.startswith(LAYERS):
-        return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
-    loaded = f"the {label} drafter" if label == pair.drafter_kind else label  # a published format, such as EAGLE-3
-    return NAMES.get(label, loaded)
-
-
-def drafting_strategies(harness: Harness, settings: Settings) -> tuple[list[Strategy], Settings, dict[str, list[str]]]:
-    """The strategies that can draft here, the settings with all their costs, and the reasons why others cannot draft.
-
-    Unknown costs are measured.
-    """
-    loaded = () if harness.pair.drafter is None else (LOADED, "chain")
-    known: list[str] = []
-    problems: dict[str, list[str]] = {}
-    for word in dict.fromkeys((*loaded, *settings.drafter_kind, *WITHOUT_DRAFTER)):
-        if word == LOADED and not loaded:
-            continue
-        try:
-            settings = with_costs(harness, replace(settings, drafter_kind=(word,)))
-        except UserError as error:
-            problems.setdefault(str(error), []).append(word)
-        else:
-            known.append(word)
-    settings = replace(settings, drafter_kind=tuple(known))
-    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    return sorted(drafting, key=_order), settings, problems
-
-
-def _order(strategy: Strategy) -> int:
-    return ORDER.index(strategy.word) if strategy.word in ORDER else len(ORDER) + (strategy.word == "chain")
+    def commands(self, settings: Settings) -> list[str]:
+        """The commands that make a session with these settings use it, possibly beside other strategies."""
+        changed = replace(settings, **self.changes)
+        needed = [name for name, value in self.changes.items() if value is not False]
+        rows = {name: setting_fields()[name] for name in needed if getattr(settings, name) != getattr(changed, name)}
+        return [f"/{name} {row.show(changed)}" for name, row in rows.items()]
 
 
 def best_of_each(candidates: Sequence[VerdictCandidate], pair: Pair) -> list[VerdictCandidate]:
     """The best candidate of each drafter kind, the best kind first."""
-    best: dict[str, VerdictCandidate] = {}
-    for candidate in candidates:
-        kind = str(candidate.strategy.drafter_label(pair))
-        if kind not in best or _preference(candidate) > _preference(best[kind]):
-            best[kind] = candidate
-    return sorted(best.values(), key=_preference, reverse=True)
+    best: dict[str | None, VerdictCandidate] = {}
+    for candidate in sorted(candidates, key=lambda one: one.preference, reverse=True):
+        best.setdefault(candidate.strategy.drafter_label(pair), candidate)
+    return list(best.values())
 
 
-def _preference(candidate: VerdictCandidate) -> float:
-    """The predicted speed-up. A fixed gamma is the best of sixteen on a few prompts, so it is penalized."""
-    return candidate.predicted * (1.0 if candidate.gamma is None else 1 - FIXED_GAMMA_PENALTY)
+def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings, arms: Sequence[Arm]) -> ArmRace:
+    """A race over prompts with their numbers. The last arm is the candidate."""
+    return ArmRace(harness, [RaceItem(number, one, one.task, settings, arms) for number, one in prompts.items()])
+
+
+def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, until: float) -> Iterator[Progress]:
+    """Run the candidate of each race on the tuning prompts, in turns. No round of runs begins after `until`."""
+    prompts = len(races[0].items)
+    for turn in range(prompts):
+        if clock.seconds > until:
+            return
+        for index in rotated(range(len(races)), turn):
+            yield Progress(f"choosing a candidate: {names[index]} on tuning prompt {turn + 1} of {prompts} ...")
+            list(races[index].run(races[index].items[turn], turn))  # a candidate without an answer is not preferred
+
+
+def merit(race: ArmRace) -> float:
+    """The speed-up of a candidate on the tuning prompts, its speed without a baseline, or 0 without an answer."""
+    own = [one for one in race.results if one.arm is race.items[0].arms[-1]]
+    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.totals.tokens_per_second)]
+    return geometric_mean(known) if known else 0.0
 
 
 @dataclass(slots=True)
-class Selection:
-    """What is known about the candidates.
+class DrafterSelection:
+    """What is known about the local candidates.
 
     `settings` include the costs of all drafters. `length` is the number of new tokens of a run, `step` the seconds of a
     decode step, and `began` the end of the warm-up. `predicted` has the speed-up by strategy and gamma for each
-    replayed prompt. `speeds` has tokens per second in the order of `tried`, for each trial round.
+    replayed prompt. `races` are the trial runs in the order of `tried`. `problems` has the drafters that cannot run by
+    the reason, and `skipped` a sentence for each prompt that the target cannot take.
     """
 
     harness: Harness
     settings: Settings
-    prompts: Sequence[Prompt]
-    clock: VerdictClock
+    clock: VerdictClock = field(default_factory=VerdictClock)
+    prompts: Sequence[Prompt] = ()
     length: int = 0
     step: float = 0.0
     began: float = 0.0
     strategies: list[Strategy] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
     predicted: list[dict[DraftChoice, float]] = field(default_factory=list)
     tried: list[VerdictCandidate] = field(default_factory=list)
-    speeds: list[list[float]] = field(default_factory=list)
+    races: list[ArmRace] = field(default_factory=list)
 
-    def run(self) -> Iterator[Progress]:
+    def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
         """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
+        # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
+        self.settings = replace(self.settings, turns=False)
+        self.prompts = list(self._usable(plan.tuning).values())
+        self.skipped.clear()  # what is said of the measured prompts is enough
+        measured = self._usable(plan.measured)
+        if not measured or not self.prompts:
+            raise UserError(f"none of the prompts can be used. {' '.join(self.skipped[:1])}")
+        if not self.settings.uses_chat and any(prompt.later for prompt in plan.measured):
+            self.skipped.append(ONLY_FIRST_TURNS)
         yield Progress("warming up the target and every drafter ...")
         self._warm_up()
         self.began = self.clock.seconds
         yield from self._replay_all()
-        best = best_of_each(self.candidates(), self.harness.pair)
+        best = best_of_each(self.candidates, self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
-        yield from self._try_all()
+        trial = replace(self.settings, length=min(self.length, TUNING_TOKENS))
+        if len(self.tried) > 1:
+            arms = (((self.harness.arm(one.strategy),), replace(trial, gamma=one.gamma)) for one in self.tried)
+            prompts = dict(enumerate(self.prompts, start=1))
+            self.races = [race_of(self.harness, prompts, settings, own) for own, settings in arms]
+            names = list(map(self._name, self.tried))
+            yield from trials(self.races, names, self.clock, self.began + SELECTION_SECONDS)
+        chosen, length = self.chosen, run_length(self.step, self.settings.length, run_seconds(len(measured)))
+        both = (self.harness.arm(self.harness.baseline), replace(self.harness.arm(chosen.strategy), timed=True))
+        race = race_of(self.harness, measured, replace(self.settings, gamma=chosen.gamma, length=length), both)
+        return Measurement(race, self._short_label(chosen), plan.divided, self.clock)
 
+    def _usable(self, prompts: Sequence[Prompt]) -> dict[int, Prompt]:
+        """The prompts that the target can take, by their number, from 1."""
+        usable: dict[int, Prompt] = {}
+        for number, prompt in enumerate(prompts, start=1):
+            prompt = replace(prompt, text=encodable(prompt.text))
+            try:
+                check_prompt(self.harness, prompt, self.settings)
+                usable[number] = prompt
+            except UserError as error:
+                self.skipped.append(f"Prompt {number} was skipped: {error}")
+        return usable
+
+    @property
     def candidates(self) -> list[VerdictCandidate]:
         """All replayed candidates with the geometric mean of their speed-ups, except gamma 0, which drafts nothing."""
         # Prompts that not all candidates have replayed are skipped: all must be judged on the same ones.
         whole = [scores for scores in self.predicted if set(scores) >= set(self.predicted[0])]
         return [
-            VerdictCandidate(strategy, gamma, exp(mean(log(scores[strategy, gamma]) for scores in whole)))
+            VerdictCandidate(strategy, gamma, geometric_mean(scores[strategy, gamma] for scores in whole))
             for strategy, gamma in (self.predicted[0] if whole else ())
             if gamma != 0
         ]
 
+    @property
     def chosen(self) -> VerdictCandidate:
         """The candidate with the fastest run, or with the best replay if there was no time for runs."""
-        best = best_of_each(self.tried, self.harness.pair)[0]
-        if self.speeds:
-            means = [mean(map(log, speeds)) for speeds in zip(*self.speeds, strict=True)]
-            best = self.tried[means.index(max(means))]
-        return best
-
-    def best_fixed_gamma(self, strategy: Strategy) -> int:
-        """The best gamma that is a number, for programs without adaptive gamma."""
-        fixed = [one for one in self.candidates() if one.strategy is strategy and one.gamma is not None]
-        best = max(fixed, key=lambda candidate: candidate.predicted, default=None)
-        return best.gamma if best is not None and best.gamma is not None else 1
+        return self.tried[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
 
     @property
     def _seconds(self) -> float:
         """Seconds since the end of the warm-up."""
         return self.clock.seconds - self.began
 
-    def cannot_draft(self) -> list[str]:
-        """A sentence for each reason why some drafters cannot run."""
-        return [f"Cannot draft here: {', '.join(names)}. {reason}" for reason, names in self.problems.items()]
+    def _name(self, candidate: VerdictCandidate) -> str:
+        return kind_name(candidate.strategy, self.harness.pair)
 
-    def not_replayed(self) -> list[str]:
-        """The drafter kinds that were not replayed for lack of time."""
-        replayed = {strategy.name for strategy, _ in self.predicted[0]} if self.predicted else set()
-        return [kind_name(one, self.harness.pair) for one in self.strategies if one.name not in replayed]
+    def _short_label(self, candidate: VerdictCandidate) -> str:
+        """The candidate in tables and progress lines."""
+        return f"{candidate.strategy.drafter_label(self.harness.pair)}, gamma {gamma_text(candidate.gamma)}"
 
     def _warm_up(self) -> None:
         """Run everything once, which also shows what cannot run, and choose the length of the runs."""
-        self.strategies, self.settings, self.problems = drafting_strategies(self.harness, self.settings)
+        self._find_strategies()
         text, probe = self.prompts[0].text, min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
             try:
@@ -239,6 +249,26 @@ class Selection:
         self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
         self.length = run_length(self.step, self.settings.length)
 
+    def _find_strategies(self) -> None:
+        """The strategies that can draft here, and the settings with all their costs. Unknown costs are measured."""
+        loaded = (LOADED, CHAIN) if self.harness.pair.drafter is not None else ()
+        words: list[str] = []
+        for word in dict.fromkeys((*loaded, *self.settings.drafter_kind, *WITHOUT_DRAFTER)):
+            if word == LOADED and not loaded:
+                continue
+            try:
+                self.settings = with_costs(self.harness, replace(self.settings, drafter_kind=(word,)))
+                words.append(word)
+            except UserError as error:
+                self.problems.setdefault(str(error), []).append(word)
+        self.settings = replace(self.settings, drafter_kind=tuple(words))
+        known = [LOADED, *NAMES]  # most users want to know about the loaded drafter
+        # A chain comes last, because its replay takes the longest.
+        self.strategies = sorted(
+            (strategy for strategy in self.harness.runnable(self.settings) if strategy.drafts),
+            key=lambda one: (one.word == CHAIN, known.index(one.word) if one.word in known else len(known)),
+        )
+
     def _run(self, text: str, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
         run = complete(self.harness.arm(strategy).run(text, replace(self.settings, gamma=gamma, length=length)))
         assert run.generation is not None
@@ -248,35 +278,28 @@ class Selection:
         for place, prompt in enumerate(self.prompts, start=1):
             if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
                 break
-            where = f"choosing a drafter: replaying tuning prompt {place} of {len(self.prompts)}"
+            where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
             run = self._run(prompt.text, self.harness.baseline, length)
             if len(run.steps) > 1:
                 ids = self.harness.prompt_ids(prompt.text, self.settings)
                 job = self.harness.job(ids, replace(self.settings, length=length))
-                scores = yield from self._replay(job, run, where)
-                self.predicted.append(scores)
+                self.predicted.append((yield from self._replay(job, run, where)))
         if not self.predicted:
             remedy = "raise /length" if self.length < 2 else "use prompts with longer answers"
             raise UserError(f"the answers have fewer than two tokens: {remedy}.")
 
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[DraftChoice, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, while there is time."""
-        timing = TargetTiming.of(run)
-        costs = costs_of_run(self.settings.costs, len(job.prompt), len(run.tokens))
-        countdown, alone = Countdown(), timing.alone(len(run.tokens))
         scores: dict[DraftChoice, float] = {}
         kind: dict[DraftChoice, float] = {}  # results of the strategy that is being replayed
-        for event in replay_events(job, self.strategies, run.tokens):
-            if isinstance(event, ReplayProgress):
-                done = (self.strategies.index(event.strategy) + event.fraction) / len(self.strategies)
-                yield from countdown.at(done, f"{where}, {done:.0%} done")
+        for event in predictions(job, self.strategies, run, where):
+            if isinstance(event, Progress):
+                yield event
             else:
-                strategy, gamma, steps, timings = event
-                drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
-                kind[strategy, gamma] = alone / timing.predict(steps, costs, drafting)
-                if gamma is None:  # adaptive gamma comes last
+                kind[event.strategy, event.gamma] = event.speedup
+                if event.gamma is None:  # adaptive gamma comes last
                     scores |= kind
                     kind = {}
             # At least one strategy is replayed.
@@ -284,18 +307,102 @@ class Selection:
                 break
         return scores
 
-    def _try_all(self) -> Iterator[Progress]:
-        """Run the best candidates in turns, while there is time."""
-        if len(self.tried) < 2:
-            return
-        for turn, prompt in enumerate(self.prompts):
-            if self._seconds > SELECTION_SECONDS:
-                return
-            names = ", ".join(kind_name(candidate.strategy, self.harness.pair) for candidate in self.tried)
-            yield Progress(f"choosing a drafter: running {names} on tuning prompt {turn + 1} ...")
-            speeds: dict[int, float] = {}
-            for index in rotated(range(len(self.tried)), turn):
-                one = self.tried[index]
-                run = self._run(prompt.text, one.strategy, min(self.length, TUNING_TOKENS), one.gamma)
-                speeds[index] = run.tokens_per_second or 1e-9
-            self.speeds.append([speeds[index] for index in sorted(speeds)])
+    def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
+        """The figures that only a drafter has. `row` has the others, and `settings` are the session's."""
+        chosen, pair = self.chosen, self.harness.pair
+        assert chosen.strategy.kind is not None
+        turns = [turn for one in measurement.pairs for turn in zip(one.ours, one.theirs, strict=False)]
+        runs = [(ours.generation, theirs.generation) for ours, theirs in turns if ours.generation and theirs.generation]
+        replayed = {strategy.name for strategy, _ in self.predicted[0]}
+        fixed = [one for one in self.candidates if one.strategy is chosen.strategy and one.gamma is not None]
+        best_fixed = max(fixed, key=lambda one: one.predicted)
+        cannot = [f"Cannot draft here: {', '.join(names)}. {reason}" for reason, names in self.problems.items()]
+        found = {
+            "name": self._short_label(chosen),
+            "candidate": f"{self._name(chosen)} with /gamma {gamma_text(chosen.gamma)}",
+            "drafter_kind": chosen.strategy.drafter_label(pair),
+            "gamma": chosen.gamma,
+            "predicted_speedup": chosen.predicted,
+            **draft_figures(runs, row["speedup"]),
+            "extra_memory": (pair.drafter_memory or 0) if chosen.strategy.kind.uses_loaded else 0,
+            "commands": chosen.commands(settings),
+            "best_fixed_gamma": best_fixed.gamma,
+            "considered": {self._name(one): one.predicted for one in best_of_each(self.candidates, pair)},
+            "trials": sum(bool(race.results) for race in self.races),
+            "not_tried": [kind_name(one, pair) for one in self.strategies if one.name not in replayed],
+            "skipped": [*self.skipped, *measurement.race.notes, *cannot],
+        }
+        advised = helps(row)
+        off = {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
+        self.harness.state.advice = chosen.changes if advised else off
+        gamma = best_fixed.gamma if chosen.gamma is None else chosen.gamma
+        same = pair.drafter_tokenizer is None
+        lines = equivalent_lines(str(found["drafter_kind"]), gamma or 1, str(pair.drafter_name), same_tokenizer=same)
+        return found | {"elsewhere": lines if advised else []}
+
+
+@dataclass(slots=True)
+class ServerSelection:
+    """The servers that have a baseline. `races` are those of each candidate beside its baseline on the tuning prompts,
+    if there are several.
+    """
+
+    harness: Harness
+    settings: Settings
+    clock: VerdictClock = field(default_factory=VerdictClock)
+    races: list[ArmRace] = field(default_factory=list)
+
+    def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
+        """Warm up, and run every candidate on the tuning prompts. Raises UserError if no server can be compared."""
+        yield Progress("warming up the servers ...")
+        pairs = self._pairs()
+        settings = self._with_length(plan, [arm for pair in pairs for arm in pair])
+        if len(pairs) > 1:
+            prompts = dict(enumerate(plan.tuning, start=1))
+            self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
+            names = [pair[-1].name for pair in pairs]
+            yield from trials(self.races, names, self.clock, self.clock.seconds + SELECTION_SECONDS)
+        best = pairs[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
+        race = race_of(self.harness, dict(enumerate(plan.measured, start=1)), settings, best)
+        return Measurement(race, best[-1].name, plan.divided, self.clock)
+
+    def _pairs(self) -> list[Sequence[Arm]]:
+        """Baseline and candidate for each server that can be compared."""
+        connections, servers = self.harness.state.servers.connections, comparable_servers(self.harness)
+        if not servers:
+            raise UserError(NO_CANDIDATE)
+        known = ((connections.get(server.address.baseline or ""), server) for server in servers)
+        return [server_arms(self.harness, [one for one in pair if one is not None]) for pair in known]
+
+    def _with_length(self, plan: PromptPlan, arms: Sequence[Arm]) -> Settings:
+        """Warm every server up, and choose the length of the answers by the slowest of them."""
+        text, settings = plan.tuning[0].text, self.settings
+        probe = replace(settings, length=min(SERVER_PROBE_TOKENS, settings.length))
+        steps: list[float] = []
+        problems: list[str] = []
+        for arm in {arm.name: arm for arm in arms}.values():
+            try:
+                complete(arm.run(text, shortened(settings)))  # the first answer may be slow
+                steps.append(_step(complete(arm.run(text, probe))))
+            except UserError as error:
+                problems.append(str(error))
+        if not steps:
+            raise UserError(" ".join(problems))
+        return replace(settings, length=run_length(max(steps), settings.length, run_seconds(len(plan.measured))))
+
+    def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
+        """The figures that only a server has."""
+        names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
+        known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
+        considered = {name: speedup for name, speedup in known.items() if speedup}
+        notes = server_notes(row["strategy"], row)
+        if (base := race_row(ALL_TASKS, measurement.baseline_results)).get("other_tokens"):
+            notes += server_notes(base["strategy"], base)
+        return {**names, "considered": considered, "skipped": [*measurement.race.notes, *notes]}
+
+
+def _step(run: Run) -> float:
+    """Seconds per token."""
+    if run.decode_tokens_per_second:
+        return 1 / run.decode_tokens_per_second
+    return run.seconds / max(1, run.new_tokens or 1)

@@ -1,22 +1,20 @@
-"""The sentences of a verdict. They depend on its figures alone, so a record yields the same sentences as the screen."""
+"""The table and the sentences of a verdict. They depend on its figures alone, so a record yields the same sentences as
+the screen.
+"""
 
-from utils.commands.experiments.race_conclusion import other_reason, prompt_numbers
-from utils.commands.experiments.race_figures import spread
+import json
+
+from utils.commands.experiments.race_results import other_reasons, spread, texts, with_bounds
+from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.comparison.speed_claims import TOO_FEW, baseline_name
-from utils.metrics.intervals import FASTER, SLOWER
+from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, rough, star
+from utils.pairs.request import LAYERS, MODEL
 from utils.text import byte_size
 
 WIDE = 1.1  # more prompts would help an interval whose ends have a larger ratio
 SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
-LITTLE_GAIN = 1.02  # tasks with a smaller speed-up do not profit
-CAUSES = {
-    "drafting": "the cost of drafting",
-    "verifying": "the cost of verifying several tokens at once",
-    "rejection": "the rejection of drafts",
-    "other": "work outside the models",
-    "prefill": "reading the prompt, which speculative decoding does not make faster",
-}
+LITTLE_GAIN, MIN_PROMPTS = 1.02, 3  # a task does not profit if its interval over so many prompts is below this gain
+MATCH = 2  # shortest match of `lookup`, in tokens
 
 
 def verdict_table(*, servers: bool) -> ResultTable:
@@ -37,7 +35,7 @@ def _whole_run(row: Row) -> str:
     if row["pooled_tokens_per_second"] is None:
         return NOTHING
     speed = f"{row['pooled_tokens_per_second']:.1f} tokens/s"
-    return f"{speed}, {row['speedup']:.2f}x" if "candidate" in row else speed
+    return f"{speed}, {row['speedup']:.2f}x{star(row)}" if "candidate" in row else speed
 
 
 def _acceptance(row: Row) -> str:
@@ -51,198 +49,160 @@ def _memory(row: Row) -> str:
 
 def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. `row` has the figures of the candidate's finding."""
-    servers = "baseline" in row
-    texts = server_texts(row) if servers else texts_sentence(row)
-    lines = [answer(row, texts), *more_prompts(row), conditions(row), *tasks(row)]
+    lines = [answer(row), *_more_prompts(row), conditions(row), *tasks(row)]
     if row.get("bottleneck"):
-        lines += [bottleneck(row), better_drafter(row)]
-    if servers:
-        reason = [other_reason(row)] if row["verdict"] == FASTER and not row["drafted"] else []
-        return [*lines, *reason, *server_selection(row), *row["skipped"]]
-    return [*lines, *selection(row), *row["skipped"], *apply(row)]
+        gains = row["better_drafter"]
+        lines += [
+            f"The bottleneck is {bottleneck(row)}.",
+            f"A drafter twice as fast would bring about {gains['twice_as_fast']:.1f}x, one twice as accurate (half as "
+            f"many rejections at each position) about {gains['twice_as_accurate']:.1f}x, with unchanged draft lengths.",
+        ]
+    return [*lines, *other_reasons([row]), *_selection(row), *row["skipped"], *_apply(row)]
 
 
-def answer(row: Row, texts: str) -> str:
-    """Whether it helps, with which settings, and whether the text equals the target's. `texts` words the last part."""
-    name, baseline = row["candidate"], baseline_name(row)
-    ratio = f"{row['speedup']:.2f}x {baseline}{interval_text(row)}"
-    here = "here" if row["divided"] else f"on {these(row)}"
-    too_few = _too_few(row)
-    if too_few and row["without_gain"]:
-        return f"Too few runs for an answer: the drafts of {name} have saved no forward pass so far, {texts}."
-    if too_few:
-        return f"Too few runs for an answer: {name} was {about(row['speedup'])} {baseline} so far, {texts}."
+def answer(row: Row) -> str:
+    """Whether it helps, with which settings, and whether the text is the baseline's."""
+    name, verdict, same = row["candidate"], row["verdict"], texts(row)
+    these = "this prompt" if row["prompts"] == 1 else f"these {row['prompts']} prompts"
+    here = "here" if row["divided"] else f"on {these}"
+    per_prompt = row["interval_over"] == "prompts"
+    over = f"{row['prompts']} prompts" if per_prompt else f"{row['pairs']} repeats"
+    ratio = claim_text(row, f" over {over}")
+    if row["interval"] is None or verdict == TOO_FEW:
+        so_far = f"{name} was about {rough(row['speedup'])}{star(row)} {baseline_name(row)} so far"
+        if row["without_gain"]:
+            so_far = f"the drafts of {name} have saved no forward pass so far"
+        return f"Too few runs for an answer: {so_far}, {same}."
     if row["without_gain"]:
         return (
             f"Speculative decoding does not help {here}: the drafts of the best candidate, {name}, saved no forward "
-            f"pass of the target (1.00 tokens each); {ratio}, {texts}."
+            f"pass of the target (1.00 tokens each); {ratio}, {same}."
         )
-    if row["verdict"] == SLOWER:
-        return f"Speculative decoding does not help {here}: the best candidate, {name}, is slower: {ratio}, {texts}."
-    if row["verdict"] == FASTER and row["speedup"] < SMALL_GAIN:
-        return f"Speculative decoding hardly helps {here}: {name} is {ratio}, {texts}."
-    if row["verdict"] == FASTER:
-        start = "Use" if row["divided"] else f"On {these(row)}, use"
-        return f"{start} {name}: {ratio}, {texts}."
+    if verdict == SLOWER:
+        return f"Speculative decoding does not help {here}: the best candidate, {name}, is slower: {ratio}, {same}."
+    if helps(row):
+        return f"{'Use' if row['divided'] else f'On {these}, use'} {name}: {ratio}, {same}."
+    if verdict == FASTER:
+        return f"Speculative decoding hardly helps {here}: {name} is {ratio}, {same}."
     low, high = row["interval"]
     # An interval that excludes 1 would otherwise seem to contradict the answer.
-    why = "" if low <= 1 <= high else ", because too many of its repeats lie on the other side of 1"
+    why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
     return (
         f"Speculative decoding makes no measurable difference {here}: "
-        f"{name} is {ratio}, not distinguishable from no difference{why}; {texts}."
+        f"{name} is {ratio}, not distinguishable from no difference{why}; {same}."
     )
-
-
-def more_prompts(row: Row) -> list[str]:
-    """How to get a clearer answer if the interval is wide and contains 1."""
-    if row["interval"] is None or row["verdict"] in (FASTER, SLOWER) or row["interval"][1] < WIDE * row["interval"][0]:
-        return []
-    return ["More prompts of your own narrow the interval: /verdict FILE."]
-
-
-def about(speedup: float) -> str:
-    return f"about {speedup:.1f}x"
-
-
-def these(row: Row) -> str:
-    return "this prompt" if row["prompts"] == 1 else f"these {row['prompts']} prompts"
-
-
-def interval_text(row: Row) -> str:
-    """The interval, and whether it is over prompts or repeats."""
-    if row["interval"] is None:
-        return ""
-    low, high = row["interval"]
-    over = f"{row['prompts']} prompts" if row["interval_over"] == "prompts" else f"{row['pairs']} repeats"
-    return f" (95 % interval {low:.2f} to {high:.2f} over {over})"
-
-
-def texts_sentence(row: Row) -> str:
-    """Whether the texts are the target's own."""
-    if not row["must_be_the_targets"]:
-        return f"same distribution of texts (/verify {row['verify']})"
-    identical = f"text identical on {row['same_texts']} of {row['prompts']}"
-    if row["same_texts"] == row["prompts"]:
-        return identical if row["prompts"] > 1 else "text identical to the target's"
-    numbers = ", ".join(str(one["number"]) for one in row["by_prompt"] if not one["same"])
-    cause = (
-        "this should not happen, please report it"
-        if row["engine_verified"]
-        else "this engine does not guarantee equal bits, see /audit"
-    )
-    return f"{identical} (not on prompt {numbers}: {cause})"
-
-
-def server_texts(row: Row) -> str:
-    """Whether the texts are those of the server's baseline."""
-    name = row["strategy"].partition(" ")[2]
-    if not row["compared_texts"]:
-        return f"texts were not compared, because they are sampled: /server text {name} compares greedy ones"
-    identical = f"text identical on {row['same_texts']} of {row['compared_texts']}"
-    if not (others := row["other_texts_at_prompts"]):
-        return identical
-    return f"{identical} (not on prompt {prompt_numbers(others)}: /server text {name} examines these)"
-
-
-def conditions(row: Row) -> str:
-    """The conditions of the measurement."""
-    passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)}"
-    where = f"{passes} over {row['prompts']} {row['source']}" if row["prompts"] > 1 else f"{row['pairs']} repeats"
-    shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
-    left_out = f" {row['left_out']} further prompts were left out." if row["left_out"] else ""
-    what, chosen = "whole requests, one at a time", ""
-    if "baseline" not in row:
-        what, chosen = "whole runs with prefill", f" The settings were chosen on {_chosen_on(row)}."
-        chosen += " Every prompt began a new conversation." if row["turns"] else ""
-    if row["conversations"]:
-        chosen += f" {row['conversations']} of the prompts were conversations of several turns."
-    load = " /server load shows many requests at once." if "baseline" in row else ""
-    return (
-        f"Measured: {what}, up to {row['length']} new tokens{shorter}, {row['processor']}, {where}, in turns with "
-        f"{baseline_name(row)}.{chosen}{left_out}{load}"
-    )
-
-
-def _chosen_on(row: Row) -> str:
-    return "other prompts" if row["divided"] else "runs that are not counted"
-
-
-def server_selection(row: Row) -> list[str]:
-    """Which servers were considered, if there were several."""
-    if len(row["considered"]) < 2:
-        return []
-    shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
-    return [f"Chosen by its speed-up on {_chosen_on(row)}: {shown}."]
-
-
-def _too_few(row: Row) -> bool:
-    return row["interval"] is None or row["verdict"] == TOO_FEW
-
-
-def tasks(row: Row) -> list[str]:
-    """Where it helps and where not, if the prompts have several tasks."""
-    known = row["tasks"]
-    if len(known) < 2:
-        return []
-    shown = ", ".join(f"{task} {one['speedup']:.2f}x" for task, one in known.items())
-    without = [task for task, one in known.items() if one["speedup"] < LITTLE_GAIN or one["accepted"] == 0]
-    few = min(one["prompts"] for one in known.values())
-    line = f"By task: {shown}."
-    if without and not _too_few(row):
-        line += f" It does not help with {', '.join(without)}."
-    if few < 3:
-        line += f" (Rough: some tasks have only {few} prompt{'s' * (few > 1)}.)"
-    return [line]
-
-
-def bottleneck(row: Row) -> str:
-    """What limits the speed-up."""
-    cause = row["bottleneck"]
-    if cause == "no drafts":
-        share = row["declined_rounds"] / row["rounds"]
-        return f"Bottleneck: nothing is drafted in {share:.0%} of the rounds, which are then decode steps."
-    costs = f"verifying {row['drafts_per_round']:.1f} drafts takes {row['verify_cost']:.2f} decode steps"
-    if row["draft_cost"] is not None:
-        costs += f", a draft {row['draft_cost']:.2f}"
-    rate = "" if row["acceptance_rate"] is None else f", {row['acceptance_rate']:.0%} of the drafts are accepted"
-    return f"Bottleneck: {CAUSES[cause]}; without it {about(row['limits'][cause])}. {costs}{rate}.".replace(
-        ". v", ". V", 1
-    )
-
-
-def better_drafter(row: Row) -> str:
-    """The gain from a drafter that is twice as fast or twice as accurate."""
-    gains = row["better_drafter"]
-    return (
-        f"A drafter twice as fast would bring {about(gains['twice_as_fast'])}, one twice as accurate (half as many "
-        f"rejections at every position) {about(gains['twice_as_accurate'])}, with unchanged draft lengths."
-    )
-
-
-def selection(row: Row) -> list[str]:
-    """Which other candidates were considered."""
-    shown = ", ".join(f"{one['name']} {one['predicted_speedup']:.2f}x" for one in row["considered"])
-    lines = [f"Predicted before the measurement: {shown}."] if len(row["considered"]) > 1 else []
-    if lines and row["trials"]:
-        lines[0] += f" Trial runs of the best {len(row['tried'])}: {row['kind_name']} was the fastest."
-    if row["not_tried"]:
-        lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
-    return lines
 
 
 def helps(row: Row) -> bool:
     """Whether the answer recommends the candidate."""
-    return bool(
-        row["interval"] and not row["without_gain"] and row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN
+    return bool(row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
+
+
+def _more_prompts(row: Row) -> list[str]:
+    """How to get a clearer answer if the interval is wide and contains 1."""
+    bounds = row["interval"]
+    clear = bounds is None or row["verdict"] in (FASTER, SLOWER) or bounds[1] < WIDE * bounds[0]
+    return [] if clear else ["More prompts of your own narrow the interval: /verdict FILE."]
+
+
+def conditions(row: Row) -> str:
+    """The conditions of the measurement."""
+    servers = "baseline" in row
+    what = "requests, one at a time" if servers else "runs with prefill"
+    passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)} over {row['prompts']} {row['source']}"
+    where = passes if row["prompts"] > 1 else f"{row['pairs']} repeats"
+    shorter = f" (/length is {row['length_setting']})" if row["length"] < row["length_setting"] else ""
+    further = {
+        f"{row['conversations']} of the prompts were conversations of several turns.": row["conversations"],
+        "Every prompt began a new conversation.": row["turns"] and not servers,
+        f"{row['left_out']} further prompts were left out.": row["left_out"],
+        "/server load shows many requests at once.": servers,
+    }
+    measured = (
+        f"Measured: whole {what}, up to {row['length']} new tokens{shorter}, {row['processor']}, {where}, in turns "
+        f"with {baseline_name(row)}."
     )
+    return " ".join([measured, *(sentence for sentence, applies in further.items() if applies)])
 
 
-def apply(row: Row) -> list[str]:
-    """How to apply the recommended settings here."""
-    if row["interval"] is None:
+def tasks(row: Row) -> list[str]:
+    """The speed-up of each task with its interval, and the tasks whose interval excludes a gain.
+
+    With two prompts an interval is too narrow too often: if prompts differ by 15 %, one of six tasks with a gain of
+    1.10 is denied it in 8 % of verdicts, and with three prompts in less than 3 %.
+    """
+    known = row["tasks"]
+    if len(known) < 2:
         return []
-    if helps(row) and row["in_use"]:
-        return ["This session uses these settings already."]
+    lines = [f"By task: {', '.join(f'{task} {with_bounds(one)}' for task, one in known.items())}."]
+    decided = row["interval"] is not None and row["verdict"] != TOO_FEW
+    without = [task for task, one in known.items() if decided and _excludes_gain(one)]
+    return [*lines, *([f"It does not help with {', '.join(without)}."] if without else [])]
+
+
+def _excludes_gain(row: Row) -> bool:
+    """Whether the interval of a task lies below the smallest gain that counts."""
+    return bool(row["prompts"] >= MIN_PROMPTS and row["verdict"] != TOO_FEW and row["interval"][1] < LITTLE_GAIN)
+
+
+def _selection(row: Row) -> list[str]:
+    """Which candidates were considered, if there were several."""
+    shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
+    on = "other prompts" if row["divided"] else "runs that are not counted"
+    how = "Measured" if "baseline" in row else "Predicted"
+    lines = [f"{how} on {on}: {shown}."] if len(row["considered"]) > 1 else []
+    if lines and row.get("trials"):
+        lines[0] += f" Trial runs of the best {row['trials']}: {row['candidate']} was the fastest."
+    if row.get("not_tried"):
+        lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
+    return lines
+
+
+def _apply(row: Row) -> list[str]:
+    """How to apply the recommended settings here."""
+    if "baseline" in row:
+        return []
     if helps(row):
-        return [f"To use it here: /verdict apply, or {' and '.join(row['commands'])}."]
+        commands = " and ".join(row["commands"])
+        return [f"To use it here: /verdict apply, or {commands}." if commands else "This session uses it already."]
     return ["/verdict apply turns speculative decoding off here."] if row["verdict"] == SLOWER else []
+
+
+def equivalent_lines(kind: str, gamma: int, drafter: str, *, same_tokenizer: bool) -> list[str]:
+    """Equivalent settings of other programs. `kind` is the drafter kind as in records, `gamma` a number of drafts.
+
+    Option names: transformers 5.23 (`num_assistant_tokens` is read from the assistant's generation config), vLLM's
+    speculative_config, and llama.cpp's --spec-* options of 2026, which replaced --draft-max.
+    """
+    found: dict[str, str] = {}
+    config: dict[str, object] = {}
+    if kind == MODEL:
+        tokenizers = "" if same_tokenizer else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+        # The heuristic schedule and the confidence threshold would change the number of drafts.
+        found["transformers"] = (
+            f"assistant = AutoModelForCausalLM.from_pretrained({json.dumps(drafter)}); "
+            f"assistant.generation_config.update(num_assistant_tokens={gamma}, "
+            'num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0); '
+            f"model.generate(**inputs, assistant_model=assistant{tokenizers})"
+        )
+        found["llama.cpp"] = f"--model-draft DRAFTER.gguf --spec-type draft-simple --spec-draft-n-max {gamma}"
+        other = {} if same_tokenizer else {"use_heterogeneous_vocab": True}
+        config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": gamma, **other}
+    elif kind == "lookup":
+        lengths = f"prompt_lookup_num_tokens={gamma}, max_matching_ngram_size={MATCH}"
+        found["transformers"] = f"model.generate(**inputs, {lengths})"
+        sizes = f"--spec-ngram-simple-size-n {MATCH} --spec-ngram-simple-size-m {gamma}"
+        found["llama.cpp"] = f"--spec-type ngram-simple {sizes}"
+        bounds = {"prompt_lookup_min": MATCH, "prompt_lookup_max": 4}
+        config = {"method": "ngram", "num_speculative_tokens": gamma, **bounds}
+    elif kind == "suffix":
+        config = {"method": "suffix", "num_speculative_tokens": gamma}
+    elif kind.startswith(LAYERS):
+        found["transformers"] = f"model.generate(**inputs, assistant_early_exit={kind.removeprefix(LAYERS)})"
+    if config:
+        found["vLLM"] = f"--speculative-config '{json.dumps(config)}'"
+    programs = ("transformers", "vLLM", "llama.cpp")
+    lines = [f"{program}: {found[program]}" for program in programs if program in found]
+    without = [program for program in programs if program not in found]
+    lines += [f"{', '.join(without)}: no equivalent of this drafter"] if without else []
+    return ["Equivalent settings elsewhere:", *lines]

@@ -89,6 +89,7 @@ class ServerCompletion:
     of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `figures` are further ones in the form of
     its kind, by the names of their fields, and `own_rate` is its decode speed by its own clock. A Connection adds the
     rest: the request, the names of the server kind and of the model, and the drafts, which are None if unknown.
+    `other_tokens` were generated for other requests meanwhile, or it is None.
     """
 
     text: str
@@ -102,6 +103,7 @@ class ServerCompletion:
     own_rate: float | None = None
     request: ServerRequest | None = None
     acceptance: "ServerAcceptance | None" = None
+    other_tokens: int | None = None
     kind: str = ""
     model: str = ""
 

@@ -51,6 +51,7 @@ class LlamaCppKind(ServerKind):
 
     name: ClassVar[str] = "llama.cpp"
     takes_token_ids: ClassVar[bool] = True
+    generated: ClassVar[str] = GENERATED
     figures: ClassVar[tuple[str, ...]] = ("timings",)
 
     def recognises(self, server: ServerReader) -> bool:

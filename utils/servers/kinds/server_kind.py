@@ -7,6 +7,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from math import isfinite
 from typing import Any, ClassVar, Protocol
 
 from utils.errors import UserError
@@ -18,6 +19,7 @@ from utils.servers.kinds.completion import (
     ServerAcceptance,
     ServerCompletion,
     ServerRequest,
+    believed,
 )
 from utils.text import count_of
 
@@ -59,12 +61,14 @@ class ServerKind:
     """Text prompts and chats, tokens counted by usage, and no drafts. A kind has no state.
 
     `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids. `figures` are the
-    names of the fields of events with figures beyond OpenAI's protocol.
+    names of the fields of events with figures beyond OpenAI's protocol. `generated` is the counter of all new tokens,
+    or empty.
     """
 
     name: ClassVar[str] = "openai"
     takes_token_ids: ClassVar[bool] = False
     figures: ClassVar[tuple[str, ...]] = ()
+    generated: ClassVar[str] = ""
 
     def recognises(self, server: ServerReader) -> bool:
         """Whether the server has this kind, by paths that only this kind has."""
@@ -153,6 +157,11 @@ class ServerKind:
         """As `acceptance`, as reported. May raise ODD_FIGURES."""
         return None
 
+    def other_tokens(self, own: int | None, before: Counters, after: Counters) -> int | None:
+        """Tokens that the server generated between two readings beyond these `own` ones, or None if unknown."""
+        generated = believed((growth(before, after) or {}).get(self.generated))
+        return None if own is None or generated is None else max(0, generated - own)
+
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The ids that a server's /tokenize returns, or None if there is no such page or its answer has another form."""
@@ -216,7 +225,9 @@ def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, f
 
 
 def growth(before: Counters, after: Counters) -> dict[str, int] | None:
-    """The growth of each counter, or None if one is missing or decreased, as after a restart of the server."""
+    """The growth of each counter, or None if one is missing, decreased as after a restart, or not finite."""
+    if not all(map(isfinite, (*before.values(), *after.values()))):
+        return None
     grown = {name: round(value - before.get(name, 0.0)) for name, value in after.items()}
     lost = any(name not in after for name in before)
     return None if lost or not before or any(count < 0 for count in grown.values()) else grown

@@ -40,6 +40,7 @@ class VllmKind(ServerKind):
 
     name: ClassVar[str] = "vllm"
     takes_token_ids: ClassVar[bool] = True
+    generated: ClassVar[str] = GENERATED
     figures: ClassVar[tuple[str, ...]] = ("metrics",)
 
     def recognises(self, server: ServerReader) -> bool:

@@ -1,0 +1,286 @@
+"""The results of races and sweeps: the figures of each group of prompts and arm, their table, chart and sentences."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from utils.commands.experiments.race_runs import RaceItem, RaceResult, pooled_totals
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked
+from utils.comparison.arms import Arm, LocalArm
+from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
+from utils.comparison.charts import DotChart, repeats_chart
+from utils.comparison.reports import Finding, shortened
+from utils.comparison.run_texts import text_figures
+from utils.comparison.runs import PREFIX
+from utils.comparison.speed_claims import (
+    BASELINE,
+    FASTER,
+    SLOWER,
+    TOO_FEW,
+    SpeedClaim,
+    interval_text,
+    reasons_unknown,
+    rough,
+    server_notes,
+    speed_sentence,
+    speedup_text,
+)
+from utils.comparison.summary import NO_BASELINE
+from utils.prompts.prompt_files import ALL_TASKS
+
+REPEATS = 5  # of the last prompt
+SHOWN_TASK = 16  # characters of a task in the table
+SHOWN_PROMPTS = 8
+NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
+NO_RIVAL = "No enabled strategy drafts, so there is nothing to compare."
+UNPAIRED = "{}: no speed-up over {}. It needs answers of both to the same prompts, token counts, and one host."
+OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
+# What to do next: after a gain, with too few runs, and otherwise.
+NEXT = (
+    "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts.",
+    f"Next: /race {REPEATS} tells whether the difference is real.",
+    "Next: /why shows what limits the speed-up.",
+)
+NEXT_OF_FILE = (
+    "Next: /whatif on a slow prompt, or /export report.html.",
+    "Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals.",
+    "Next: send one of the prompts, then /why shows what limits its speed-up.",
+)
+
+
+def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTable:
+    """The columns of a race: of one prompt with its repeats, or of the prompts of a file with their texts."""
+    several = len({item.number for item in items}) > 1
+    tasks = len({item.group for item in items}) > 1
+    both = servers or several
+    columns = [
+        (tasks, ResultColumn("task", lambda row: shortened(row["task"], SHOWN_TASK))),
+        (True, figure("server" if servers else "strategy", "strategy")),
+        (several and not servers, figure("prompts", "prompts", drop=1)),
+        (several, marked(figure("tokens/s", "pooled_tokens_per_second", "{:.1f}", drop=0 if servers else 7))),
+        (not several, marked(spread("tokens/s", "tokens_per_second", "{:.1f}"))),
+        (not both, RANGE),
+        (not several or servers, spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000, drop=4)),
+        (not several or servers, spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3)),
+        (True, ResultColumn("speed-up", speedup_text)),
+        (True, ResultColumn("95 % interval", lambda row: interval_text(row["interval"]))),
+        (both, figure("acceptance", "acceptance_rate", "{:.3f}", drop=6)),
+        (both, figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=2 if servers else 0)),
+        (both, ResultColumn("text", _same_text)),
+        (not both, figure("verdict", "verdict")),
+    ]
+    return ResultTable(*(column for shown, column in columns if shown))
+
+
+def _same_text(row: Row) -> str:
+    """How many of the compared texts are the baseline's."""
+    return f"same {row['same_texts']}/{row['compared_texts']}" if row["compared_texts"] else NOTHING
+
+
+def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> ResultColumn:
+    """A column with the median of a list of figures."""
+
+    def shown(row: Row) -> str:
+        known = [value for value in row[key] if value]
+        return form.format(scale * median(known)) if known else NOTHING
+
+    return ResultColumn(heading, shown, drop)
+
+
+def _range(row: Row) -> str:
+    """The lowest and the highest speed, without decimals from 100 on."""
+    values = row["tokens_per_second"]
+    form = ".1f" if max(values) < 100 else ".0f"
+    return f"{min(values):{form}}-{max(values):{form}}"
+
+
+RANGE = ResultColumn("range", _range, 5)
+
+
+def race_rows(
+    results: Sequence[RaceResult],
+    arms: Sequence[Arm],
+    sample: BenchmarkSample = NO_SAMPLE,
+    *,
+    these_prompts: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """The figures of each group and arm. If there are several groups, one for all prompts comes last."""
+    groups = list(dict.fromkeys(result.item.group for result in results))
+    if len(groups) > 1:
+        # Prompts without a task have this name too, and their group must not appear twice.
+        groups = [*(group for group in groups if group != ALL_TASKS), ALL_TASKS]
+    for group in groups:
+        for arm in arms:
+            chosen = [one for one in results if one.arm.name == arm.name and group in (ALL_TASKS, one.item.group)]
+            if chosen:
+                yield race_row(group, chosen, sample, these_prompts=these_prompts)
+
+
+def race_row(
+    task: str, group: Sequence[RaceResult], sample: BenchmarkSample = NO_SAMPLE, *, these_prompts: bool = False
+) -> dict[str, Any]:
+    """The figures of one arm. With `these_prompts`, the interval covers other repeats of these prompts only."""
+    arm, settings, first = group[0].arm, group[0].item.settings, group[0].ours[0]
+    lossless = arm.strategy is None or arm.strategy.lossless
+    runs = [run for result in group for run in result.ours]
+    total, groups = pooled_totals(runs), speedups_by_prompt(group)
+    speeds = (result.totals.tokens_per_second for result in group)
+    # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
+    drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
+    claim = SpeedClaim.of(
+        groups,
+        baseline=first.name == first.baseline,
+        tokens_per_forward=total.tokens_per_forward if drafts else None,
+        these_prompts=these_prompts,
+    )
+    repeats: dict[int, list[Any]] = {}
+    for result in group:
+        repeats.setdefault(result.repeat, []).append((result.totals, result.baseline_totals))
+    return {
+        "task": task,
+        "strategy": arm.name,
+        **({} if first.is_local else _server_figures(group)),
+        "prompts": len({result.item.number for result in group}),
+        "new_tokens": total.tokens,
+        "seconds": total.seconds,
+        "tokens_per_second": [speed for speed in speeds if speed is not None],
+        "pooled_tokens_per_second": total.tokens_per_second,
+        "first_token_seconds": [run.first_seconds for run in runs if run.first_seconds is not None],
+        "decode_tokens_per_second": [run.decode_tokens_per_second for run in runs if run.decode_tokens_per_second],
+        "speedups": [speedup for speedups in groups for speedup in speedups],
+        "speedups_by_prompt": groups,
+        **claim.figures,
+        "drafted": total.drafted,
+        "accepted": total.accepted,
+        "acceptance_rate": total.acceptance_rate,
+        "tokens_per_target_forward": total.tokens_per_forward,
+        "lossless": lossless,
+        "must_be_the_targets": arm.strategy is not None and arm.strategy.repeats_target(settings),
+        "engine_verified": isinstance(arm, LocalArm) and arm.pair.engine.state.verified,
+        **text_figures((result.item.number, result.same) for result in group if lossless),
+        "benchmark": sample.figures(list(repeats.values())),
+    }
+
+
+def _server_figures(group: Sequence[RaceResult]) -> dict[str, Any]:
+    """The figures that only servers have: the baseline, and what else the server did meanwhile."""
+    runs = [run for result in group for run in result.ours]
+    others = [run.other_tokens for result in group for run in result.theirs]
+    return {
+        "baseline": runs[0].baseline,
+        "other_tokens": [run.other_tokens for run in runs],
+        "disturbed": any(run.other_tokens for run in runs) or any(others),
+        "acceptance_unknown": reasons_unknown(run.acceptance for run in runs),
+    }
+
+
+def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:
+    """The speed-ups of each prompt in its repeats."""
+    by_prompt: dict[int, list[float]] = {}
+    for result in group:
+        if speedup := result.speedup:
+            by_prompt.setdefault(result.item.number, []).append(speedup)
+    return list(by_prompt.values())
+
+
+def race_charts(findings: Sequence[Finding], over: str = "target-only") -> list[DotChart]:
+    """The speed-up of each prompt or repeat: all prompts first, then each task."""
+    rows = sorted(figures_of(findings), key=lambda row: bool(row["task"] != ALL_TASKS))
+    several = len({row["task"] for row in rows}) > 1
+    named = [(f"{row['strategy']}, {row['task']}" if several else row["strategy"], row) for row in rows]
+    one = max(row["prompts"] for row in rows) == 1
+    if not one and all(row["verdict"] == BASELINE or not row["speedups"] for row in rows):
+        return []
+    return [repeats_chart(named, "run" if one else "prompt", over)]
+
+
+def race_conclusion(rows: Sequence[Row], prompts: int | None = None) -> list[str]:
+    """Which arms are faster, over all prompts and by task, whether texts are equal, and what to do next.
+
+    `prompts` is the number of prompts of a file that should be run, or None for the last prompt.
+    """
+    tasks: dict[str, list[Row]] = {}
+    for row in rows:
+        tasks.setdefault(row["task"], []).append(row)
+    overall = list(tasks.values())[-1]  # all prompts, or the only task
+    finished = max(row["prompts"] for row in overall)
+    lines = [f"{finished} of {prompts} prompts were run."] if prompts and finished < prompts else []
+    lines += [sentence for row in overall if (sentence := speed_sentence(row))]
+    lines += best_of_each(dict(list(tasks.items())[:-1]))
+    lines += other_reasons(overall)
+    servers = "baseline" in overall[0]
+    if servers or prompts:  # the texts of the last prompt have been compared before
+        compared = (row for row in overall if row["compared_texts"] and row["verdict"] != BASELINE)
+        lines += [f"{row['strategy']}: {texts(row)}." for row in compared]
+    return [*lines, *(_missing_baselines(overall) if servers else _next(overall, of_file=bool(prompts)))]
+
+
+def best_of_each(groups: Mapping[str, Sequence[Row]]) -> list[str]:
+    """A sentence on the fastest strategy of each task or value. Those with too few runs share one.
+
+    Only strategies that preserve the target's distribution count, and one without a gain counts last.
+    """
+    lines, undecided = [], []
+    for name, rows in groups.items():
+        known = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE and row["speedup"] is not None]
+        if not known:
+            continue
+        best = max(known, key=lambda row: (not row["without_gain"] or row["speedup"] <= 1, row["speedup"]))
+        if best["verdict"] == TOO_FEW and not best["without_gain"]:
+            undecided.append(f"{name}, {best['strategy']} {with_bounds(best)}")
+        else:
+            lines.append(f"{name}: {speed_sentence(best)}")
+    return [*([f"Too few runs to tell: {'; '.join(undecided)}."] if undecided else []), *lines]
+
+
+def with_bounds(row: Row) -> str:
+    """The speed-up of a task with its interval, if that has bounds."""
+    if row["interval"] is None:
+        return f"about {rough(row['speedup'])}"
+    return f"{row['speedup']:.2f}x ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
+
+
+def other_reasons(rows: Sequence[Row]) -> list[str]:
+    """A warning for each gain of a server whose drafts are unknown."""
+    doubtful = (row for row in rows if "baseline" in row and row["verdict"] == FASTER and not row["drafted"])
+    return [OTHER_REASON.format(row["strategy"]) for row in doubtful]
+
+
+def texts(row: Row) -> str:
+    """Whether the texts are the baseline's, and who explains a difference."""
+    others = row["other_texts_at_prompts"]
+    name = str(row["strategy"]).removeprefix(PREFIX)
+    if "baseline" in row:
+        if not row["compared_texts"]:
+            return f"texts were not compared, because they are sampled: /server text {name} compares greedy ones"
+        why = f"/server text {name} examines these"
+    elif not row["must_be_the_targets"]:
+        return "same distribution of texts as the target's, and with /verify coupled the same texts"
+    else:
+        # With a verified engine, logits do not depend on the verify width, so rounding cannot be the reason.
+        why = "this should not happen" if row["engine_verified"] else "this engine does not guarantee equal bits"
+        why += "; send such a prompt, then /texts explains it"
+    identical = f"text identical on {row['same_texts']} of {row['compared_texts']}"
+    numbers = ", ".join(map(str, others[:SHOWN_PROMPTS])) + (", ..." if len(others) > SHOWN_PROMPTS else "")
+    return f"{identical} (not on prompt {numbers}: {why})" if others else identical
+
+
+def _missing_baselines(rows: Sequence[Row]) -> list[str]:
+    """The servers without a speed-up, and why, and what limits their figures."""
+    notes = [note for row in rows for note in server_notes(row["strategy"], row)]
+    if all(row["baseline"] is None for row in rows):
+        return [NO_BASELINE, *notes]
+    unpaired = (row for row in rows if row["baseline"] and not row["speedups"])
+    return [*(UNPAIRED.format(row["strategy"], row["baseline"]) for row in unpaired), *notes]
+
+
+def _next(rows: Sequence[Row], *, of_file: bool) -> list[str]:
+    """What to do next, from the figures of all prompts."""
+    rivals = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE]
+    if not rivals or all(row["speedup"] is None for row in rows):
+        return [NO_TARGET if rivals else NO_RIVAL]
+    verdicts = {row["verdict"] for row in rivals}
+    gain, few, other = NEXT_OF_FILE if of_file else NEXT
+    # The verdict on one prompt is clear after enough repeats. More prompts also help where nothing is distinguishable.
+    is_unclear = FASTER not in verdicts and verdicts != {SLOWER} if of_file else TOO_FEW in verdicts
+    return [few if is_unclear else gain if FASTER in verdicts else other]

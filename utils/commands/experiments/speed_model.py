@@ -1,0 +1,241 @@
+"""The model of a speculative run's time: predictions for /why, /whatif and the choice of /verdict, and what limits a
+measured run.
+
+Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + c k decode steps, where
+v(k) is the extra time of a verify pass with k drafts and c the time of one draft. The time of a decode step comes from
+the target's own run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any, NamedTuple, Self
+
+from utils.commands.shared.columns import Row
+from utils.comparison.gamma_replay import ReplayProgress, replay_events
+from utils.comparison.job import Job
+from utils.comparison.reports import Countdown, Progress
+from utils.comparison.session_state import LastPrompt
+from utils.comparison.strategies import Strategy
+from utils.decode.steps import Step
+from utils.errors import UserError
+from utils.metrics.costs import Costs
+from utils.metrics.results import Generation, pooled
+from utils.metrics.stopwatch import RoundTiming
+
+MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
+CAUSES = {
+    "drafting": "the cost of drafting",
+    "verifying": "the cost of verifying several tokens at once",
+    "rejection": "the rejection of drafts",
+    "other": "work outside the models",
+    "prefill": "reading the prompt, which speculative decoding does not make faster",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTiming:
+    """Seconds of the target's own run before its decode steps (mostly the prefill), and per decode step."""
+
+    start: float
+    step: float
+
+    @classmethod
+    def of(cls, run: Generation) -> Self:
+        """Computed from the target's own run. Raises UserError if it has fewer than two tokens."""
+        if len(run.steps) < 2 or run.first_seconds is None:
+            raise UserError("the target's own run needs at least two tokens: send a prompt with a longer answer.")
+        # The first step contains the prefill, so only the others are averaged.
+        step = (run.seconds - run.first_seconds) / (len(run.steps) - 1)
+        return cls(max(0.0, run.first_seconds - step), step)
+
+    def alone(self, tokens: int) -> float:
+        """Seconds for this many tokens without drafts."""
+        return self.start + self.step * tokens
+
+    def predict(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
+        """Seconds of these rounds, with `drafting` decode steps spent on all of their drafts."""
+        verifying = sum(1 + costs.verify_cost(len(step.drafted)) for step in steps)
+        return self.start + self.step * (drafting + verifying)
+
+
+def target_run(last: LastPrompt) -> Generation:
+    """The target's own run of the last prompt. Raises UserError if the target did not run."""
+    if last.target is not None:
+        return last.target
+    if last.job.settings.target:
+        raise UserError("the last prompt was interrupted before the target's own run: send it again.")
+    raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
+
+
+def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None, prompt: int) -> float:
+    """The drafting time of a run in decode steps: every draft at the cost of its drafter kind, and reading the prompt
+    once for each kind.
+    """
+    readers = {timing.kind or kind for timing in timings if timing.drafts}
+    reading = sum(costs.reading_cost(reader, prompt) for reader in readers)
+    return reading + sum(timing.drafts * costs.draft_cost(timing.kind or kind) for timing in timings)
+
+
+def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
+    """The costs in the middle of a run. Times grow linearly with the context, so these are the mean costs."""
+    return (costs or Costs()).at(prompt + tokens // 2)
+
+
+def gamma_text(gamma: int | None) -> str:
+    """A draft length in words."""
+    return "auto" if gamma is None else str(gamma)
+
+
+class Prediction(NamedTuple):
+    """The rounds of a strategy with one gamma, where None is adaptive, their seconds, and the speed-up."""
+
+    strategy: Strategy
+    gamma: int | None
+    steps: Sequence[Step]
+    seconds: float
+    speedup: float
+
+
+def predictions(
+    job: Job, strategies: Sequence[Strategy], run: Generation, where: str
+) -> Iterator[Progress | Prediction]:
+    """Replay every gamma of each strategy along the target's own run, with progress that begins with `where`.
+
+    Raises UserError if the run has fewer than two tokens.
+    """
+    timing, tokens = TargetTiming.of(run), run.tokens
+    costs, countdown = costs_of_run(job.settings.costs, len(job.prompt), len(tokens)), Countdown()
+    for event in replay_events(job, strategies, tokens):
+        if isinstance(event, ReplayProgress):
+            done = (strategies.index(event.strategy) + event.fraction) / len(strategies)
+            yield from countdown.at(done, f"{where} {event.strategy.name}, {done:.0%} done")
+            continue
+        strategy, gamma, steps, timings = event
+        drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
+        seconds = timing.predict(steps, costs, drafting)
+        yield Prediction(strategy, gamma, steps, seconds, timing.alone(len(tokens)) / seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit:
+    """How runs with drafts spent their seconds.
+
+    `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
+    `verifying` the extra time of verify passes. `other` is processors, noise and verification rules. `target` is the
+    time of the target's runs.
+    """
+
+    prefill: float
+    steps: float
+    verifying: float
+    drafting: float
+    other: float
+    target: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Generation, Generation]]) -> Self | None:
+        """The split of runs beside the target's. None if the target's answers are too short to time a decode step."""
+        timed = [(run, target, TargetTiming.of(target)) for run, target in pairs if len(target.steps) > 1]
+        if not timed:
+            return None
+        parts = [part for run, _, _ in timed for part in run.timings]
+        prefill = sum(timing.start for _, _, timing in timed)
+        steps = sum(timing.step * len(run.steps) for run, _, timing in timed)
+        verifying = max(0.0, sum(part.verifying for part in parts) - prefill - steps)
+        drafting, other = sum(part.drafting for part in parts), sum(part.other for part in parts)
+        return cls(prefill, steps, verifying, drafting, other, sum(target.seconds for _, target, _ in timed))
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.steps + self.verifying + self.drafting + self.other
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the total time."""
+        names = ("prefill", "steps", "verifying", "drafting", "other")
+        return {name: getattr(self, name) / self.total if self.total else 0.0 for name in names}
+
+
+def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
+    """The speed-up without each cause of lost time, by cause."""
+    total, decoding = split.total, split.total - split.prefill
+    accepted, drafts = 1 + run.accepted / len(run.steps), 1 + run.drafted / len(run.steps)
+    causes = {
+        "drafting": total - split.drafting,
+        "verifying": total - split.verifying,
+        "other": total - split.other,
+        "rejection": split.prefill + decoding * accepted / drafts,
+    }
+    gains = {cause: speedup * total / max(left, 1e-9) for cause, left in causes.items()}
+    # Without a prefill both runs would be faster, so this is the ratio of their decode times.
+    target = split.target - split.prefill
+    gains["prefill"] = speedup * (target / split.target) / (decoding / total) if split.target and decoding else speedup
+    return gains
+
+
+def with_better_drafter(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
+    """The speed-up with the same drafts at half the cost, and with half the rejections at the same cost.
+
+    Half the rejections: at every position of a round, the probability that a draft is rejected, given that all drafts
+    before it are accepted, is halved.
+    """
+    rates = [accepted / tried if tried else 0.0 for accepted, tried in run.accepted_by_position]
+    now = expected_tokens(rates, run)
+    better = expected_tokens([(1 + rate) / 2 for rate in rates], run)
+    total, decoding = split.total, split.total - split.prefill
+    return {
+        "twice_as_fast": speedup * total / max(total - split.drafting / 2, 1e-9),
+        "twice_as_accurate": speedup * total / max(split.prefill + decoding * now / better, 1e-9),
+    }
+
+
+def expected_tokens(rates: Sequence[float], run: Generation) -> float:
+    """Expected tokens per round by the acceptance rates of the positions: 1 + a1 + a1 a2 + ...
+
+    With one rate a for all positions this is (1 - a^(g+1)) / (1 - a). It is averaged over the numbers of drafts.
+    """
+    reached, sums = 1.0, [1.0]
+    for rate in rates:
+        reached *= rate
+        sums.append(sums[-1] + reached)
+    return mean(sums[len(step.drafted)] for step in run.steps)
+
+
+def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
+    """Drafts, costs and limits of runs beside the target's, and the gain from a better drafter."""
+    run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
+    drafts = sum(part.drafts for ours, _ in pairs for part in ours.timings)
+    figures: dict[str, Any] = {
+        "drafted": run.drafted,
+        "accepted": run.accepted,
+        "acceptance_rate": run.acceptance_rate,
+        "rounds": len(run.steps),
+        "drafts_per_round": run.drafts_per_round or 0.0,
+        "declined_rounds": run.declined_rounds,
+        "accepted_by_position": [list(position) for position in run.accepted_by_position],
+    }
+    if split is None or not split.steps:
+        return figures | dict.fromkeys(("draft_cost", "verify_cost", "time", "limits", "better_drafter", "bottleneck"))
+    step, gains = split.steps / len(run.steps), limits(split, run, speedup)
+    declines = run.declined_rounds > MANY_DECLINED * len(run.steps)
+    return figures | {
+        "draft_cost": split.drafting / drafts / step if drafts else None,
+        "verify_cost": 1 + split.verifying / split.steps,
+        "time": split.shares,
+        "limits": gains,
+        "better_drafter": with_better_drafter(split, run, speedup),
+        "bottleneck": "no drafts" if declines else max(gains, key=gains.__getitem__),
+    }
+
+
+def bottleneck(row: Row) -> str:
+    """What limits the speed-up most, in words: the cause without which the run would be fastest."""
+    if row["bottleneck"] == "no drafts":
+        share = row["declined_rounds"] / row["rounds"]
+        return f"that nothing is drafted in {share:.0%} of the rounds, which are then decode steps"
+    costs = f"verifying {row['drafts_per_round']:.1f} drafts takes {row['verify_cost']:.2f} decode steps"
+    costs += "" if row["draft_cost"] is None else f", a draft {row['draft_cost']:.2f}"
+    rate = "" if row["acceptance_rate"] is None else f", {row['acceptance_rate']:.0%} of the drafts are accepted"
+    cause = row["bottleneck"]
+    return f"{CAUSES[cause]}; without it about {row['limits'][cause]:.1f}x ({costs}{rate})"

@@ -1,0 +1,351 @@
+"""What /server load has measured: cells of servers and loads, their table, charts, sentences and request records."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+from utils.commands.experiments.race_results import OTHER_REASON
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
+from utils.comparison.charts import Chart, LineChart
+from utils.comparison.reports import Finding, ReportTable
+from utils.comparison.speed_claims import (
+    FASTER,
+    MIN_VALUES,
+    NOT_DISTINGUISHABLE,
+    SLOWER,
+    TOO_FEW,
+    SpeedClaim,
+    interval_text,
+    reasons_unknown,
+    server_notes,
+    speedup_text,
+)
+from utils.servers.address import ServerAddress, other_machine
+from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, percentile, sum_of_drafts
+
+SHARES = (0.5, 0.9, 0.99)  # percentiles of times
+NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
+SAMPLE = "Turns of one measurement share the state of the machine, so an interval may be too narrow."
+COUNTED = "The server counts no tokens, so it has no throughput."
+MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
+TURNS_MISSING = f"Fewer than {MIN_VALUES} turns of both were measured, which do not tell a difference from noise."
+SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
+STOPS = "Speculation stops paying between {} and {} requests {}."
+NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
+FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
+GOODPUT = "Goodput counts the requests a second with {}."
+BY_POSITION = "acceptance by position of the draft"
+SENTENCES = {
+    FASTER: "{} is faster than {} with this many requests {}: {}.",
+    SLOWER: "{} is slower than {} with this many requests {}: {}.",
+    NOT_DISTINGUISHABLE: "{} is not distinguishable from {} with this many requests {}: {}.",
+    TOO_FEW: "{} was measured beside {} with this many requests {}: {}.",
+}
+ANSWER = {  # fields of the record of a request, and attributes of its answer
+    "first_token_seconds": "first_seconds",
+    "seconds": "seconds",
+    "prompt_tokens": "prompt_tokens",
+    "new_tokens": "token_count",
+    "finish": "finish",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many requests at once in a closed loop, or, if `is_rate`, so many arrivals a second."""
+
+    value: float
+    is_rate: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "a second" if self.is_rate else "at once"
+
+    @property
+    def clients(self) -> int:
+        return MOST_CLIENTS if self.is_rate else int(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """Limits in seconds for the time to the first token and per further token. A request within them is goodput."""
+
+    first_token: float | None = None
+    per_token: float | None = None
+
+    def __str__(self) -> str:
+        named = (("ttft", self.first_token), ("tpot", self.per_token))
+        return " and ".join(f"{name}={1000 * value:g}ms" for name, value in named if value is not None)
+
+    def are_met(self, request: LoadRequest) -> bool:
+        first = None if request.completion is None else request.completion.first_seconds
+        if first is None or first > (self.first_token or first):
+            return False
+        each = request.token_seconds or 0.0
+        return each <= (self.per_token or each)
+
+
+@dataclass(slots=True)
+class LoadCell:
+    """One server at one load, with its measurements by turn, of which `turns` were planned."""
+
+    load: Load
+    address: ServerAddress
+    turns: int
+    limits: LatencyLimits = LatencyLimits()
+    is_fixed: bool = False
+    slices: dict[int, LoadSlice] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The tokens of all turns divided by their seconds."""
+        counted = [one for one in self.slices.values() if one.tokens is not None]
+        seconds = sum(one.seconds for one in counted)
+        return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
+
+    def speed(self, turn: int) -> float | None:
+        """Tokens per second in one turn. At a given rate of arrivals, only the time of each request tells a speed."""
+        measured = self.slices.get(turn)
+        if measured is None:
+            return None
+        return measured.request_tokens_per_second if self.load.is_rate else measured.tokens_per_second
+
+    def figures(self, baseline: "LoadCell | None") -> dict[str, Any]:
+        """The row of the cell, with the speed-up over the baseline in the same turns."""
+        slices = list(self.slices.values())
+        requests = [request for one in slices for request in one.requests]
+        done = [one.completion for one in requests if one.completion is not None]
+        others = [] if baseline is None else [one.other_tokens for one in baseline.slices.values()]
+        ratios = [] if baseline is None else list(_ratios(self, baseline))
+        drafts = self._draft_figures(slices)
+        saved_nothing = drafts["drafted"] and not drafts["accepted"]
+        return {
+            "server": self.address.name,
+            "baseline": self.address.baseline if baseline is not None else None,
+            "not_compared": other_machine(self.address, baseline.address) if baseline is not None else "",
+            **_load_figures(self.load),
+            "turns": self.turns,
+            "fixed": self.is_fixed,
+            "requests": len(done),
+            "failed": len(requests) - len(done),
+            "seconds": [one.seconds for one in slices],
+            "tokens": [one.tokens for one in slices],
+            "tokens_per_second": self.tokens_per_second,
+            "first_token_seconds": _percentiles([one.first_seconds for one in done]),
+            "token_seconds": _percentiles([one.token_seconds for one in requests]),
+            "request_seconds": _percentiles([one.seconds for one in done]),
+            **self._goodput(requests, sum(one.seconds for one in slices)),
+            **drafts,
+            "other_tokens": [one.other_tokens for one in slices],
+            "disturbed": any(one.other_tokens for one in slices) or any(others),
+            "speedups": ratios,
+            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if saved_nothing else None).figures,
+        }
+
+    def _draft_figures(self, slices: Sequence[LoadSlice]) -> dict[str, Any]:
+        """The drafts of all turns. If they are unknown in one turn, they are unknown."""
+        found, unknown = sum_of_drafts([(one.acceptance, one.tokens) for one in slices]), ServerAcceptance(0, 0)
+        drafts = found if found is not None and found.valid else unknown
+        tokens, is_known = [one.tokens or 0 for one in slices], drafts is not unknown
+        return {
+            "drafted": drafts.drafted if is_known else None,
+            "accepted": drafts.accepted if is_known else None,
+            "tokens_per_target_forward": sum(tokens) / drafts.forwards if drafts.forwards and all(tokens) else None,
+            "accepted_by_position": [list(pair) for pair in drafts.by_position] if is_known else None,
+            "acceptance_notes": [drafts.note] if drafts.note else [],
+            "acceptance_unknown": reasons_unknown(one.acceptance for one in slices),
+        }
+
+    def _goodput(self, requests: Sequence[LoadRequest], seconds: float) -> dict[str, Any]:
+        """The requests a second that keep the limits, if there are any. Failed ones keep none."""
+        if not str(self.limits):
+            return {"limits": "", "within_limits": None, "goodput": None}
+        within = sum(map(self.limits.are_met, requests))
+        return {"limits": str(self.limits), "within_limits": within, "goodput": within / seconds if seconds else None}
+
+    def request_records(self) -> Iterator[dict[str, Any]]:
+        """One record for each request, in the order of their ends."""
+        for turn, measured in self.slices.items():
+            for one in measured.requests:
+                yield {
+                    "server": self.address.name,
+                    **_load_figures(self.load),
+                    "turn": turn + 1,
+                    "request": one.number + 1,
+                    "sent_seconds": one.sent,
+                    **{name: getattr(one.completion, attribute, None) for name, attribute in ANSWER.items()},
+                    "token_seconds": one.token_seconds,
+                    **{name: getattr(one.acceptance, name, None) for name in ("drafted", "accepted")},
+                    "within_limits": self.limits.are_met(one) if str(self.limits) else None,
+                    "error": one.error,
+                }
+
+
+LoadCells = Mapping[tuple[Load, str], LoadCell]
+
+
+def _load_figures(load: Load) -> dict[str, Any]:
+    return {"concurrency": None if load.is_rate else int(load.value), "rate": load.value if load.is_rate else None}
+
+
+def _percentiles(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [percentile(known, share) for share in SHARES] if known else None
+
+
+def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
+    """The speed over the baseline's, turn by turn, if their machines can be compared."""
+    if other_machine(cell.address, baseline.address):
+        return
+    for turn in cell.slices:
+        ours, theirs = cell.speed(turn), baseline.speed(turn)
+        if ours and theirs and isfinite(ratio := ours / theirs):
+            yield ratio
+
+
+def load_findings(cells: LoadCells, table: ResultTable) -> Iterator[Finding]:
+    """One finding for each cell with results, in the order of the plan."""
+    for (load, _), cell in cells.items():
+        if cell.slices:
+            yield table.finding(cell.figures(cells.get((load, cell.address.baseline or ""))))
+
+
+def _times(heading: str, key: str, *, drop: int = 0) -> ResultColumn:
+    """A column with the percentiles of a time in milliseconds."""
+
+    def shown(row: Row) -> str:
+        values = row[key]
+        return NOTHING if values is None else f"{'/'.join(f'{1000 * value:.0f}' for value in values)} ms"
+
+    return ResultColumn(heading, shown, drop)
+
+
+def _requests_text(row: Row) -> str:
+    sent = row["requests"] + row["failed"]
+    return f"{row['requests']} of {sent}" if row["failed"] else str(sent)
+
+
+def _load(row: Row) -> Load:
+    return Load(row["concurrency"] or row["rate"], is_rate=row["rate"] is not None)
+
+
+def load_table(limits: LatencyLimits) -> ResultTable:
+    """The columns. Goodput needs limits."""
+    return ResultTable(
+        ResultColumn("load", lambda row: str(_load(row))),
+        figure("server", "server"),
+        marked(figure("tokens/s", "tokens_per_second", "{:.1f}")),
+        _times("first token", "first_token_seconds", drop=5),
+        _times("per token", "token_seconds"),
+        _times("request", "request_seconds", drop=2),
+        *([figure("goodput", "goodput", "{:.2f}/s")] if str(limits) else []),
+        rate_of("acceptance", "accepted", "drafted", drop=4),
+        figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=3),
+        ResultColumn("speed-up", speedup_text),
+        ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
+        ResultColumn("requests", _requests_text, drop=1),
+    )
+
+
+def position_tables(findings: Sequence[Finding]) -> list[ReportTable]:
+    """The acceptance of the first, second, ... draft token where it is known."""
+    known = [row for row in figures_of(findings) if row["accepted_by_position"]]
+    longest = max((len(row["accepted_by_position"]) for row in known), default=0)
+    if not longest:
+        return []
+    rows = []
+    for row in known:
+        rates = [f"{accepted / verified:.3f}" for accepted, verified in row["accepted_by_position"]]
+        rows.append((str(_load(row)), row["server"], *rates, *[NOTHING] * (longest - len(rates))))
+    return [ReportTable(BY_POSITION, ("load", "server", *map(str, range(1, longest + 1))), tuple(rows))]
+
+
+def conclusion(findings: Sequence[Finding]) -> list[str]:
+    """The loads at which the server is faster than its baseline, and those at which it is not."""
+    rows = figures_of(findings)
+    if not rows:
+        return []
+    lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
+    compared = [row for row in rows if row["speedups"]]
+    if compared:
+        lines += _comparison(compared)
+    elif all(row["baseline"] is None for row in rows):
+        lines.append(NO_BASELINE)
+    lines += dict.fromkeys(row["not_compared"] for row in rows if row["not_compared"])
+    lines += [f"Acceptance: {note}." for note in dict.fromkeys(chain(*(row["acceptance_notes"] for row in rows)))]
+    for name in dict.fromkeys(row["server"] for row in rows):
+        lines += server_notes(name, _whole([row for row in rows if row["server"] == name]), "turn")
+    lines += [FIXED] * rows[0]["fixed"]
+    lines += [GOODPUT.format(rows[0]["limits"])] * bool(rows[0]["limits"])
+    if not compared:
+        return lines
+    if all(row["verdict"] != TOO_FEW for row in compared):
+        return [*lines, SAMPLE]
+    return [*lines, MORE_TURNS if rows[0]["turns"] < MIN_VALUES else TURNS_MISSING]
+
+
+def _whole(rows: Sequence[Row]) -> Row:
+    """What limits the figures of a server at any load, so that it is said once."""
+    unknown = dict.fromkeys(chain(*(row["acceptance_unknown"] for row in rows)))
+    return {"other_tokens": [*chain(*(row["other_tokens"] for row in rows))], "acceptance_unknown": list(unknown)}
+
+
+def _comparison(rows: Sequence[Row]) -> list[str]:
+    verdicts = {row["verdict"] for row in rows}
+    lines = [_sentence(verdict, rows) for verdict in SENTENCES if verdict in verdicts] + _crossing(rows)
+    if any(row["verdict"] == FASTER and not row["drafted"] for row in rows):
+        lines.append(OTHER_REASON.format(rows[0]["server"]))
+    return [*lines, SAVED_NOTHING] if all(row["drafted"] and not row["accepted"] for row in rows) else lines
+
+
+def _sentence(verdict: str, rows: Sequence[Row]) -> str:
+    chosen = [row for row in rows if row["verdict"] == verdict]
+    about = "about " if verdict == TOO_FEW else ""
+    loads = ", ".join(f"{_load(row).value:g} ({about}{speedup_text(row)})" for row in chosen)
+    return SENTENCES[verdict].format(chosen[0]["server"], chosen[0]["baseline"], _load(chosen[0]).unit, loads)
+
+
+def _crossing(rows: Sequence[Row]) -> list[str]:
+    """The loads between which speculation stops paying: the highest one with a gain and the next one with a loss.
+
+    A load with neither shows no loss, so it gets a sentence of its own.
+    """
+    last = max((index for index, row in enumerate(rows) if row["verdict"] == FASTER), default=None)
+    if last is None:
+        return []
+    later = [row for row in rows[last + 1 :] if row["verdict"] != TOO_FEW]
+    slower = next((row for row in later if row["verdict"] == SLOWER), None)
+    load = _load(rows[last])
+    if slower is not None:
+        return [STOPS.format(f"{load.value:g}", f"{_load(slower).value:g}", load.unit)]
+    return [NO_GAIN.format(f"{load.value:g} request{'s' * (load.value != 1)}", load.unit)] if later else []
+
+
+def load_charts(findings: Sequence[Finding]) -> list[Chart]:
+    """Throughput and the median time per token over the load."""
+    rows = figures_of(findings)
+    loads = sorted({_load(row) for row in rows}, key=lambda load: load.value)
+    if len(loads) < 2:
+        return []
+    ticks, axis = [f"{load.value:g}" for load in loads], f"requests {loads[0].unit}"
+    speeds = _series(rows, loads, lambda row: row["tokens_per_second"])
+    times = _series(rows, loads, lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
+    return [
+        LineChart("throughput, tokens/s of all requests", axis, ticks, speeds),
+        LineChart("milliseconds per token after the first, median", axis, ticks, times),
+    ]
+
+
+def _series(
+    rows: Sequence[Row], loads: Sequence[Load], value: Callable[[Row], float | None]
+) -> dict[str, list[float | None]]:
+    """The values of each server by load, with None for a load that was not measured."""
+    found = {(row["server"], _load(row)): value(row) for row in rows}
+    names = dict.fromkeys(row["server"] for row in rows)
+    return {name: [found.get((name, load)) for load in loads] for name in names}
