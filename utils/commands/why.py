@@ -12,7 +12,6 @@ from utils.commands.experiments.predicted_speed import TargetTiming, costs_of_ru
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt, LocalResult
 from utils.comparison.warm_up import with_costs
@@ -96,9 +95,7 @@ def _why(argument: str, context: CommandContext) -> Outcome:
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
     events = _events(last, TargetTiming.of(target), context)
-    report = Report(
-        *("why", last.text, last.job.settings, TABLE.headings, events, _conclusion), charts=_charts, transposed=True
-    )
+    report = Report(*("why", last.text, last.job.settings, TABLE.headings, events, _conclusion), transposed=True)
     return [RunReport(report)]
 
 
@@ -225,12 +222,6 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
         "earlier measurement that /costs shows.",
         "Next: /whatif predicts every gamma for this text.",
     ]
-
-
-def _charts(findings: Sequence[Finding]) -> list[Chart]:
-    rows = {row["strategy"]: row for row in figures_of(findings)}
-    rates = {name: row["by_position"] for name, row in rows.items()}
-    return [*acceptance_chart(rates), *time_chart({name: row["seconds"] for name, row in rows.items()})]
 
 
 WHY = Command(

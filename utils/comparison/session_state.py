@@ -150,8 +150,8 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
 class ShownResult:
     """What the screen showed: its JSON records, and for a report also the finished report with its findings.
 
-    `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name. It must not
-    hold models.
+    Of a prompt, `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name;
+    `cells` are those of its table by heading. It must not hold models.
     """
 
     records: list[dict[str, Any]]
@@ -159,6 +159,7 @@ class ShownResult:
     findings: Sequence[Finding] = ()
     causes: Mapping[str, Divergence] = field(default_factory=dict)
     texts: Mapping[str, Sequence[TextPiece]] = field(default_factory=dict)
+    cells: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
