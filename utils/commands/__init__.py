@@ -1,7 +1,7 @@
 """Slash commands: one module for each group. `default_registry` holds all of them."""
 
 from utils.commands.audit import AUDIT
-from utils.commands.compare import COMPARE
+from utils.commands.compare import COMPARE, REPLAY
 from utils.commands.explain import EXPLAIN
 from utils.commands.export import EXPORT
 from utils.commands.help import help_command
@@ -9,7 +9,6 @@ from utils.commands.lossless import LOSSLESS
 from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE
-from utils.commands.replay import REPLAY
 from utils.commands.server import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
 from utils.commands.settings_files import FILE_COMMANDS

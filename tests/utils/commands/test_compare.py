@@ -11,7 +11,7 @@ from fakes import Screen, open_session, records_of
 from recordings import Row, recorded
 from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
-from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
+from utils.commands.compare import AT_OTHER_TIMES, NOT_COMPARED, SAME
 from utils.comparison.recorded_runs import match, read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict

@@ -9,8 +9,8 @@ from fakes import Screen, open_session, records_of, tiny_pair
 from recordings import Row, edited, interrupt_after, recorded
 from replays import SAMPLING, replayed
 
-from utils.commands import replay
-from utils.commands.experiments.compared_runs import DIFFERENT, SAME
+from utils.commands import compare
+from utils.commands.compare import DIFFERENT, SAME
 from utils.repl.runner import Verdict
 
 
@@ -25,7 +25,7 @@ def test_a_different_seed_is_noticed(view: Screen, tmp_path: Path) -> None:
     rows, conclusion = replayed(view, file)
     assert all(row["first_difference"] is not None for row in rows) and conclusion.count("texts: 0 of 1") == 3
     assert f"token {rows[0]['first_difference'] + 1}" in view.take()[0]
-    assert replay.UNEXPLAINED in conclusion
+    assert compare.UNEXPLAINED in conclusion
 
 
 def test_a_different_gamma_is_noticed(view: Screen, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_storages_kept_between_prompts_are_named(view: Screen, tmp_path: Path) -
     file = recorded(view, tmp_path, "/length 14", "/reset_in_between off", "a b a b", "a b a b")
     rows, conclusion = replayed(view, file)
     assert [row["first_difference"] for row in rows] == [None] * 6
-    assert f"{replay.KEPT_STORAGE} (2 of 6 comparisons)" in conclusion
+    assert f"{compare.KEPT_STORAGE} (2 of 6 comparisons)" in conclusion
     assert rows[4]["accepted"][0] != rows[4]["accepted"][1], "the second time the storage held the answer"
 
 
@@ -142,7 +142,7 @@ def test_an_edited_text_and_missing_circumstances_are_named(view: Screen, tmp_pa
     file = recorded(view, tmp_path, "/length 8", "Hello")
     rows, conclusion = replayed(view, edited(file, lambda row: row.update(text="mine", versions={}, engine={})))
     assert all(
-        line in conclusion for line in (replay.OTHER_TEXT, "versions: not recorded in A", "engine: not recorded in A")
+        line in conclusion for line in (compare.OTHER_TEXT, "versions: not recorded in A", "engine: not recorded in A")
     )
     assert SAME not in conclusion and [row["first_difference"] for row in rows] == [None] * 3
 

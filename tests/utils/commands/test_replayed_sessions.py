@@ -9,7 +9,7 @@ from fakes import Screen, records_of
 from recordings import recorded
 from replays import replayed
 
-from utils.commands.experiments.compared_runs import SAME
+from utils.commands.compare import SAME
 
 
 @pytest.fixture(autouse=True)
