@@ -1,11 +1,10 @@
 """Slash commands: one module for each group. `default_registry` holds all of them."""
 
-from utils.commands.audit import AUDIT
+from utils.commands.checks import AUDIT, LOSSLESS
 from utils.commands.compare import COMPARE, REPLAY
 from utils.commands.explain import EXPLAIN
 from utils.commands.export import EXPORT
 from utils.commands.help import help_command
-from utils.commands.lossless import LOSSLESS
 from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE

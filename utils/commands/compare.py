@@ -86,30 +86,45 @@ TABLE = ResultTable(
 
 def match_figures(found: RunMatch) -> dict[str, Any]:
     """The figures of a match. Lists of two are [A, B]."""
-    sides = (found.first, found.second)
-    known = [next((one for one in side if one.tokens is not None or one.text is not None), None) for side in sides]
-    ours, theirs = known
-    row: dict[str, Any] = {
-        "prompt": found.prompt,
-        "strategy": found.strategy,
-        "baseline": found.first[0].baseline,
-        "lines": [[one.line for one in side] for side in sides],
-        "tokens_per_second": [[speed for one in side for speed in one.speeds] for side in sides],
-        "ratios": found.ratios,
-        "speedup_ratios": found.speedup_ratios,
-        "speedups": [[value for one in side for value in one.speedups] for side in sides],
-        "accepted": [next((one.accepted for one in side if one.accepted is not None), None) for side in sides],
-        "drafted": [next((one.drafted for one in side if one.drafted is not None), None) for side in sides],
-        "same_text": None,
-        "first_difference": None,
+    sides, one = (found.first, found.second), found.first[0]
+    speeds = [[speed for run in side for speed in run.speeds] for side in sides]
+    speedups = [[value for run in side for value in run.speedups] for side in sides]
+    figures = {
+        "prompt": one.prompt,
+        "strategy": one.strategy,
+        "baseline": one.baseline,
+        "lines": [[run.line for run in side] for side in sides],
+        "tokens_per_second": speeds,
+        "ratios": _ratios(*speeds),
+        # There are none if a file has no speed-ups, or has a different baseline.
+        "speedup_ratios": _ratios(*speedups) if one.baseline == found.second[0].baseline else [],
+        "speedups": speedups,
+        "accepted": [next((run.accepted for run in side if run.accepted is not None), None) for side in sides],
+        "drafted": [next((run.drafted for run in side if run.drafted is not None), None) for side in sides],
     }
-    if ours is not None and theirs is not None:
-        # The ids of two tokenizers differ for the same text.
-        by_tokens = ours.model == theirs.model and ours.tokens is not None and theirs.tokens is not None
-        row["same_text"] = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
-        if by_tokens:
-            row["first_difference"] = first_difference(ours.tokens or (), theirs.tokens or ())
-    return row
+    return figures | _text_figures(found)
+
+
+def _text_figures(found: RunMatch) -> dict[str, Any]:
+    """Whether the texts are the same, and where they differ, as far as it is known."""
+    ours, theirs = (
+        next((run for run in side if run.tokens is not None or run.text is not None), None)
+        for side in (found.first, found.second)
+    )
+    if ours is None or theirs is None:
+        return {"same_text": None, "first_difference": None}
+    # The ids of two tokenizers differ for the same text.
+    if ours.model != theirs.model or ours.tokens is None or theirs.tokens is None:
+        return {"same_text": ours.text == theirs.text, "first_difference": None}
+    place = first_difference(ours.tokens, theirs.tokens)
+    return {"same_text": place is None, "first_difference": place}
+
+
+def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """B over A for each run of the shorter list. Several for one run would repeat its noise and look like agreement."""
+    count = min(len(first), len(second))
+    ours, theirs = ([geometric_mean(part[index::count]) for index in range(count)] for part in (first, second))
+    return [other / one for one, other in zip(ours, theirs, strict=True)]
 
 
 @dataclass(slots=True)
@@ -237,7 +252,7 @@ class _Replay(_Comparison):
             notes.append(OTHER_TEXT)
         if strategy.keeps_texts and not settings.reset_in_between:
             notes.append(KEPT_STORAGE)
-        return run.seconds, RunMatch((past,), (now,), tuple(notes))
+        return run.seconds, RunMatch([past], [now], notes)
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         left_out = [*self.left_out, *problem_sentences(self.problems)]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any, NamedTuple, TypeVar
 
 from utils.comparison.charts import BASELINE, TARGET_ONLY
@@ -265,40 +264,12 @@ class Problem(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunMatch:
+class RunMatch(NamedTuple):
     """Matching runs of the first and the second file. `notes` are further sentences on how they differ."""
 
-    first: tuple[RecordedRun, ...]
-    second: tuple[RecordedRun, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def prompt(self) -> str:
-        return self.first[0].prompt
-
-    @property
-    def strategy(self) -> str:
-        return self.first[0].strategy
-
-    @property
-    def ratios(self) -> list[float]:
-        """The speeds of the second file over those of the first, one for each run of the shorter list."""
-        return _ratios(*([speed for one in part for speed in one.speeds] for part in (self.first, self.second)))
-
-    @property
-    def speedup_ratios(self) -> list[float]:
-        """The same for the speed-ups over the baseline. Empty if one file has no speed-ups or a different baseline."""
-        if self.first[0].baseline != self.second[0].baseline:
-            return []
-        return _ratios(*([value for one in part for value in one.speedups] for part in (self.first, self.second)))
-
-
-def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """A ratio for each run of the shorter list. Several for one run would repeat its noise and look like agreement."""
-    count = min(len(first), len(second))
-    ours, theirs = ([geometric_mean(part[index::count]) for index in range(count)] for part in (first, second))
-    return [other / one for one, other in zip(ours, theirs, strict=True)]
+    first: Sequence[RecordedRun]
+    second: Sequence[RecordedRun]
+    notes: Sequence[str] = ()
 
 
 def match(first: Sequence[RecordedRun], second: Sequence[RecordedRun]) -> tuple[list[RunMatch], list[str]]:
@@ -310,7 +281,7 @@ def match(first: Sequence[RecordedRun], second: Sequence[RecordedRun]) -> tuple[
         pairs = [(ours.pop(method), theirs.pop(method)) for method in [*ours] if method in theirs]
         if len(ours) == len(theirs) == 1:  # one run left on each side: compare them although they differ
             pairs.append((ours.popitem()[1], theirs.popitem()[1]))
-        matches += (RunMatch(tuple(one), tuple(other)) for one, other in pairs)
+        matches += (RunMatch(one, other) for one, other in pairs)
     problems = [*_unmatched("A", left, "B", second), *_unmatched("B", right, "A", first)]
     return matches, problem_sentences(problems)
 

@@ -10,7 +10,7 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, table_pair, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
-from utils.commands.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
+from utils.commands.checks import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
 from utils.comparison.arms import empty_storage
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.strategies import STRATEGIES
