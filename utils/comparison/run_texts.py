@@ -18,7 +18,7 @@ REASONS = {
     Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
     "widths move them by up to {drift:.2g}",
     Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
-    Cause.UNEXPLAINED: "the reason is unknown, please report it with the output of /texts",
+    Cause.UNEXPLAINED: "the reason is unknown, please report it with the records of /export bug.json",
 }
 
 
@@ -102,15 +102,8 @@ def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
     }
 
 
-def candidate_piece(tokenizer: Any, candidate: TokenCandidate | None) -> str:
-    """A token as a readable piece with its probability. None is the end of a text."""
-    if candidate is None:
-        return "(the end)"
-    return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
-
-
 def _choice(tokenizer: Any, candidate: TokenCandidate | None) -> str:
-    """The same, for use within a sentence."""
+    """A token as a readable piece with its probability. None is the end of a text."""
     if candidate is None:
         return "the end of the text"
     return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"

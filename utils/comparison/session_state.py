@@ -174,6 +174,11 @@ class ShownResults:
         self.kept.append(result)
         self.count += 1
 
+    @property
+    def last_causes(self) -> Mapping[str, Divergence]:
+        """Why texts of the last prompt differ from the target's, by strategy name."""
+        return next((result.causes for result in reversed(self.kept) if result.report is None), {})
+
 
 @dataclass(slots=True)
 class SessionState:

@@ -10,7 +10,7 @@ from threading import Event, Thread
 import torch
 
 from utils.commands import Registry
-from utils.comparison.engine_page import busy_notes
+from utils.commands.shared.setting_commands import busy_notes
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
