@@ -38,21 +38,15 @@ class ReplayProgress(NamedTuple):
     fraction: float
 
 
-def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
-    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`.
+def replay_events(
+    job: Job, strategies: Sequence[Strategy], tokens: list[int]
+) -> Iterator[GammaRounds | ReplayProgress]:
+    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`, with progress
+    in between.
 
     All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
     cannot be run.
     """
-    for event in replay_events(job, strategies, tokens):
-        if isinstance(event, GammaRounds):
-            yield event
-
-
-def replay_events(
-    job: Job, strategies: Sequence[Strategy], tokens: list[int]
-) -> Iterator[GammaRounds | ReplayProgress]:
-    """`replay_gammas` with progress in between."""
     needs_features = any(strategy.needs_drafter for strategy in strategies)
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
     for strategy in strategies:
