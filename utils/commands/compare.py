@@ -36,11 +36,9 @@ from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.setting_table import from_json
 from utils.config.settings import Settings
-from utils.decode.model_info import vocabulary_size
 from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import first_difference
-from utils.text import decode
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
@@ -49,7 +47,6 @@ AT_OTHER_TIMES = "A and B were recorded at different times: other load on the ma
 SAME = "Versions, models, engine, machine and settings are the same in A and B."
 NOT_COMPARED = "Not compared:"
 DIFFERENT = "What differs between A and B:"
-OTHER_TEXT = "a recorded text is not the text of its token ids: the tokenizer differs, or the file was edited"
 KEPT_STORAGE = "recorded with /ngram keep on: drafts may come from earlier prompts, so the acceptance may differ"
 UNEXPLAINED = "Nothing that is recorded explains the other texts: /audit checks what is deterministic here."
 
@@ -248,8 +245,6 @@ class _Replay(_Comparison):
             drafted=run.drafted,
             drafter_kind=strategy.drafter_label(harness.pair),
         )
-        if past.text is not None and past.text != decode(harness.pair.tokenizer, list(past.tokens or ())):
-            notes.append(OTHER_TEXT)
         if strategy.keeps_texts and not settings.reset_in_between:
             notes.append(KEPT_STORAGE)
         return run.seconds, RunMatch([past], [now], notes)
@@ -265,8 +260,6 @@ class _Replay(_Comparison):
 
 def _strategy(past: RecordedRun, settings: Settings, harness: Harness) -> Strategy:
     """The strategy of the record. Raises UserError if the record cannot be run again."""
-    if (highest := max(past.tokens or (), default=0)) >= vocabulary_size(harness.pair.target):
-        raise UserError(f"Its token id {highest} is outside the vocabulary of the target.")
     strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
     strategy = strategies[check_choice(past.strategy, tuple(strategies), "strategy")]
     if strategy.needs_drafter and harness.pair.drafter is None:

@@ -214,6 +214,5 @@ EXPLAIN = Command(
         ("> /explain acceptance", "acceptance    accepted drafts / drafts, ...", "speculative   22/35 = 0.629"),
         see_also=("texts", "why"),
     ),
-    words=FIGURE_NAMES,
-    meanings={figure.name: figure.meaning for figure in FIGURES},
+    words={figure.name: figure.meaning for figure in FIGURES},
 )

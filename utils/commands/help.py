@@ -90,8 +90,7 @@ def help_command(commands: Iterable[Command]) -> Command:
             ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
             ("explain", "show"),
         ),
-        words=(EVERYTHING, FIGURES, *(command.name for command in others)),
-        meanings={
+        words={
             EVERYTHING: "all commands",
             FIGURES: "all figures on the screen",
             **{command.name: command.summary for command in others},

@@ -85,13 +85,13 @@ SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
 }
 
 
-def _meanings() -> dict[str, str]:
+def _words() -> dict[str, str]:
     """The completions of /ngram with their descriptions."""
-    meanings = dict(NGRAM.meanings)
+    words = dict(NGRAM.words)
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")
-        meanings |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return meanings | {
+        words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
+    return words | {
         "list": "the most frequent n-grams",
         "save": "write the storage to a file",
         "load": "use the storage of a file",
@@ -99,7 +99,6 @@ def _meanings() -> dict[str, str]:
 
 
 NGRAM = setting_command(setting_fields()["ngram"])
-MEANINGS = _meanings()
 SYNTAX = (
     ("[on|off]", "run it, or not"),
     *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
@@ -115,8 +114,7 @@ NGRAM_COMMANDS = (
         current=lambda settings: ", ".join(
             f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
         ),
-        words=tuple(MEANINGS),
-        meanings=MEANINGS,
+        words=_words(),
         files=("save ", "load "),
     ),
 )

@@ -98,9 +98,8 @@ def _leading_settings(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield named
 
 
-TURNS = replace(
-    setting_command(setting_fields()["turns"]), run=_turns, usage=f"[on|off|{NEW}]", words=("on", "off", NEW)
-)
+_SWITCH = setting_command(setting_fields()["turns"])
+TURNS = replace(_SWITCH, run=_turns, usage=f"[on|off|{NEW}]", words=_SWITCH.words | {NEW: "begin a new conversation"})
 SESSION_COMMANDS = (
     Command(
         "undo",

@@ -1,7 +1,6 @@
 """Texts of runs: pieces that are accepted drafts or not, the relation to texts on the screen, and why they differ."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,47 +21,28 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TextRelation:
-    """How a run's text relates to that of `other`. `first` is True if that was the first text on the screen.
+def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
+    """Which run a run's text is compared with, and how they relate, in words that end in a colon if a text follows.
 
-    `position` is the 0-based index of the first difference, or None. It counts tokens of local runs and characters of
-    servers, as `unit` says. `ours` and `theirs` are the numbers of these.
+    It is compared with one of the same text, or else with its baseline's, or else with the first. `earlier` has at
+    least one run; their texts are on the screen. Positions count tokens of local runs and characters of servers.
     """
-
-    other: Run
-    first: bool
-    position: int | None
-    ours: int
-    theirs: int
-    unit: str = TOKEN
-
-    def sentence(self) -> str:
-        """The relation in words, to be shown after the run's name. It ends in a colon if a text follows."""
-        name = "" if self.first else f" {self.other.name}"
-        if self.position is None:
-            return f"= same text{' as' if name else ''}{name}"
-        if self.position == self.ours:
-            return f"the same{' as' if name else ''}{name} up to {self.unit} {self.ours}, where it ends"
-        if self.position == self.theirs:
-            return f"the same{' as' if name else ''}{name}, and longer from {self.unit} {self.position + 1}:"
-        return f"differs{' from' if name else ''}{name} from {self.unit} {self.position + 1}:"
-
-
-def relation(run: Run, earlier: Sequence[Run]) -> TextRelation:
-    """Compare a run with one that has the same text, or else with its baseline's, or else with the first.
-
-    `earlier` has at least one run; their texts are on the screen.
-    """
-    ours = _units(run)
+    ours, unit = _units(run), TOKEN if run.is_local else CHARACTER
     # The baseline's text comes first, because the other texts should equal it.
     candidates = sorted(earlier, key=lambda one: one.name != run.baseline)
     other = next((one for one in candidates if _units(one) == ours), None)
     if other is None:
         other = candidates[0] if candidates[0].name == run.baseline else earlier[0]
-    theirs = _units(other)
-    place, unit = first_difference(ours, theirs), TOKEN if run.is_local else CHARACTER
-    return TextRelation(other, other is earlier[0], place, len(ours), len(theirs), unit)
+    theirs, name = _units(other), "" if other is earlier[0] else f" {other.name}"
+    as_name = f" as{name}" if name else ""
+    place = first_difference(ours, theirs)
+    if place is None:
+        return other, f"= same text{as_name}"
+    if place == len(ours):
+        return other, f"the same{as_name} up to {unit} {place}, where it ends"
+    if place == len(theirs):
+        return other, f"the same{as_name}, and longer from {unit} {place + 1}:"
+    return other, f"differs{f' from{name}' if name else ''} from {unit} {place + 1}:"
 
 
 def _units(run: Run) -> Sequence[object]:

@@ -186,8 +186,7 @@ class RunView:
         """Show one line if the text is already on the screen, otherwise the text from the first difference on."""
         if not run.is_local:  # its pieces may contain the server's key
             self._pieces = [(visible(run.text), Mark.TEXT)]
-        found = relation(run, self._earlier)
-        sentence, other = found.sentence(), found.other
+        other, sentence = relation(run, self._earlier)
         ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
         ours, theirs = plain_text(self._pieces), visible(other.text)
         if not sentence.endswith(":"):

@@ -55,8 +55,7 @@ def setting_command(row: Setting) -> Command:
         rank=row.rank,
         page=Page(row.text, _example(row), tuple(_syntax(row)), row.see_also),
         current=row.show,
-        words=row.value_type.words,
-        meanings=row.forms,
+        words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
     )
 
