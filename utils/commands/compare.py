@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.experiments.repeated_runs import RemainingTime
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, by_strategy, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
@@ -31,7 +30,7 @@ from utils.comparison.recorded_runs import (
     read_records,
 )
 from utils.comparison.records import GENERATION, circumstances
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent, shortened
+from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
 from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.setting_table import from_json
@@ -205,22 +204,20 @@ class _Replay(_Comparison):
     warm: set[tuple[str, ...]] = field(default_factory=set)
 
     def events(self) -> Iterator[ReportEvent]:
-        time = RemainingTime()
+        countdown, total = Countdown(), len(self.recorded)
         for index, past in enumerate(self.recorded):
-            left = time.estimate(len(self.recorded) - index)
-            yield Progress(f"{index + 1} of {len(self.recorded)} ({past.strategy}){left} ...")
+            yield countdown.progress(index / total, f"{index + 1} of {total} ({past.strategy})")
             try:
-                seconds, found = self._rerun(past)
+                found = self._rerun(past)
             except UserError as error:
                 self.problems.append(Problem("A", past.line, str(error)))
-                continue
-            time.add(seconds)
-            yield self.add(found)
+            else:
+                yield self.add(found)
         if not self.matches:
             raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(self.problems))}")
 
-    def _rerun(self, past: RecordedRun) -> tuple[float, RunMatch]:
-        """Run a record again. Returns the seconds, and the record with its run. Raises UserError if it cannot run."""
+    def _rerun(self, past: RecordedRun) -> RunMatch:
+        """The record with its run of now. Raises UserError if it cannot run."""
         harness = self.context.harness
         # An unsupported value becomes a note and keeps its default, so the record can still run.
         settings, notes = from_json(past.settings, self.context.limits)
@@ -247,7 +244,7 @@ class _Replay(_Comparison):
         )
         if strategy.keeps_texts and not settings.reset_in_between:
             notes.append(KEPT_STORAGE)
-        return run.seconds, RunMatch([past], [now], notes)
+        return RunMatch([past], [now], notes)
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         left_out = [*self.left_out, *problem_sentences(self.problems)]

@@ -4,7 +4,6 @@ A new subcommand is one row of the table.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start, stop
@@ -56,46 +55,44 @@ def remove(argument: str, context: CommandContext) -> Outcome:
     return [UseServers(left), Reply(f"server {argument} removed{note}")]
 
 
-class Subcommand(NamedTuple):
-    """A row of the table: its function, what follows its name, and what it does."""
-
-    run: Callable[[str, CommandContext], Outcome]
-    usage: str
-    meaning: str
-
-
 LIST = "list"
-SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "add": Subcommand(
-        add,
-        "NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
-        "a server by its name and address",
-    ),
-    LIST: Subcommand(show, "", "the servers of this session"),
-    "remove": Subcommand(remove, "NAME", "a server"),
-    "text": Subcommand(
-        text, "NAME [FILE] [repeats=3] [concurrency=4] [limit=4]", "is its greedy text that of its baseline?"
-    ),
-    "start": Subcommand(
-        start,
-        "llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] [baseline=NAME] "
-        "[-- FLAGS]",
-        "a server program of a kind that is installed here",
-    ),
-    "stop": Subcommand(stop, "NAME", "a server that was started"),
-    "sweep": Subcommand(sweep, "NAME draft=0,2,4,8 [repeats=N]", "draft lengths of a started server"),
-    "load": Subcommand(
-        load,
-        "NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
-        "many requests at the same time",
-    ),
+SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
+    "add": add,
+    LIST: show,
+    "remove": remove,
+    "text": text,
+    "start": start,
+    "stop": stop,
+    "sweep": sweep,
+    "load": load,
+}
+SYNTAX = (
+    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [timeout=SECONDS]",
+    "/server [list]",
+    "/server remove NAME",
+    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
+    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
+    "[baseline=NAME] [-- FLAGS]",
+    "/server stop NAME",
+    "/server sweep NAME draft=0,2,4,8 [repeats=N]",
+    "/server load NAME [concurrency=1,2,4] [requests=N] [turns=N] [length=N] [seconds=N]",
+)
+MEANINGS = {
+    "add": "a server by its name and address",
+    LIST: "the servers of this session",
+    "remove": "a server",
+    "text": "is its greedy text that of its baseline?",
+    "start": "a server program of a kind that is installed here",
+    "stop": "a server that was started",
+    "sweep": "draft lengths of a started server",
+    "load": "many requests at the same time",
 }
 
 
 def _server(argument: str, context: CommandContext) -> Outcome:
     name, _, rest = argument.partition(" ")
     name = check_choice(name.lower() or LIST, tuple(SUBCOMMANDS), "subcommand")
-    return SUBCOMMANDS[name].run(rest.strip(), context)
+    return SUBCOMMANDS[name](rest.strip(), context)
 
 
 SERVER = Command(
@@ -108,8 +105,8 @@ SERVER = Command(
         "Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
         "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
         ("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
-        tuple(f"/server {name} {row.usage}".strip() for name, row in SUBCOMMANDS.items()),
+        SYNTAX,
         ("race", "speed-up"),
     ),
-    words={name: row.meaning for name, row in SUBCOMMANDS.items()},
+    words=MEANINGS,
 )
