@@ -58,7 +58,7 @@ def _causes(last: LastPrompt, state: SessionState) -> Iterator[str]:
         yield OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS
     elif not unlike_target(last):
         yield f"{' and '.join(name for name, same in compared if same)}: the same tokens as target-only."
-    for name, cause in state.results.last_causes.items():
+    for name, cause in state.causes.items():
         yield divergence_sentence(name, cause, last.job.pair.tokenizer)
 
 

@@ -10,7 +10,7 @@ import torch
 from sampling import RULES
 from sampling.counterfactual import FinishedText, RecordedDrafter, chain_single_drafts, drafts_along, replay
 from utils.bounds import AUTO_GAMMA
-from utils.comparison.job import Job, Observers
+from utils.comparison.job import Job
 from utils.comparison.strategies import Strategy
 from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
@@ -94,7 +94,5 @@ def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     """A separate drafter that works on copies of the storage and of earlier texts."""
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
     settings = replace(job.settings, gamma=gamma)
-    own = replace(
-        job, storage=deepcopy(job.storage), caches=caches, prefills=None, observers=Observers(), settings=settings
-    )
-    return strategy.build_drafter(own, RULE)
+    own = replace(job, storage=deepcopy(job.storage), caches=caches, prefills=None, settings=settings)
+    return strategy.build_drafter(own.with_observers(None), RULE)

@@ -99,7 +99,7 @@ class ResultLog:
     file: RecordFile | None
 
     def add(self, result: ShownResult) -> None:
-        self.state.results.add(result)
+        self.state.results.append(result)
         if self.file is not None:
             self.file.append(result.records)
 

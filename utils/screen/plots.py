@@ -9,6 +9,7 @@ from html import escape
 from itertools import chain
 from statistics import median
 from string import ascii_lowercase
+from textwrap import wrap
 
 from utils.comparison.charts import TARGET_ONLY, Chart, DotChart, DotRow, LineChart
 from utils.text import visible
@@ -18,6 +19,7 @@ MIN_WIDTH, MAX_WIDTH = 40, 100  # of a text in characters
 AXIS = 7  # characters for the labels of a vertical axis
 MAX_LABEL, MAX_TITLE = 28, 80  # characters
 SIGNS = "*o+x#@%&" + "".join(letter for letter in ascii_lowercase if letter not in "ox")
+ELSEWHERE = "in /export report.html"
 REFERENCE, INTERVAL, DOT, MEDIAN = ":", "-", "o", "|"
 
 # Pixels of an SVG. Heights: of the title, a row, an area with a vertical axis, the text below it, a legend's line.
@@ -53,7 +55,7 @@ def text_plot(chart: Chart, *, width: int) -> str:
 
 
 def _dot_lines(chart: DotChart, width: int) -> Iterator[str]:
-    shown = chart.rows[: LINES - 3]
+    shown = chart.rows[: LINES - 4]  # the others are title, axis and legend
     label = min(MAX_LABEL, max(len(row.label) for row in shown))
     last = max(len(_figure(row)) for row in shown)
     scale = Scale.over(_values(chart), width - label - last - 2)
@@ -63,7 +65,7 @@ def _dot_lines(chart: DotChart, width: int) -> Iterator[str]:
     has_intervals = any(row.interval is not None for row in chart.rows)
     signs = [f"{DOT} measured", f"{MEDIAN} median", *([f"[{INTERVAL}] 95 % interval"] if has_intervals else [])]
     signs += [f"{REFERENCE} {chart.about}"] if chart.reference is not None else []
-    yield from _legend([chart.x_label, *signs], width, left_out=len(chart.rows) - len(shown))
+    yield from _legend([chart.x_label, *signs], width, len(chart.rows) - len(shown))
 
 
 def _dots(row: DotRow, chart: DotChart, scale: "Scale") -> str:
@@ -90,7 +92,7 @@ def _curve_lines(chart: LineChart, width: int) -> Iterator[str]:
     names = [*(f"{sign} {name}" for name, sign in zip(chart.series, SIGNS, strict=False))]
     markers = dict.fromkeys(f"{marker.name[0].upper()} {marker.name}" for marker in chart.markers)
     names += [*markers, *([f"{INTERVAL} {TARGET_ONLY}"] if chart.reference is not None else [])]
-    legend = list(_legend([chart.x_label, *names], width, left_out=max(0, len(chart.series) - len(SIGNS))))
+    legend = _legend([chart.x_label, *names], width, len(chart.series) - len(SIGNS))
     height, room = LINES - 2 - len(legend), width - AXIS - 1
     scale = Scale.over(_values(chart), height)
     columns = Scale(0, max(1, len(chart.ticks) - 1), room)
@@ -164,20 +166,13 @@ def _ticks(ticks: Sequence[str], columns: Sequence[int], room: int) -> str:
     return line
 
 
-def _legend(parts: Sequence[str], width: int, *, left_out: int) -> Iterator[str]:
-    """The meaning of the signs, in at most two lines, and how much does not fit."""
-    rest = f"{left_out} more in /export report.html" if left_out > 0 else ""
-    lines = [""]
-    for index, part in enumerate(parts):
-        if len(lines[-1]) + len(part) + 2 > width:
-            if len(lines) == 2:
-                rest = f"{left_out + len(parts) - index} more in /export report.html"
-                break
-            lines.append("")
-        lines[-1] += f"{part}  "
-    if rest:
-        lines[-1] = _shortened(lines[-1].rstrip(), width - len(rest) - 2) + f"  {rest}"
-    yield from lines
+def _legend(parts: Sequence[str], width: int, left_out: int) -> list[str]:
+    """The meaning of the signs, in at most two lines, and what does not fit."""
+    shown = [*parts, *([f"{left_out} more {ELSEWHERE}"] if left_out > 0 else [])]
+    # The blanks of a part do not end a line.
+    text = "  ".join(part.replace(" ", "\xa0") for part in shown)
+    lines = wrap(text, width, max_lines=2, placeholder=f"  more {ELSEWHERE}", break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def svg_chart(chart: Chart) -> str:

@@ -5,7 +5,7 @@ content security policy allows one style sheet, by its hash, and nothing else.
 """
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from utils.comparison.charts import Chart, acceptance_chart
 from utils.comparison.reports import shortened
 from utils.comparison.run_texts import TextPiece
-from utils.comparison.session_state import ShownResult, ShownResults
+from utils.comparison.session_state import MAX_RESULTS, ShownResult
 from utils.comparison.speed_claims import NO_GAIN_SENTENCE
 from utils.config.setting_table import as_json
 from utils.config.settings import Settings
@@ -74,23 +74,23 @@ base-uri 'none'; form-action 'none'">
 """
 
 
-def report_page(results: ShownResults, date: str) -> str:
+def report_page(results: Collection[ShownResult], date: str) -> str:
     """The whole page as HTML. Raises UserError if nothing was measured."""
-    kept = [result for result in results.kept if result.records]  # without results that have no finished run
+    kept = [result for result in results if result.records]  # without results that have no finished run
     if not kept:
         raise UserError(NOTHING)
     models = kept[-1].records[0]["models"]
     names = f"{models['target']} + {models['drafter'] or 'no drafter'}" if models["target"] else "Servers"
-    return html_page(f"{names}: speculative decoding", _elements(kept, results.count - len(results.kept), date))
+    return html_page(f"{names}: speculative decoding", _elements(kept, date))
 
 
-def _elements(kept: Sequence[ShownResult], dropped: int, date: str) -> Iterator[str]:
-    """Everything below the title. `dropped` is the number of earlier results that were not kept."""
+def _elements(kept: Sequence[ShownResult], date: str) -> Iterator[str]:
+    """Everything below the title."""
     setups = _setups(kept)
     program = kept[-1].records[0]["versions"]["program"]
     yield paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
-    if dropped:
-        yield paragraph(f"The first {count_of(dropped, 'result')} of the session are not part of this page.")
+    if len(kept) == MAX_RESULTS:
+        yield paragraph("Earlier results of the session are not part of this page.")
     yield from _answer(kept)
     for index, setup in enumerate(setups):
         yield heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")
