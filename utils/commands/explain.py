@@ -45,18 +45,16 @@ def _text(entry: ComparedRun) -> str:
 
 
 def _declined(entry: ComparedRun) -> str:
-    generation = entry.run.generation
-    if generation is None or entry.run.drafted is None:
-        return ""
-    return _ratio(generation.declined_rounds, len(generation.steps), ".2f")
+    generation = entry.run.generation if entry.run.drafted is not None else None
+    return "" if generation is None else _ratio(generation.declined_rounds, len(generation.steps), ".2f")
 
 
 def _times(entry: ComparedRun) -> str:
     generation = entry.run.generation
     if generation is None or entry.run.drafted is None or not generation.timings:
         return ""
-    fields = {"draft": "drafting", "verify": "verifying", "other": "other"}
-    seconds = {name: sum(getattr(timing, field) for timing in generation.timings) for name, field in fields.items()}
+    parts = {"draft": "drafting", "verify": "verifying", "other": "other"}
+    seconds = {name: sum(getattr(timing, part) for timing in generation.timings) for name, part in parts.items()}
     return " | ".join(f"{name} {1000 * total:.0f}" for name, total in seconds.items()) + " ms in total"
 
 

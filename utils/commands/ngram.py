@@ -37,14 +37,11 @@ def _ngram(argument: str, context: CommandContext) -> Outcome:
 
 
 def _save(argument: str, context: CommandContext) -> Outcome:
-    file, storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
+    (path, overwrite), storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
-    model = context.harness.pair.target_name
-    save_storage(storage, file.path, model, overwrite=file.overwrite)
-    return [
-        Reply(f"{count_of(len(storage), 'n-gram')} written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")
-    ]
+    save_storage(storage, path, context.harness.pair.target_name, overwrite=overwrite)
+    return [Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")]
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, RunLines, ShowRows
-from utils.commands.shared.paths import output_in, path_in, write_output
+from utils.commands.shared.paths import output_in, path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.setting_table import listed_settings, setting_fields, split_setting
 from utils.errors import UserError
-from utils.files import read_text
+from utils.files import read_text, write_file
 from utils.prompts.conversation import format_turns
 from utils.text import count_of, escaped, unescaped
 
@@ -48,11 +48,11 @@ def _turns(argument: str, context: CommandContext) -> Outcome:
 
 
 def _save(argument: str, context: CommandContext) -> Outcome:
-    file = output_in(argument, "/save evening.txt")
+    path, overwrite = output_in(argument, "/save evening.txt")
     values = ((name, entry.show(context.settings)) for name, entry in listed_settings().items())
     lines = [HEADER, *(f"/{name} {escaped(value)}" for name, value in values)]
-    write_output(file, ("\n".join(lines) + "\n").encode())
-    return [Reply(f"settings saved to {file.path}; /run {file.path} restores them")]
+    write_file(path, ("\n".join(lines) + "\n").encode(), overwrite=overwrite)
+    return [Reply(f"settings saved to {path}; /run {path} restores them")]
 
 
 def _run(argument: str, context: CommandContext) -> Outcome:

@@ -113,10 +113,13 @@ def read_records(path: Path) -> RecordsFile:
 
 
 def _add(file: RecordsFile, record: dict[str, Any], line: int) -> None:
-    if reader := READERS.get(record["record"]):
-        file.runs += list(reader(record, line))
-    else:
-        file.others[record["record"]] += 1
+    if (kind := record["record"]) not in READERS:
+        file.others[kind] += 1
+        return
+    runs = [_run(row, line) for row in READERS[kind](record)]
+    if kind == GENERATION and not runs[0].speeds:
+        raise UserError("the run has no speed.")
+    file.runs += [run for run in runs if run.speeds]
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether the value is a valid rate."""
+    """Whether the value is a valid rate or speed-up."""
     return type(value) in (int, float) and 0 <= value <= MAX_SPEED  # false for NaN
 
 
@@ -154,6 +157,7 @@ def _is_list(is_valid: Callable[[Any], bool], values: Any) -> bool:
 
 
 _are_numbers = partial(_is_list, lambda value: value is None or _is_number(value))
+_are_tables = partial(_is_list, _is_table)
 
 
 def _is_conversation(messages: Any) -> bool:
@@ -172,75 +176,59 @@ def _field(record: Record, name: str, is_valid: Callable[[Any], bool], *, option
     raise UserError(DAMAGED.format(name, "has an invalid value" if name in record else "is missing"))
 
 
-def _circumstances(record: Record) -> dict[str, Record]:
-    return {part: _field(record, part, _is_table, optional=True) or {} for part in CIRCUMSTANCES}
+def _run(row: Record, line: int) -> RecordedRun:
+    """The run in a row of a reader. The local models and the engine do not matter for an answer of a server."""
+    server = _field(row, SERVER, _is_table, optional=True)
+    circumstances = {part: _field(row, part, _is_table, optional=True) or {} for part in CIRCUMSTANCES}
+    ids = _field(row, "token_ids", partial(_is_list, _is_count), optional=True)
+    speeds, speedups = (
+        tuple(float(value) for value in _field(row, name, _are_numbers) if value and value >= LEAST_SPEED)
+        for name in ("tokens_per_second", "speedups")
+    )
+    return RecordedRun(
+        row["record"] if server is None else SERVER_GENERATION,
+        line,
+        _field(row, "prompt", _is_text),
+        _field(row, "strategy", _is_text),
+        _field(row, "settings", _is_table),
+        circumstances if server is None else circumstances | {"models": {}, "engine": {}, SERVER: server},
+        speeds,
+        speedups,
+        baseline=TARGET_ONLY if server is None else str(row.get("baseline")),
+        history=turns_from_messages(_field(row, "history", _is_conversation, optional=True) or ()),
+        text=_field(row, "text", _is_text, optional=True),
+        tokens=None if ids is None else tuple(ids),
+        drafter_kind=_field(row, "drafter_kind", _is_text, optional=True),
+        **{name: _field(row, name, _is_count, optional=True) for name in ("prompt_tokens", "accepted", "drafted")},
+    )
 
 
-def _generation(record: Record, line: int) -> Iterator[RecordedRun]:
-    """A run of a strategy, or an answer of a server, for which the local models and engine do not matter."""
+def _generation(record: Record) -> Iterator[Record]:
+    """The run of a strategy or the answer of a server."""
     if _field(record, "finish", _is_text) == FinishReason.INTERRUPTED:
         raise UserError("the run was interrupted.")
-    speed, speedup = (
-        _field(record, name, _is_number, optional=True) for name in ("tokens_per_second", "speedup_vs_baseline")
-    )
-    if speed is None or speed < LEAST_SPEED:
-        raise UserError("the run has no speed.")
-    server = _field(record, SERVER, _is_table, optional=True)
-    ids = _field(record, "token_ids", partial(_is_list, _is_count), optional=server is not None)
-    counts = {name: _field(record, name, _is_count, optional=True) for name in ("prompt_tokens", "accepted", "drafted")}
-    circumstances = _circumstances(record)
-    yield RecordedRun(
-        GENERATION if server is None else SERVER_GENERATION,
-        line,
-        _field(record, "prompt", _is_text),
-        _field(record, "strategy", _is_text),
-        _field(record, "settings", _is_table),
-        circumstances if server is None else circumstances | {"models": {}, "engine": {}, SERVER: server},
-        speeds=(speed,),
-        speedups=(speedup,) if speedup else (),
-        baseline=TARGET_ONLY if server is None else str(record.get("baseline")),
-        history=turns_from_messages(_field(record, "history", _is_conversation, optional=True) or ()),
-        text=_field(record, "text", _is_text, optional=True),
-        tokens=None if ids is None else tuple(ids),
-        drafter_kind=_field(record, "drafter_kind", _is_text, optional=True),
-        **counts,
-    )
+    speed, speedup = record.get("tokens_per_second"), record.get("speedup_vs_baseline")
+    yield {**record, "tokens_per_second": [speed], "speedups": [speedup]}
 
 
-def _race(record: Record, line: int) -> Iterator[RecordedRun]:
+def _race(record: Record) -> Iterator[Record]:
     """The repeats of each strategy."""
-    settings = _field(record, "settings", _is_table)
-    if settings.get("turns") is True:
+    if _field(record, "settings", _is_table).get("turns") is True:
         raise UserError("the race ran in a conversation, which its record does not have.")
-    prompt, circumstances = _field(record, "prompt", _is_text), _circumstances(record)
-    for row in _field(record, "findings", partial(_is_list, _is_table)):
-        speeds, speedups = (_positive(row, name) for name in ("tokens_per_second", "speedups"))
-        if speeds:
-            yield RecordedRun(RACE, line, prompt, str(row.get("strategy")), settings, circumstances, speeds, speedups)
+    for row in _field(record, "findings", _are_tables):
+        yield {**record, **{name: row.get(name) for name in ("strategy", "tokens_per_second", "speedups")}}
 
 
-def _verdict(record: Record, line: int) -> Iterator[RecordedRun]:
+def _verdict(record: Record) -> Iterator[Record]:
     """The runs of the recommended strategy and of the target alone, on each prompt."""
-    *_, last = _field(record, "findings", partial(_is_list, _is_table)) or [{}]
-    settings, circumstances = _field(record, "settings", _is_table), _circumstances(record)
-    gamma = last.get("gamma")
+    *_, last = _field(record, "findings", _are_tables) or [{}]
+    gamma, settings = last.get("gamma"), _field(record, "settings", _is_table)
     settings = {**settings, "length": last.get("length"), "gamma": "auto" if gamma is None else gamma}
-    for row in _field(last, "by_prompt", partial(_is_list, _is_table)):
-        ours, target = (_positive(row, name) for name in ("tokens_per_second", "target_tokens_per_second"))
-        counts = {name: _field(row, name, _is_count, optional=True) for name in ("accepted", "drafted")}
-        shared = VERDICT, line, str(row.get("prompt"))
-        if ours and target:
-            yield RecordedRun(
-                *(*shared, RECOMMENDED, settings, circumstances, ours, _positive(row, "speedups")),
-                drafter_kind=str(last.get("drafter_kind")),
-                **counts,
-            )
-            yield RecordedRun(*shared, BASELINE, settings, circumstances, target, ())
-
-
-def _positive(row: Record, name: str) -> tuple[float, ...]:
-    """The usable numbers in a list of a row."""
-    return tuple(float(value) for value in _field(row, name, _are_numbers) if value and value >= LEAST_SPEED)
+    shared = {**record, "settings": settings}
+    for row in _field(last, "by_prompt", _are_tables):
+        yield {**shared, **row, "strategy": RECOMMENDED, "drafter_kind": last.get("drafter_kind")}
+        speeds = row.get("target_tokens_per_second")
+        yield {**shared, "prompt": row.get("prompt"), "strategy": BASELINE, "tokens_per_second": speeds, "speedups": []}
 
 
 def shown_value(value: Any) -> str:
@@ -249,11 +237,8 @@ def shown_value(value: Any) -> str:
     return "none" if value is None else str(value)[:80]
 
 
-READERS: dict[str, Callable[[Record, int], Iterator[RecordedRun]]] = {
-    GENERATION: _generation,
-    RACE: _race,
-    VERDICT: _verdict,
-}
+# Rows with the fields of a generation, whose speeds and speed-ups are lists.
+READERS: dict[str, Callable[[Record], Iterator[Record]]] = {GENERATION: _generation, RACE: _race, VERDICT: _verdict}
 
 
 class Problem(NamedTuple):

@@ -104,12 +104,11 @@ def _elements(kept: Sequence[ShownResult], date: str) -> Iterator[str]:
 
 def _answer(kept: Sequence[ShownResult]) -> Iterator[str]:
     """The sentences of the last /verdict, or of the last /race."""
-    reports = {result.report.name: result for result in kept if result.report}
-    result = next((reports[name] for name in ANSWERS if name in reports), None)
-    if result is not None:
-        (record,) = result.records
+    reports = {result.report.name: (result.report, result.records[0]) for result in kept if result.report}
+    if found := next((reports[name] for name in ANSWERS if name in reports), None):
+        report, record = found
         yield heading("Answer")
-        yield paragraph(_headline(result) + ("" if record["finished"] else " (interrupted)"))
+        yield paragraph(report.headline + ("" if record["finished"] else " (interrupted)"))
         # The first sentence of /verdict is the answer, and the others explain it; /race has one for each strategy.
         strong = 1 if record["record"] == ANSWERS[0] else len(record["conclusion"])
         yield from (paragraph(line, strong=index < strong) for index, line in enumerate(record["conclusion"]))
@@ -165,9 +164,9 @@ def _model(name: str, facts: Record) -> str:
 
 
 def _report(number: int, result: ShownResult, place: str) -> Iterator[str]:
-    report, (record,) = result.report, result.records
+    report, record = result.report, result.records[0]
     assert report is not None
-    yield heading(f"{number}. {_headline(result)}")
+    yield heading(f"{number}. {report.headline}")
     stopped = "" if record["finished"] else " It was interrupted; these are the finished parts."
     yield paragraph(f"{_changed(record)}{place}.{stopped}")
     rows = [finding.cells for finding in result.findings if finding.cells]
@@ -183,11 +182,6 @@ def _report(number: int, result: ShownResult, place: str) -> Iterator[str]:
     yield from (paragraph(line) for line in record["conclusion"])
     if attachment := report.attachment(result.findings):
         yield verbatim([TextPiece(attachment, False)])
-
-
-def _headline(result: ShownResult) -> str:
-    assert result.report is not None
-    return result.report.headline
 
 
 def _prompt(number: int, result: ShownResult, place: str) -> Iterator[str]:

@@ -145,7 +145,8 @@ def engine_notes(engine: Engine) -> Iterator[str]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
     elif len(engine.candidates()) > 1:
         yield NOT_COMPARED
-    yield from (f"{name}: {row.problem}." for name, row in _with_problems(engine).items())
+    rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
+    yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
     yield from busy_notes(engine)
     if other := engine.faster_baseline():
         yield ELSEWHERE.format(other.factor, other.name)
@@ -157,12 +158,6 @@ def busy_notes(engine: Engine) -> tuple[str, ...]:
     if not now or row.step_seconds < MUCH_FASTER * now:
         return ()
     return (BUSY.format(1000 * row.step_seconds, 1000 * now),)
-
-
-def _with_problems(engine: Engine) -> dict[str, EngineFigures]:
-    """The engines that cannot be used or that failed."""
-    rows = {name: engine.table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
-    return {name: row for name, row in rows.items() if row.problem}
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:
