@@ -59,6 +59,10 @@ MIN_EXPECTED = 5.0  # with smaller expected counts the chi-square distribution i
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
 OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
+ALARMS = {  # sentences about a strategy whose draws do not match the target's distribution
+    RARE: "{strategy}: chance does this with probability {p_value:.1g}. Next: repeat it with more draws.",
+    WRONG: "{strategy} does not follow the target's distribution. This is a bug: please report it.",
+}
 DRAW_TABLE = ResultTable(
     figure("strategy", "strategy"),
     figure("draws", "draws", drop=2),
@@ -297,7 +301,7 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     job = context.harness.job(last.job.prompt, short, last.job.history)
     subject = ("lossless", last.text, settings, DRAW_TABLE.headings)
     events = _draw_events(job, strategies, draws)
-    return [RunReport(Report(*subject, events, _tested, optional=DRAW_TABLE.optional))]
+    return [RunReport(Report(*subject, events, conclusion, optional=DRAW_TABLE.optional))]
 
 
 def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterator[ReportEvent]:
@@ -315,7 +319,9 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
             yield Note(f"{strategy.name}: left out. {error}")
         finally:  # Ctrl-C is raised again once the finding is consumed
             if counts:
-                yield _draw_finding(strategy, _best_fit(counts, versions))
+                result = _best_fit(counts, versions)
+                verdict = _verdict(strategy, result)
+                yield DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": verdict})
 
 
 def _first_probs(job: Job) -> list[Tensor]:
@@ -351,10 +357,6 @@ def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     return next(rounds).tokens[0]
 
 
-def _draw_finding(strategy: Strategy, result: Fit) -> Finding:
-    return DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": _verdict(strategy, result)})
-
-
 def _verdict(strategy: Strategy, result: Fit) -> str:
     if result.p_value is None:
         return ALL_MATCH if result.support == 1 else TOO_FEW
@@ -367,13 +369,10 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
     return WRONG
 
 
-def _tested(findings: Sequence[Finding]) -> list[str]:
-    return conclusion(figures_of(findings))
-
-
-def conclusion(rows: Sequence[Row]) -> list[str]:
+def conclusion(findings: Sequence[Finding]) -> list[str]:
     """Sentences on the verdicts and columns that occur, and the next step."""
-    lines = [sentence for row in rows if (sentence := _alarm(row))]
+    rows = figures_of(findings)
+    lines = [ALARMS[row["verdict"]].format(**row) for row in rows if row["verdict"] in ALARMS]
     if any(row["verdict"] == OTHER for row in rows):
         lines.append("The drafter alone is not meant to follow the target's distribution.")
     if any(row["support"] == 1 for row in rows):
@@ -392,15 +391,6 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
             "Strategies that draw with the target's noise repeat its draws exactly."
         )
     return lines
-
-
-def _alarm(row: Row) -> str:
-    """A sentence about a strategy whose draws do not match the target's distribution. It is empty otherwise."""
-    if row["verdict"] == RARE:
-        return f"{row['strategy']}: chance does this once in {1 / row['p_value']:.0f}. Next: repeat it with more draws."
-    if row["verdict"] == WRONG:
-        return f"{row['strategy']} does not follow the target's distribution. This is a bug: please report it."
-    return ""
 
 
 def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:

@@ -18,7 +18,6 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import complete
 from utils.comparison.charts import BASELINE, DotChart, DotRow
-from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import (
     CIRCUMSTANCES,
     Problem,
@@ -31,7 +30,6 @@ from utils.comparison.recorded_runs import (
 )
 from utils.comparison.records import GENERATION, circumstances
 from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
-from utils.comparison.strategies import Strategy
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.setting_table import from_json
 from utils.config.settings import Settings
@@ -221,7 +219,10 @@ class _Replay(_Comparison):
         harness = self.context.harness
         # An unsupported value becomes a note and keeps its default, so the record can still run.
         settings, notes = from_json(past.settings, self.context.limits)
-        strategy = _strategy(past, settings, harness)
+        strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
+        strategy = strategies[check_choice(past.strategy, tuple(strategies), "strategy")]
+        if strategy.needs_drafter and harness.pair.drafter is None:
+            raise UserError("No drafter is loaded: start with --drafter, or /load one.")
         arm = harness.arm(strategy)
         if (key := (strategy.name, *settings.drafter_kind)) not in self.warm:
             complete(arm.run(past.prompt, warm_up_settings(settings), past.history))
@@ -253,15 +254,6 @@ class _Replay(_Comparison):
         lines = _Comparison(left_out, self.others, self.matches).conclusion(findings)
         changed = any(row["same_text"] is False for row in figures_of(findings))
         return [*lines, *([UNEXPLAINED] if changed and not differences(self.matches) else [])]
-
-
-def _strategy(past: RecordedRun, settings: Settings, harness: Harness) -> Strategy:
-    """The strategy of the record. Raises UserError if the record cannot be run again."""
-    strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
-    strategy = strategies[check_choice(past.strategy, tuple(strategies), "strategy")]
-    if strategy.needs_drafter and harness.pair.drafter is None:
-        raise UserError("No drafter is loaded: start with --drafter, or /load one.")
-    return strategy
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:

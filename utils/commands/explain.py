@@ -187,17 +187,14 @@ FIGURE_NAMES = tuple(figure.name for figure in FIGURES)
 def _explain(argument: str, context: CommandContext) -> Outcome:
     if not argument:
         return [ShowRows([(figure.name, figure.meaning) for figure in FIGURES])]
-    figure = FIGURES[FIGURE_NAMES.index(_figure_name(argument.lower()))]
+    word = argument.lower()
+    # The figure with this name, or the first one whose name contains the word.
+    matches = [name for name in FIGURE_NAMES if name == word or word in re.findall(r"[\w/]+", name)]
+    name = word if word in matches else matches[0] if matches else check_choice(word, FIGURE_NAMES, "figure")
+    figure = FIGURES[FIGURE_NAMES.index(name)]
     last = context.harness.state.last
     values = [(entry.run.name, figure.fraction(entry)) for entry in last.compared] if last else []
     return [ShowRows([(figure.name, figure.meaning), *((name, value) for name, value in values if value)])]
-
-
-def _figure_name(word: str) -> str:
-    """The figure with this name, or the first one whose name contains the word. Raises UserError for unknown names."""
-    matches = (name for name in FIGURE_NAMES if word in re.findall(r"[\w/]+", name))
-    # check_choice always raises here. It adds the nearest name to the message.
-    return word if word in FIGURE_NAMES else next(matches, "") or check_choice(word, FIGURE_NAMES, "figure")
 
 
 EXPLAIN = Command(

@@ -22,7 +22,7 @@ class DotRow:
 
     label: str
     values: Sequence[float]
-    interval: tuple[float, float] | None = None
+    interval: Sequence[float] | None = None
     series: str = ""
     figure: str = ""
 
@@ -70,7 +70,10 @@ def repeats_chart(findings: Sequence[tuple[str, Record]], each: str = "run", ove
     speed-ups.
     """
     rows = [
-        DotRow(label, values, _interval(values, row["interval"]), row["strategy"], speedup_text(row))
+        DotRow(
+            *(label, values, row["interval"] if len(values) >= MIN_VALUES else None),
+            *(row["strategy"], speedup_text(row)),
+        )
         for label, row in findings
         if row["strategy"] != BASELINE and (values := _speedups(row))
     ]
@@ -86,10 +89,6 @@ def _speedups(row: Record) -> list[float]:
     if len(by_prompt) > 1:
         return [geometric_mean(group) for group in by_prompt]
     return [speedup for speedup in row["speedups"] if speedup]
-
-
-def _interval(values: Sequence[float], interval: Sequence[float] | None) -> tuple[float, float] | None:
-    return (interval[0], interval[1]) if interval is not None and len(values) >= MIN_VALUES else None
 
 
 def acceptance_chart(records: Sequence[Record]) -> Iterator[LineChart]:

@@ -54,7 +54,8 @@ def replay_events(
         longest = _build(job, strategy, AUTO_GAMMA)
         drafts: list[Draft] = []
         if longest.replay is not Replay.NEVER:
-            for draft in _recorded(text, longest):
+            at_once = AUTO_GAMMA if longest.replay is Replay.BY_ROUND else 1
+            for draft in drafts_along(text, longest.drafter, at_once):
                 drafts.append(draft)
                 yield ReplayProgress(strategy, len(drafts) / (len(tokens) + AUTO_GAMMA))
         recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
@@ -76,11 +77,6 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     return FinishedText(
         list(job.prompt), context, tokens, logits, session.take_features(), session.name, session.context_length
     )
-
-
-def _recorded(text: FinishedText, built: BuiltDrafter) -> Iterator[Draft]:
-    """The drafts after each prefix of the text: whole rounds, or single drafts."""
-    return drafts_along(text, built.drafter, AUTO_GAMMA if built.replay is Replay.BY_ROUND else 1)
 
 
 def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:

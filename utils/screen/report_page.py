@@ -86,7 +86,8 @@ def report_page(results: Collection[ShownResult], date: str) -> str:
 
 def _elements(kept: Sequence[ShownResult], date: str) -> Iterator[str]:
     """Everything below the title."""
-    setups = _setups(kept)
+    every = [_setup(result.records[0]) for result in kept]
+    setups = [setup for index, setup in enumerate(every) if setup not in every[:index]]
     program = kept[-1].records[0]["versions"]["program"]
     yield paragraph(f"{count_of(len(kept), 'result')} of one session, {date}, program version {program}.")
     if len(kept) == MAX_RESULTS:
@@ -95,8 +96,8 @@ def _elements(kept: Sequence[ShownResult], date: str) -> Iterator[str]:
     for index, setup in enumerate(setups):
         yield heading("Setup" if len(setups) == 1 else f"Setup {index + 1}")
         yield table(setup_rows(setup))
-    for number, result in enumerate(kept, start=1):
-        place = "" if len(setups) == 1 else f", setup {setups.index(_setup(result.records[0])) + 1}"
+    for number, (result, setup) in enumerate(zip(kept, every, strict=True), start=1):
+        place = "" if len(setups) == 1 else f", setup {setups.index(setup) + 1}"
         yield from _report(number, result, place) if result.report else _prompt(number, result, place)
     yield heading("All settings of the last result")
     yield table([(name, _typed(value)) for name, value in kept[-1].records[0]["settings"].items()])
@@ -120,15 +121,6 @@ def _setup(record: Record) -> dict[str, Any]:
     return setup | {"engine": {name: value for name, value in setup["engine"].items() if name != "table"}}
 
 
-def _setups(kept: Sequence[ShownResult]) -> list[dict[str, Any]]:
-    """Each different setup once, in the order of its first result."""
-    setups: list[dict[str, Any]] = []
-    for result in kept:
-        if (setup := _setup(result.records[0])) not in setups:
-            setups.append(setup)
-    return setups
-
-
 def setup_rows(setup: Record) -> list[tuple[str, str]]:
     """(name, value) of the models, the machine, the engine and the versions."""
     models, machine = setup["models"], setup["machine"]
@@ -149,12 +141,10 @@ def setup_rows(setup: Record) -> list[tuple[str, str]]:
 def _engine(engine: Record) -> list[tuple[str, str]]:
     tested = "bit-identical" if engine.get("verified") else f"not bit-identical ({engine.get('reason')})"
     text = f"{engine['kind']}, {engine['weights']} weights, {count_of(engine['threads'], 'thread')}; {tested}"
-    return [("engine", text), *_faster_baseline(engine.get("faster_baseline"))]
-
-
-def _faster_baseline(other: Record | None) -> list[tuple[str, str]]:
-    """The engine in which the target alone would be faster, if any."""
-    return [("target-only elsewhere", f"{other['factor']:.2f}x as fast in {other['name']} (estimate)")] if other else []
+    if (other := engine.get("faster_baseline")) is None:
+        return [("engine", text)]
+    elsewhere = f"{other['factor']:.2f}x as fast in {other['name']} (estimate)"
+    return [("engine", text), ("target-only elsewhere", elsewhere)]
 
 
 def _model(name: str, facts: Record) -> str:
