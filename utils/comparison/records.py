@@ -78,7 +78,7 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
-        FIGURE: None if faster is None else estimated(comparison.speedup, faster),
+        FIGURE: estimated(comparison.speedup, faster),
         "same_as_baseline": comparison.same,
         "first_difference": comparison.first_difference,
         "first_difference_in": f"{comparison.unit}s",

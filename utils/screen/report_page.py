@@ -19,7 +19,6 @@ from utils.config.setting_table import as_json
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.screen.plots import svg_chart
-from utils.screen.tables import NOISE
 from utils.text import byte_size, count_of, visible
 
 Record = Mapping[str, Any]
@@ -185,7 +184,7 @@ def _prompt(number: int, result: ShownResult, place: str) -> Iterator[str]:
         yield table([_server(row) for row in servers], SERVERS)
     rows = list(zip(*result.cells.values(), strict=True))
     yield table(rows, [heading.replace("/\n", "/").replace("\n", " ") for heading in result.cells])
-    noise = (f"{row[0]}: {NO_GAIN_SENTENCE}, so its speed-up is noise." for row in rows if NOISE in row)
+    noise = (f"{row[0]}: {NO_GAIN_SENTENCE}, so its speed-up is noise." for row in rows if "noise" in row)
     yield paragraph(" ".join([ONE_RUN, *noise]))
     yield from (paragraph(f"{row['strategy']}: {row['acceptance_note']}") for row in servers if row["acceptance_note"])
     yield from map(_figure, acceptance_chart(records))

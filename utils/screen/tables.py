@@ -18,8 +18,6 @@ from utils.comparison.reports import Column
 from utils.comparison.summary import is_noise
 from utils.text import visible
 
-NOISE = "noise"  # a speed-up that drafts cannot have caused
-
 
 class RunColumn(NamedTuple):
     """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
@@ -34,7 +32,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speedup(entry: ComparedRun) -> str:
-    return NOISE if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x")
+    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x")
 
 
 COLUMNS = (
