@@ -35,7 +35,7 @@ from utils.config.setting_table import from_json
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
-from utils.metrics.results import first_difference
+from utils.metrics.results import difference_text, first_difference
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
@@ -49,19 +49,16 @@ UNEXPLAINED = "Nothing that is recorded explains the other texts: /audit checks 
 
 
 def _acceptance(row: Row) -> str:
-    accepted, drafted = row["accepted"], row["drafted"]
-    if None in accepted or None in drafted:
-        return NOTHING
-    return " -> ".join(f"{part}/{whole}" for part, whole in zip(accepted, drafted, strict=True))
+    counts = zip(row["accepted"], row["drafted"], strict=True)
+    known = None not in (*row["accepted"], *row["drafted"])
+    return " -> ".join(f"{part}/{whole}" for part, whole in counts) if known else NOTHING
 
 
 def _text(row: Row) -> str:
     if row["same_text"] is None:
         return NOTHING
-    if row["same_text"]:
-        return "same"
     place = row["first_difference"]
-    return "differs" if place is None else f"differs at token {place + 1}"
+    return "differs" if place is None and not row["same_text"] else difference_text(place)
 
 
 TABLE = ResultTable(
