@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from utils.commands.shared.outcomes import Outcome, Reply, ShowTexts
+from utils.commands.shared.outcomes import Effect, Outcome, Reply, ShowRows, ShowTexts
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Column
@@ -25,7 +25,7 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
         key = entry.run.tokens if entry.run.is_local and entry.run.tokens is not None else entry.run.text
         groups.setdefault(key, []).append(entry)
     columns = [_column(last, group) for group in groups.values()]
-    return [ShowTexts(columns), *map(Reply, _causes(last, context.harness.state))]
+    return [ShowTexts(columns), *(_causes(last, context.harness.state) if last.is_local else ())]
 
 
 def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
@@ -44,10 +44,8 @@ def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
     return Column(names, about, run.text[:shared], "" if shared is None else run.text[shared:])
 
 
-def _causes(last: LastPrompt, state: SessionState) -> Iterator[str]:
+def _causes(last: LastPrompt, state: SessionState) -> Iterator[Effect]:
     """Why texts of strategies differ from the target's, as it was found after the prompt."""
-    if not last.is_local:
-        return
     compared = [
         (strategy.name, comparison.same)
         for strategy, _, comparison in last.local
@@ -55,11 +53,12 @@ def _causes(last: LastPrompt, state: SessionState) -> Iterator[str]:
     ]
     # None without a finished run of the target, or if the conversation differs from the target's.
     if all(same is None for _, same in compared):
-        yield OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS
+        yield Reply(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
     elif not unlike_target(last):
-        yield f"{' and '.join(name for name, same in compared if same)}: the same tokens as target-only."
-    for name, cause in state.causes.items():
-        yield divergence_sentence(name, cause, last.job.pair.tokenizer)
+        yield Reply(f"{' and '.join(name for name, same in compared if same)}: the same tokens as target-only.")
+    if state.causes:
+        tokenizer = last.job.pair.tokenizer
+        yield ShowRows([(name, divergence_sentence(cause, tokenizer)) for name, cause in state.causes.items()])
 
 
 TEXTS = Command(

@@ -89,11 +89,11 @@ def _choice(tokenizer: Any, candidate: TokenCandidate | None) -> str:
     return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
 
 
-def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
-    """A strategy's token at the first difference, the target's preference, and the cause."""
+def divergence_sentence(divergence: Divergence, tokenizer: Any) -> str:
+    """What follows a strategy's name: its token at the first difference, the target's preference, and the cause."""
     reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
     ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
-    return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
+    return f"differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
 
 
 class TextPiece(NamedTuple):

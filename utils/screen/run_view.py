@@ -258,7 +258,7 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
         renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
     known: dict[str, Cause] = {}
     for name, divergence in causes:
-        renderer.result(divergence_sentence(name, divergence, pair.tokenizer))
+        renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
         known[name] = divergence.cause
     blank = [entry.run.name for entry in last.strategies if not entry.run.text.strip()]
     other = pair.engine.faster_baseline()
