@@ -1,5 +1,6 @@
 """Jobs for strategies, with tiny pairs whose drafts are sometimes accepted."""
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from tiny import tiny_head, tiny_llama, tiny_t5
 
 from ngram_assisted import NGramStorage
+from utils.comparison.gamma_replay import GammaRounds, replay_events
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
@@ -46,3 +48,8 @@ def strategy_of(word: str, pair: Any) -> Strategy:
 
 def fresh(kind: str, settings: Settings) -> Job:
     return Job(PROMPT, pair(kind), settings, NGramStorage(3, 64))
+
+
+def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> list[GammaRounds]:
+    """The rounds of every gamma on a finished text."""
+    return [event for event in replay_events(job, strategies, tokens) if isinstance(event, GammaRounds)]

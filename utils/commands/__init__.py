@@ -1,18 +1,15 @@
 """Slash commands: one module for each group. `default_registry` holds all of them."""
 
-from utils.commands.audit import AUDIT
-from utils.commands.compare import COMPARE
+from utils.commands.checks import AUDIT, LOSSLESS
+from utils.commands.compare import COMPARE, REPLAY
 from utils.commands.explain import EXPLAIN
 from utils.commands.export import EXPORT
 from utils.commands.help import help_command
-from utils.commands.lossless import LOSSLESS
 from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE
-from utils.commands.replay import REPLAY
 from utils.commands.server import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
-from utils.commands.settings_files import FILE_COMMANDS
 from utils.commands.shared.outcomes import Outcome
 from utils.commands.shared.registry import Command, CommandContext, Registry
 from utils.commands.shared.setting_commands import setting_commands
@@ -30,5 +27,5 @@ def default_registry() -> Registry:
     experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
-    commands = (*experiments, *settings, *PAIR_COMMANDS, SERVER, *results, *FILE_COMMANDS, *SESSION_COMMANDS)
+    commands = (*experiments, *settings, *PAIR_COMMANDS, SERVER, *results, *SESSION_COMMANDS)
     return Registry([help_command(commands), *commands])

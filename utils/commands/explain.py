@@ -14,12 +14,7 @@ from utils.errors import check_choice
 from utils.metrics.results import TOKEN
 from utils.text import count_of
 
-Fraction = Callable[[ComparedRun], str]
 SHOWN_POSITIONS = 6
-
-
-def _nothing(entry: ComparedRun) -> str:
-    return ""
 
 
 def _ratio(part: float | None, whole: float | None, form: str, *, unit: str = "") -> str:
@@ -30,36 +25,12 @@ def _ratio(part: float | None, whole: float | None, form: str, *, unit: str = ""
     return f"{fraction}{unit} = {part / whole:{form}}" if whole else f"{fraction}{unit} = -"
 
 
-def _tokens(entry: ComparedRun) -> str:
-    return "" if entry.run.new_tokens is None else str(entry.run.new_tokens)
-
-
-def _seconds(entry: ComparedRun) -> str:
-    return f"{entry.run.seconds:.3f} s, of which {entry.run.first_seconds or 0:.3f} s until the first token"
-
-
-def _speed(entry: ComparedRun) -> str:
-    return _ratio(entry.run.new_tokens, entry.run.seconds, ".1f", unit=" s")
-
-
 def _speedup(entry: ComparedRun) -> str:
     ours, speedup = entry.run.tokens_per_second, entry.comparison.speedup
     if not speedup or ours is None:
         return ""
     # A comparison holds only the ratio, so the baseline's rate is recovered from it.
     return f"{ours:.1f}/{ours / speedup:.1f} = {speedup:.2f}x"
-
-
-def _acceptance(entry: ComparedRun) -> str:
-    return _ratio(entry.run.accepted, entry.run.drafted, ".3f")
-
-
-def _drafts(entry: ComparedRun) -> str:
-    return _ratio(entry.run.drafted, entry.run.rounds, ".1f")
-
-
-def _per_forward(entry: ComparedRun) -> str:
-    return _ratio(entry.run.new_tokens, entry.run.target_forwards, ".2f")
 
 
 def _text(entry: ComparedRun) -> str:
@@ -73,24 +44,17 @@ def _text(entry: ComparedRun) -> str:
     return f"the first {comparison.first_difference} of {count_of(total, unit)} are {whose}"
 
 
-def _by_position(entry: ComparedRun) -> str:
-    positions = (entry.run.accepted_by_position or ())[:SHOWN_POSITIONS]
-    return ", ".join(_ratio(accepted, tried, ".2f") for accepted, tried in positions)
-
-
 def _declined(entry: ComparedRun) -> str:
-    generation = entry.run.generation
-    if generation is None or entry.run.drafted is None:
-        return ""
-    return _ratio(generation.declined_rounds, len(generation.steps), ".2f")
+    generation = entry.run.generation if entry.run.drafted is not None else None
+    return "" if generation is None else _ratio(generation.declined_rounds, len(generation.steps), ".2f")
 
 
 def _times(entry: ComparedRun) -> str:
     generation = entry.run.generation
     if generation is None or entry.run.drafted is None or not generation.timings:
         return ""
-    fields = {"draft": "drafting", "verify": "verifying", "other": "other"}
-    seconds = {name: sum(getattr(timing, field) for timing in generation.timings) for name, field in fields.items()}
+    parts = {"draft": "drafting", "verify": "verifying", "other": "other"}
+    seconds = {name: sum(getattr(timing, part) for timing in generation.timings) for name, part in parts.items()}
     return " | ".join(f"{name} {1000 * total:.0f}" for name, total in seconds.items()) + " ms in total"
 
 
@@ -100,17 +64,25 @@ class Figure:
 
     name: str
     meaning: str
-    fraction: Fraction = _nothing
+    fraction: Callable[[ComparedRun], str] = lambda entry: ""
 
 
 FIGURES = (
-    Figure("tokens", "number of new tokens, including an end token", _tokens),
+    Figure(
+        "tokens",
+        "number of new tokens, including an end token",
+        lambda entry: "" if entry.run.new_tokens is None else str(entry.run.new_tokens),
+    ),
     Figure(
         "seconds",
         "time of a run: prefill, filling the n-gram storage and decoding, without the time for drawing the screen",
-        _seconds,
+        lambda entry: f"{entry.run.seconds:.3f} s, of which {entry.run.first_seconds or 0:.3f} s until the first token",
     ),
-    Figure("tokens/s", "tokens / seconds", _speed),
+    Figure(
+        "tokens/s",
+        "tokens / seconds",
+        lambda entry: _ratio(entry.run.new_tokens, entry.run.seconds, ".1f", unit=" s"),
+    ),
     Figure(
         "speed-up",
         "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed; of several runs the "
@@ -120,15 +92,17 @@ FIGURES = (
     Figure(
         "acceptance",
         "accepted drafts / drafts; drafts after a rejected one count, drafts after an accepted end token do not",
-        _acceptance,
+        lambda entry: _ratio(entry.run.accepted, entry.run.drafted, ".3f"),
     ),
     Figure(
-        "drafts/round", "drafts / rounds, including rounds without drafts: the average gamma that was used", _drafts
+        "drafts/round",
+        "drafts / rounds, including rounds without drafts: the average gamma that was used",
+        lambda entry: _ratio(entry.run.drafted, entry.run.rounds, ".1f"),
     ),
     Figure(
         "tokens/forward",
         "new tokens / forward passes of the target: the speed-up if drafting and verifying were free",
-        _per_forward,
+        lambda entry: _ratio(entry.run.new_tokens, entry.run.target_forwards, ".2f"),
     ),
     Figure(
         "text",
@@ -138,7 +112,10 @@ FIGURES = (
     Figure(
         "by position",
         "acceptance of the first, second, ... draft of a round, of those rounds that accepted all drafts before it",
-        _by_position,
+        lambda entry: ", ".join(
+            _ratio(accepted, tried, ".2f")
+            for accepted, tried in (entry.run.accepted_by_position or ())[:SHOWN_POSITIONS]
+        ),
     ),
     Figure(
         "rounds without drafts",
@@ -210,17 +187,14 @@ FIGURE_NAMES = tuple(figure.name for figure in FIGURES)
 def _explain(argument: str, context: CommandContext) -> Outcome:
     if not argument:
         return [ShowRows([(figure.name, figure.meaning) for figure in FIGURES])]
-    figure = FIGURES[FIGURE_NAMES.index(_figure_name(argument.lower()))]
+    word = argument.lower()
+    # The figure with this name, or the first one whose name contains the word.
+    matches = [name for name in FIGURE_NAMES if name == word or word in re.findall(r"[\w/]+", name)]
+    name = word if word in matches else matches[0] if matches else check_choice(word, FIGURE_NAMES, "figure")
+    figure = FIGURES[FIGURE_NAMES.index(name)]
     last = context.harness.state.last
     values = [(entry.run.name, figure.fraction(entry)) for entry in last.compared] if last else []
     return [ShowRows([(figure.name, figure.meaning), *((name, value) for name, value in values if value)])]
-
-
-def _figure_name(word: str) -> str:
-    """The figure with this name, or the first one whose name contains the word. Raises UserError for unknown names."""
-    matches = (name for name in FIGURE_NAMES if word in re.findall(r"[\w/]+", name))
-    # check_choice always raises here. It adds the nearest name to the message.
-    return word if word in FIGURE_NAMES else next(matches, "") or check_choice(word, FIGURE_NAMES, "figure")
 
 
 EXPLAIN = Command(
@@ -235,6 +209,5 @@ EXPLAIN = Command(
         ("> /explain acceptance", "acceptance    accepted drafts / drafts, ...", "speculative   22/35 = 0.629"),
         see_also=("texts", "why"),
     ),
-    words=FIGURE_NAMES,
-    meanings={figure.name: figure.meaning for figure in FIGURES},
+    words={figure.name: figure.meaning for figure in FIGURES},
 )

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from io import StringIO
 
 from utils.commands.shared.outcomes import Outcome, Reply
-from utils.commands.shared.paths import output_in, write_output
+from utils.commands.shared.paths import output_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.session_state import ShownResult
 from utils.errors import UserError
+from utils.files import write_file
 from utils.screen.renderer import picture
 from utils.screen.report_page import NOTHING, report_page
 from utils.screen.run_view import show_prompt_runs, show_report
@@ -20,19 +21,19 @@ PAGE = "html"  # the format of the whole session; other formats export the last 
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:
-    file = output_in(argument, "/export report.html")
-    form = file.path.suffix.lower().removeprefix(".")
+    path, overwrite = output_in(argument, "/export report.html")
+    form = path.suffix.lower().removeprefix(".")
     if form not in EXPORTERS:
         endings = ", ".join(f".{name}" for name in EXPORTERS)
-        raise UserError(f"'{file.path}' does not end in one of {endings}; write for example report.html.")
+        raise UserError(f"'{path}' does not end in one of {endings}; write for example report.html.")
     shown = context.harness.state.shown
     if shown is None or not (shown.records or form == PAGE):
         raise UserError(NOTHING)
     content = EXPORTERS[form](shown, context)
     # Model output may contain lone surrogates, which strict UTF-8 refuses.
-    write_output(file, content.encode("utf-8", errors="replace"))
+    write_file(path, content.encode("utf-8", errors="replace"), overwrite=overwrite)
     last = "the last report" if shown.report else "the runs of the last prompt"
-    return [Reply(f"{'a report of the session' if form == PAGE else last} written to {file.path}")]
+    return [Reply(f"{'a report of the session' if form == PAGE else last} written to {path}")]
 
 
 def _page(_: ShownResult, context: CommandContext) -> str:

@@ -1,6 +1,7 @@
 """/help: the most important commands on one screen, all commands, or a page about one command or figure."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from utils.commands.shared.outcomes import Outcome, ShowRows
 from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
@@ -19,10 +20,15 @@ def _help(argument: str, context: CommandContext) -> Outcome:
     if name == FIGURES:
         return context.registry.run("/explain", context)
     try:
-        page = list(_page(context.registry.find(name), context))
-        return [ShowRows([("alias", f"/{name} stands for /{ALIASES[name]}"), *page] if name in ALIASES else page)]
+        command = context.registry.find(name)
     except UserError as error:
-        return _figure(name, context) or _first_word(name, context, error)
+        with suppress(UserError):
+            return context.registry.run(f"/explain {name}", context)
+        if " " not in name:
+            raise CommandError(f"There is no figure {name}. {error}") from error
+        command = context.registry.find(name.split()[0])  # such as "gamma auto"
+    alias = [("alias", f"/{name} stands for /{ALIASES[name]}")] if name in ALIASES else []
+    return [ShowRows([*alias, *_page(command, context)])]
 
 
 def _first_page(registry: Registry) -> list[tuple[str, ...]]:
@@ -43,22 +49,6 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
         rows.append(("" if command.group == shown else command.group, command.typed, command.summary))
         shown = command.group
     return rows
-
-
-def _figure(name: str, context: CommandContext) -> Outcome:
-    """The definition of a figure with this name, if it exists."""
-    try:
-        return context.registry.run(f"/explain {name}", context)
-    except UserError:
-        return []
-
-
-def _first_word(name: str, context: CommandContext, error: UserError) -> Outcome:
-    """The page of the command for the first word of `name`. `error` says why the whole name is not a command."""
-    first, *more = name.split()
-    if not more:
-        raise CommandError(f"There is no figure {name}. {error}")
-    return [ShowRows(list(_page(context.registry.find(first), context)))]
 
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
@@ -90,8 +80,7 @@ def help_command(commands: Iterable[Command]) -> Command:
             ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
             ("explain", "show"),
         ),
-        words=(EVERYTHING, FIGURES, *(command.name for command in others)),
-        meanings={
+        words={
             EVERYTHING: "all commands",
             FIGURES: "all figures on the screen",
             **{command.name: command.summary for command in others},

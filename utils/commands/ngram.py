@@ -37,14 +37,11 @@ def _ngram(argument: str, context: CommandContext) -> Outcome:
 
 
 def _save(argument: str, context: CommandContext) -> Outcome:
-    file, storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
+    (path, overwrite), storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
-    model = context.harness.pair.target_name
-    save_storage(storage, file.path, model, overwrite=file.overwrite)
-    return [
-        Reply(f"{count_of(len(storage), 'n-gram')} written to {file.path} ({file.path.stat().st_size / 1e6:.1f} MB)")
-    ]
+    save_storage(storage, path, context.harness.pair.target_name, overwrite=overwrite)
+    return [Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")]
 
 
 def _load(argument: str, context: CommandContext) -> Outcome:
@@ -85,13 +82,13 @@ SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
 }
 
 
-def _meanings() -> dict[str, str]:
+def _words() -> dict[str, str]:
     """The completions of /ngram with their descriptions."""
-    meanings = dict(NGRAM.meanings)
+    words = dict(NGRAM.words)
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")
-        meanings |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return meanings | {
+        words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
+    return words | {
         "list": "the most frequent n-grams",
         "save": "write the storage to a file",
         "load": "use the storage of a file",
@@ -99,7 +96,6 @@ def _meanings() -> dict[str, str]:
 
 
 NGRAM = setting_command(setting_fields()["ngram"])
-MEANINGS = _meanings()
 SYNTAX = (
     ("[on|off]", "run it, or not"),
     *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
@@ -115,8 +111,7 @@ NGRAM_COMMANDS = (
         current=lambda settings: ", ".join(
             f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
         ),
-        words=tuple(MEANINGS),
-        meanings=MEANINGS,
+        words=_words(),
         files=("save ", "load "),
     ),
 )

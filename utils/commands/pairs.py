@@ -25,6 +25,8 @@ from utils.pairs.doctor import (
 from utils.pairs.request import PAIRS, PairRequest, PairSpec, parse_request
 
 LIST, DOCTOR = "list", "doctor"
+LIST_MEANING = "the pairs that can be loaded by name"
+DOCTOR_MEANING = "whether a drafter that reads hidden states reads the right ones"
 NOT_TRIED = (
     "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
     "checked on random weights."
@@ -181,8 +183,7 @@ PAIR_COMMANDS = (
             ("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
             ("pair", "drafter_kind"),
         ),
-        words=tuple(PAIRS),
-        meanings={name: pair.summary for name, pair in PAIRS.items()},
+        words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
         "pair",
@@ -194,17 +195,9 @@ PAIR_COMMANDS = (
             "Whether the two loaded models fit together, why, and what to change: vocabularies, special tokens, chat "
             "template, sizes, context lengths and caches.",
             ("> /pair", "verdict   fine"),
-            (
-                "/pair",
-                f"/pair {LIST}    the pairs that can be loaded by name",
-                f"/pair {DOCTOR}    whether a drafter that reads hidden states reads the right ones",
-            ),
+            ("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
             ("load",),
         ),
-        words=(LIST, DOCTOR),
-        meanings={
-            LIST: "the pairs that can be loaded by name",
-            DOCTOR: "whether a drafter that reads hidden states reads the right ones",
-        },
+        words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
     ),
 )

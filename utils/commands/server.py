@@ -112,6 +112,5 @@ SERVER = Command(
         SYNTAX,
         ("race", "speed-up"),
     ),
-    words=tuple(SUBCOMMANDS),
-    meanings=MEANINGS,
+    words=MEANINGS,
 )

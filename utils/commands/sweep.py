@@ -196,5 +196,5 @@ SWEEP = Command(
         ("/sweep NAME VALUE VALUE ... [xN]", "/sweep temperature 0.5 1 x5", "/sweep processor greedy, nucleus 0.8 0.9"),
         ("race", "whatif"),
     ),
-    words=(*SETTINGS, *PARTS),
+    words=dict.fromkeys((*SETTINGS, *PARTS), ""),
 )

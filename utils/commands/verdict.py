@@ -136,7 +136,6 @@ VERDICT = Command(
         ),
         see_also=("race", "whatif", "why"),
     ),
-    words=(BUILT_IN, APPLY),
-    meanings={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+    words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

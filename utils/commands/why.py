@@ -18,7 +18,6 @@ from utils.commands.experiments.speed_model import (
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.charts import Chart, acceptance_chart, time_chart
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt, LocalResult
@@ -71,9 +70,7 @@ def _why(argument: str, context: CommandContext) -> Outcome:
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
     events = _events(last, target, drafting, context)
-    report = Report(
-        *("why", last.text, last.job.settings, TABLE.headings, events, _conclusion), charts=_charts, transposed=True
-    )
+    report = Report(*("why", last.text, last.job.settings, TABLE.headings, events, _conclusion), transposed=True)
     return [RunReport(report)]
 
 
@@ -118,12 +115,6 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
     lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
     return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]
-
-
-def _charts(findings: Sequence[Finding]) -> list[Chart]:
-    rows = {row["strategy"]: row for row in figures_of(findings)}
-    rates = {name: row["by_position"] for name, row in rows.items()}
-    return [*acceptance_chart(rates), *time_chart({name: row["seconds"] for name, row in rows.items()})]
 
 
 WHY = Command(

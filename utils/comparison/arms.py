@@ -4,7 +4,7 @@ An arm shows nothing and compares nothing. A prompt is sent to a server as token
 yields the same ids as the local one. Otherwise the request has the messages of a chat, or plain text with /chat off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from utils.metrics.stopwatch import RoundTiming, Stopwatch
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.chat_template import prompt_ids
-from utils.prompts.conversation import Message, Turns, to_messages
+from utils.prompts.conversation import Turns, to_messages
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, Piece, ServerRequest
@@ -108,17 +108,16 @@ class LocalArm:
         job = self.job or self._new_job(text, settings, history)
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
-        if watch is None:
-            clock = Stopwatch() if self.timed else None
-            steps = self.strategy.steps(job.with_observers(clock))
-            return Run.of_strategy(self.strategy, job, collect(steps, stopwatch=clock))
+        stopwatch = Stopwatch() if self.timed or watch is not None else None
         # Only this rule accepts a draft by its own p/q.
-        by_ratio = settings.verify == "rejection"
-        tracer = DraftTracer(accepts_by_ratio=by_ratio) if settings.debug == "full" else None
-        stopwatch = Stopwatch()
+        by_ratio, traced = settings.verify == "rejection", watch is not None and settings.debug == "full"
+        tracer = DraftTracer(accepts_by_ratio=by_ratio) if traced else None
         steps = self.strategy.steps(job.with_observers(stopwatch, tracer))
-        with reported_reading(watch.reading):
-            generation = collect(steps, watch.step, stopwatch=stopwatch, tracer=tracer)
+        if watch is None:
+            generation = collect(steps, stopwatch=stopwatch)
+        else:
+            with reported_reading(watch.reading):
+                generation = collect(steps, watch.step, stopwatch=stopwatch, tracer=tracer)
         return Run.of_strategy(self.strategy, job, generation)
 
     def _new_job(self, text: str, settings: Settings, history: Turns) -> Job:
@@ -189,14 +188,15 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     if not text:
         raise UserError(NO_TEXT)
     processor = settings.processor
-    choose = _prompt(pair, text, settings, history)
+    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    messages = (*system, *to_messages(history), {"role": "user", "content": text})
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
-        prompt = choose(kind, server)
-        # Ids are sent only if the server has the local tokenizer.
-        known: dict[str, Any] = (
-            {} if pair is None or not isinstance(prompt, tuple) else {"vocabulary": vocabulary_size(pair.target)}
-        )
+        prompt: str | tuple[int, ...] | Chat = Chat(messages) if settings.uses_chat else text
+        known: dict[str, Any] = {}
+        if pair is not None and kind.takes_token_ids and _same_tokenizer(pair.tokenizer, text, kind, server):
+            prompt = tuple(ids_of(pair, text, settings, history))
+            known = {"vocabulary": vocabulary_size(pair.target)}
         return ServerRequest(
             prompt,
             settings.length,
@@ -210,22 +210,6 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     return make
 
 
-def _prompt(
-    pair: Pair | None, text: str, settings: Settings, history: Turns
-) -> Callable[[ServerKind, ServerClient], str | tuple[int, ...] | Chat]:
-    def choose(kind: ServerKind, server: ServerClient) -> str | tuple[int, ...] | Chat:
-        if pair is not None and kind.takes_token_ids and _same_tokenizer(pair.tokenizer, text, kind, server):
-            return tuple(ids_of(pair, text, settings, history))
-        return Chat(tuple(_messages(text, settings, history))) if settings.uses_chat else text
-
-    return choose
-
-
 def _same_tokenizer(tokenizer: Any, text: str, kind: ServerKind, server: ServerClient) -> bool:
     """Whether the server and the local tokenizer yield the same ids for the prompt."""
     return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _messages(text: str, settings: Settings, history: Turns) -> list[Message]:
-    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    return [*system, *to_messages(history), {"role": "user", "content": text}]

@@ -10,7 +10,7 @@ import torch
 from sampling import RULES
 from sampling.counterfactual import FinishedText, RecordedDrafter, chain_single_drafts, drafts_along, replay
 from utils.bounds import AUTO_GAMMA
-from utils.comparison.job import Job, Observers
+from utils.comparison.job import Job
 from utils.comparison.strategies import Strategy
 from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
@@ -38,21 +38,15 @@ class ReplayProgress(NamedTuple):
     fraction: float
 
 
-def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> Iterator[GammaRounds]:
-    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`.
+def replay_events(
+    job: Job, strategies: Sequence[Strategy], tokens: list[int]
+) -> Iterator[GammaRounds | ReplayProgress]:
+    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`, with progress
+    in between.
 
     All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
     cannot be run.
     """
-    for event in replay_events(job, strategies, tokens):
-        if isinstance(event, GammaRounds):
-            yield event
-
-
-def replay_events(
-    job: Job, strategies: Sequence[Strategy], tokens: list[int]
-) -> Iterator[GammaRounds | ReplayProgress]:
-    """`replay_gammas` with progress in between."""
     needs_features = any(strategy.needs_drafter for strategy in strategies)
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
     for strategy in strategies:
@@ -60,7 +54,8 @@ def replay_events(
         longest = _build(job, strategy, AUTO_GAMMA)
         drafts: list[Draft] = []
         if longest.replay is not Replay.NEVER:
-            for draft in _recorded(text, longest):
+            at_once = AUTO_GAMMA if longest.replay is Replay.BY_ROUND else 1
+            for draft in drafts_along(text, longest.drafter, at_once):
                 drafts.append(draft)
                 yield ReplayProgress(strategy, len(drafts) / (len(tokens) + AUTO_GAMMA))
         recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
@@ -84,11 +79,6 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     )
 
 
-def _recorded(text: FinishedText, built: BuiltDrafter) -> Iterator[Draft]:
-    """The drafts after each prefix of the text: whole rounds, or single drafts."""
-    return drafts_along(text, built.drafter, AUTO_GAMMA if built.replay is Replay.BY_ROUND else 1)
-
-
 def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
     """The recorded drafts as rounds."""
     if built.replay is Replay.BY_ROUND:
@@ -100,7 +90,5 @@ def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     """A separate drafter that works on copies of the storage and of earlier texts."""
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
     settings = replace(job.settings, gamma=gamma)
-    own = replace(
-        job, storage=deepcopy(job.storage), caches=caches, prefills=None, observers=Observers(), settings=settings
-    )
-    return strategy.build_drafter(own, RULE)
+    own = replace(job, storage=deepcopy(job.storage), caches=caches, prefills=None, settings=settings)
+    return strategy.build_drafter(own.with_observers(None), RULE)

@@ -70,28 +70,29 @@ class Harness:
         last = self.state.last
         return last if last is not None and last.is_local else None
 
-    def variants(self, settings: Settings) -> list[Strategy]:
-        """All strategies, with a variant for each drafter kind in the settings. Raises UserError for a kind that the
-        pair does not have.
-        """
-        words = settings.drafter_kind
-        return [variant for strategy in self.strategies for variant in strategy.variants(words, self.pair)]
+    def variants(self, settings: Settings, *, enabled: bool = False) -> list[Strategy]:
+        """All strategies, or those that are enabled, with a variant for each drafter kind in the settings.
 
-    def runnable(self, settings: Settings) -> list[Strategy]:
+        Raises UserError for a kind that the pair does not have.
+        """
+        chosen = (strategy for strategy in self.strategies if strategy.is_on(settings) or not enabled)
+        return [variant for strategy in chosen for variant in strategy.variants(settings.drafter_kind, self.pair)]
+
+    def runnable(self, settings: Settings, *, enabled: bool = False) -> list[Strategy]:
         """The variants whose models are loaded."""
         has_drafter = self.pair.drafter is not None
-        return [strategy for strategy in self.variants(settings) if has_drafter or not strategy.needs_drafter]
+        variants = self.variants(settings, enabled=enabled)
+        return [strategy for strategy in variants if has_drafter or not strategy.needs_drafter]
 
     def enabled(self, settings: Settings) -> list[Strategy]:
         """The runnable strategies that are enabled in the settings. Raises UserError if no strategy is enabled."""
-        enabled = [strategy for strategy in self.runnable(settings) if strategy.is_on(settings)]
-        if not enabled:
+        if not (enabled := self.runnable(settings, enabled=True)):
             raise UserError(NO_STRATEGY)
         return enabled
 
     def runs_locally(self, settings: Settings) -> bool:
         """Whether models are loaded and a strategy is enabled that runs them."""
-        return self.has_pair and any(strategy.is_on(settings) for strategy in self.runnable(settings))
+        return self.has_pair and bool(self.runnable(settings, enabled=True))
 
     @property
     def baseline(self) -> Strategy:
@@ -122,8 +123,7 @@ class Harness:
             raise UserError(NOTHING_RUNS)
         if servers and not self.runs_locally(settings):
             return servers
-        missing = [row for row in self.variants(settings) if row.needs_drafter and row.is_on(settings)]
-        if self.pair.drafter is None and missing:
+        if self.pair.drafter is None and any(row.needs_drafter for row in self.variants(settings, enabled=True)):
             note(NO_DRAFTER)
         arms = self._prepared(text, settings, [self.arm(strategy) for strategy in self.enabled(settings)])
         self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None], note)

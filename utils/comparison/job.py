@@ -22,21 +22,6 @@ from utils.pairs.request import LOADED
 from utils.prompts.conversation import Turns
 
 
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """What watches a run from outside: a stopwatch, a tracer, both or neither."""
-
-    stopwatch: Stopwatch | None = None
-    tracer: DraftTracer | None = None
-
-    def wrap(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
-        """The drafter and the target's session under the observers."""
-        # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
-        if self.stopwatch is not None:
-            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
-        return drafter if self.tracer is None else TracedDrafter(drafter, self.tracer), target
-
-
 class SharedPrefills:
     """Sessions that have read one prompt, for many runs of it. Filled on first use."""
 
@@ -68,8 +53,9 @@ class Job:
     drafter: str = LOADED
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     prefills: SharedPrefills | None = None
-    observers: Observers = Observers()
     history: Turns = ()
+    stopwatch: Stopwatch | None = None
+    tracer: DraftTracer | None = None
 
     @property
     def turn(self) -> int:
@@ -115,9 +101,16 @@ class Job:
             shares_noise=shares_noise,
             filler_top_k=settings.top_k_filler,
             max_text=settings.ngram_limit,
-            observed=self.observers.tracer is not None,
+            observed=self.tracer is not None,
         )
 
     def with_observers(self, stopwatch: Stopwatch | None, tracer: DraftTracer | None = None) -> "Job":
-        """The same job under observers."""
-        return replace(self, observers=Observers(stopwatch, tracer))
+        """The same job under observers, which watch it from outside."""
+        return replace(self, stopwatch=stopwatch, tracer=tracer)
+
+    def observed(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
+        """The drafter and the target's session under the observers."""
+        # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
+        if self.stopwatch is not None:
+            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
+        return drafter if self.tracer is None else TracedDrafter(drafter, self.tracer), target

@@ -1,18 +1,17 @@
 """Runs that were recorded with --json: of generations, servers, /race and /verdict, and the matching runs of two files.
 
-/replay runs generations again. Damaged lines are reported and skipped; the others can still be used. Runs match by
-prompt, strategy and task, which decides how much work a run is: length, processor, seed and the prompt's form. Other
-settings, such as gamma, may differ; /compare reports these differences, and each run without a counterpart.
+Damaged lines are reported and skipped; the others can still be used. Runs match by prompt, strategy and task, which
+decides how much work a run is: length, processor, seed and the prompt's form. Other settings, such as gamma, may
+differ.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from utils.comparison.charts import BASELINE, TARGET_ONLY
 from utils.comparison.records import GENERATION, SCHEMA, SERVER
@@ -37,14 +36,10 @@ CIRCUMSTANCES = {
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),
 }
-# The fields of a record, grouped by type.
-TEXTS, COUNTS = ("prompt", "strategy", "finish"), ("drafted", "accepted", "rounds")
-MAX_RATE = 1e9
-NUMBERS = ("tokens_per_second", "tokens_per_target_forward", "speedup_vs_baseline")
 SERVER_GENERATION, RACE, VERDICT = "server generation", "race", "verdict"  # kinds of runs beside GENERATION
 RECOMMENDED = "recommended"  # the strategy that a /verdict measured against the target
-DAMAGED = 'the record is damaged: its "{}" has an invalid value.'
-LEAST_SPEED = 1e-6  # a file can be edited: a speed near 0 would give a meaningless ratio
+DAMAGED = 'the record is damaged: its "{}" {}.'
+LEAST_SPEED, MAX_SPEED = 1e-6, 1e9  # a file can be edited: other speeds would give meaningless ratios
 COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "kind", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
@@ -52,6 +47,11 @@ NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "
 # The runs of the baseline do not depend on these.
 DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
 SHOWN_LINES = 8  # line numbers shown in a sentence
+
+Record = Mapping[str, Any]
+Method = tuple[str, ...]  # the settings of drafting
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class RecordedRun:
     line: int
     prompt: str
     strategy: str
-    settings: Mapping[str, Any]
-    circumstances: Mapping[str, Mapping[str, Any]]
+    settings: Record
+    circumstances: Mapping[str, Record]
     speeds: tuple[float, ...]
     speedups: tuple[float, ...]
     baseline: str = TARGET_ONLY
@@ -113,10 +113,13 @@ def read_records(path: Path) -> RecordsFile:
 
 
 def _add(file: RecordsFile, record: dict[str, Any], line: int) -> None:
-    if reader := READERS.get(record["record"]):
-        file.runs += list(reader(record, line))
-    else:
-        file.others[record["record"]] += 1
+    if (kind := record["record"]) not in READERS:
+        file.others[kind] += 1
+        return
+    runs = [_run(row, line) for row in READERS[kind](record)]
+    if kind == GENERATION and not runs[0].speeds:
+        raise UserError("the run has no speed.")
+    file.runs += [run for run in runs if run.speeds]
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -131,138 +134,12 @@ def _parsed(line: str) -> dict[str, Any]:
     return record
 
 
-def _generation(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
-    """A run of a strategy, or an answer of a server, for which the local models and engine do not matter."""
-    _check_generation(record)
-    if record["finish"] == FinishReason.INTERRUPTED:
-        raise UserError("the run was interrupted.")
-    speed, speedup, kind = (record.get(name) for name in ("tokens_per_second", "speedup_vs_baseline", "drafter_kind"))
-    if speed is None or speed < LEAST_SPEED:
-        raise UserError("the run has no speed.")
-    server, ids = record.get(SERVER), record["token_ids"]
-    circumstances = {part: record.get(part, {}) for part in CIRCUMSTANCES}
-    if server is not None:
-        circumstances |= {"models": {}, "engine": {}, SERVER: server}
-    yield RecordedRun(
-        GENERATION if server is None else SERVER_GENERATION,
-        line,
-        record["prompt"],
-        record["strategy"],
-        record["settings"],
-        circumstances,
-        speeds=(speed,),
-        speedups=(speedup,) if speedup else (),
-        baseline=TARGET_ONLY if server is None else str(record.get("baseline")),
-        history=turns_from_messages(record.get("history") or ()),
-        text=record.get("text"),
-        tokens=None if ids is None else tuple(ids),
-        prompt_tokens=record["prompt_tokens"],
-        accepted=record.get("accepted"),
-        drafted=record.get("drafted"),
-        drafter_kind=None if kind is None else str(kind),
-    )
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _check_generation(record: dict[str, Any]) -> None:
-    """Raises UserError for a field of a generation that is missing or has the wrong type."""
-    for name, is_valid in _checks(record).items():
-        if not is_valid:
-            problem = "has an invalid value" if name in record else "is missing"
-            raise UserError(f'the record is damaged: its "{name}" {problem}.')
-
-
-def _checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Whether each required field has a valid type. A server may report neither ids nor its number of tokens."""
-    server, ids, count = (record.get(name) for name in (SERVER, "token_ids", "prompt_tokens"))
-    return {
-        **{name: isinstance(record.get(name), str) for name in TEXTS},
-        **{name: record.get(name) is None or _is_count(record[name]) for name in COUNTS},
-        **{name: record.get(name) is None or _is_number(record[name]) for name in NUMBERS},
-        **{name: isinstance(record.get(name, {}), dict) for name in CIRCUMSTANCES},
-        "text": record.get("text") is None or isinstance(record["text"], str),
-        SERVER: server is None or isinstance(server, dict),
-        "token_ids": (isinstance(ids, list) and all(map(_is_count, ids))) or (ids is None and server is not None),
-        "prompt_tokens": _is_count(count) or (count is None and server is not None),
-        "settings": isinstance(record.get("settings"), dict),
-        "history": _is_conversation(record.get("history") or []),
-    }
-
-
-def _is_conversation(messages: Any) -> bool:
-    """Whether the messages alternate between user and assistant."""
-    if not isinstance(messages, list) or len(messages) % 2:
-        return False
-    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
-        return False
-    return [message.get("role") for message in messages] == ["user", "assistant"] * (len(messages) // 2)
-
-
-def _race(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
-    """The repeats of each strategy."""
-    if isinstance(record.get("settings"), dict) and record["settings"].get("turns") is True:
-        raise UserError("the race ran in a conversation, which its record does not have.")
-    settings, circumstances = _conditions(record, ("prompt",))
-    for row in _rows(record.get("findings"), ("tokens_per_second", "speedups")):
-        speeds, speedups = _positive(row["tokens_per_second"]), _positive(row["speedups"])
-        if speeds:
-            yield RecordedRun(
-                RACE, line, record["prompt"], str(row.get("strategy")), settings, circumstances, speeds, speedups
-            )
-
-
-def _verdict(record: dict[str, Any], line: int) -> Iterator[RecordedRun]:
-    """The runs of the recommended strategy and of the target alone, on each prompt."""
-    settings, circumstances = _conditions(record, ())
-    findings = record.get("findings")
-    last = findings[-1] if isinstance(findings, list) and findings else None
-    if not isinstance(last, dict):
-        raise UserError(DAMAGED.format("findings"))
-    length, gamma = last.get("length"), last.get("gamma")
-    settings = {**settings, "length": length, "gamma": "auto" if gamma is None else gamma}
-    for row in _rows(last.get("by_prompt"), ("tokens_per_second", "target_tokens_per_second", "speedups")):
-        prompt, speedups = str(row.get("prompt")), _positive(row["speedups"])
-        ours, target = _positive(row["tokens_per_second"]), _positive(row["target_tokens_per_second"])
-        if ours and target:
-            counts: dict[str, Any] = {
-                name: row[name] if _is_count(row.get(name)) else None for name in ("accepted", "drafted")
-            }
-            kind = str(last.get("drafter_kind"))
-            yield RecordedRun(
-                VERDICT, line, prompt, RECOMMENDED, settings, circumstances, ours, speedups, drafter_kind=kind, **counts
-            )
-            yield RecordedRun(VERDICT, line, prompt, BASELINE, settings, circumstances, target, ())
-
-
-def _conditions(record: dict[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The settings and circumstances of a report. The fields in `texts` must be strings."""
-    parts = {part: record.get(part, {}) for part in CIRCUMSTANCES}
-    wanted = {**dict.fromkeys(texts, str), "settings": dict, **dict.fromkeys(parts, dict)}
-    for name, kind in wanted.items():
-        if not isinstance(record.get(name, parts.get(name)), kind):
-            raise UserError(DAMAGED.format(name))
-    return record["settings"], parts
-
-
-def _rows(rows: Any, lists: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a report. The fields in `lists` must be lists of numbers."""
-    if not isinstance(rows, list) or not all(_is_row(row, lists) for row in rows):
-        raise UserError(DAMAGED.format("findings"))
-    return rows
-
-
-def _is_row(row: Any, lists: Sequence[str]) -> bool:
-    values = [row.get(name) for name in lists] if isinstance(row, dict) else [None]
-    return all(isinstance(value, list) and all(part is None or _is_number(part) for part in value) for value in values)
-
-
-def _positive(values: Sequence[float | None]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values if value is not None and value >= LEAST_SPEED)
-
-
-def shown_value(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))[:80] or "none"
-    return "none" if value is None else str(value)[:80]
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_count(value: Any) -> bool:
@@ -271,15 +148,97 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether the value is a valid rate."""
-    return type(value) in (int, float) and 0 <= value <= MAX_RATE  # false for NaN
+    """Whether the value is a valid rate or speed-up."""
+    return type(value) in (int, float) and 0 <= value <= MAX_SPEED  # false for NaN
 
 
-READERS: dict[str, Callable[[dict[str, Any], int], Iterator[RecordedRun]]] = {
-    GENERATION: _generation,
-    RACE: _race,
-    VERDICT: _verdict,
-}
+def _is_list(is_valid: Callable[[Any], bool], values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_valid, values))
+
+
+_are_numbers = partial(_is_list, lambda value: value is None or _is_number(value))
+_are_tables = partial(_is_list, _is_table)
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether the messages alternate between user and assistant."""
+    if not _is_list(lambda message: _is_table(message) and _is_text(message.get("content")), messages):
+        return False
+    roles = [message.get("role") for message in messages]
+    return roles == ["user", "assistant"] * (len(messages) // 2)
+
+
+def _field(record: Record, name: str, is_valid: Callable[[Any], bool], *, optional: bool = False) -> Any:
+    """A field of a record. Raises UserError if its value is not valid. An optional field may be missing or null."""
+    value = record.get(name)
+    if is_valid(value) or (optional and value is None):
+        return value
+    raise UserError(DAMAGED.format(name, "has an invalid value" if name in record else "is missing"))
+
+
+def _run(row: Record, line: int) -> RecordedRun:
+    """The run in a row of a reader. The local models and the engine do not matter for an answer of a server."""
+    server = _field(row, SERVER, _is_table, optional=True)
+    circumstances = {part: _field(row, part, _is_table, optional=True) or {} for part in CIRCUMSTANCES}
+    ids = _field(row, "token_ids", partial(_is_list, _is_count), optional=True)
+    speeds, speedups = (
+        tuple(float(value) for value in _field(row, name, _are_numbers) if value and value >= LEAST_SPEED)
+        for name in ("tokens_per_second", "speedups")
+    )
+    return RecordedRun(
+        row["record"] if server is None else SERVER_GENERATION,
+        line,
+        _field(row, "prompt", _is_text),
+        _field(row, "strategy", _is_text),
+        _field(row, "settings", _is_table),
+        circumstances if server is None else circumstances | {"models": {}, "engine": {}, SERVER: server},
+        speeds,
+        speedups,
+        baseline=TARGET_ONLY if server is None else str(row.get("baseline")),
+        history=turns_from_messages(_field(row, "history", _is_conversation, optional=True) or ()),
+        text=_field(row, "text", _is_text, optional=True),
+        tokens=None if ids is None else tuple(ids),
+        drafter_kind=_field(row, "drafter_kind", _is_text, optional=True),
+        **{name: _field(row, name, _is_count, optional=True) for name in ("prompt_tokens", "accepted", "drafted")},
+    )
+
+
+def _generation(record: Record) -> Iterator[Record]:
+    """The run of a strategy or the answer of a server."""
+    if _field(record, "finish", _is_text) == FinishReason.INTERRUPTED:
+        raise UserError("the run was interrupted.")
+    speed, speedup = record.get("tokens_per_second"), record.get("speedup_vs_baseline")
+    yield {**record, "tokens_per_second": [speed], "speedups": [speedup]}
+
+
+def _race(record: Record) -> Iterator[Record]:
+    """The repeats of each strategy."""
+    if _field(record, "settings", _is_table).get("turns") is True:
+        raise UserError("the race ran in a conversation, which its record does not have.")
+    for row in _field(record, "findings", _are_tables):
+        yield {**record, **{name: row.get(name) for name in ("strategy", "tokens_per_second", "speedups")}}
+
+
+def _verdict(record: Record) -> Iterator[Record]:
+    """The runs of the recommended strategy and of the target alone, on each prompt."""
+    *_, last = _field(record, "findings", _are_tables) or [{}]
+    gamma, settings = last.get("gamma"), _field(record, "settings", _is_table)
+    settings = {**settings, "length": last.get("length"), "gamma": "auto" if gamma is None else gamma}
+    shared = {**record, "settings": settings}
+    for row in _field(last, "by_prompt", _are_tables):
+        yield {**shared, **row, "strategy": RECOMMENDED, "drafter_kind": last.get("drafter_kind")}
+        speeds = row.get("target_tokens_per_second")
+        yield {**shared, "prompt": row.get("prompt"), "strategy": BASELINE, "tokens_per_second": speeds, "speedups": []}
+
+
+def shown_value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))[:80] or "none"
+    return "none" if value is None else str(value)[:80]
+
+
+# Rows with the fields of a generation, whose speeds and speed-ups are lists.
+READERS: dict[str, Callable[[Record], Iterator[Record]]] = {GENERATION: _generation, RACE: _race, VERDICT: _verdict}
 
 
 class Problem(NamedTuple):
@@ -290,67 +249,32 @@ class Problem(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunMatch:
+class RunMatch(NamedTuple):
     """Matching runs of the first and the second file. `notes` are further sentences on how they differ."""
 
-    first: tuple[RecordedRun, ...]
-    second: tuple[RecordedRun, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def prompt(self) -> str:
-        return self.first[0].prompt
-
-    @property
-    def strategy(self) -> str:
-        return self.first[0].strategy
-
-    @property
-    def ratios(self) -> list[float]:
-        """The speeds of the second file over those of the first, one for each run of the shorter list."""
-        return _ratios(*([speed for one in part for speed in one.speeds] for part in (self.first, self.second)))
-
-    @property
-    def speedup_ratios(self) -> list[float]:
-        """The same for the speed-ups over the baseline. Empty if one file has no speed-ups or a different baseline."""
-        if self.first[0].baseline != self.second[0].baseline:
-            return []
-        return _ratios(*([value for one in part for value in one.speedups] for part in (self.first, self.second)))
-
-
-def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """A ratio for each run of the shorter list. Several for one run would repeat its noise and look like agreement."""
-    count = min(len(first), len(second))
-    ours, theirs = ([geometric_mean(part[index::count]) for index in range(count)] for part in (first, second))
-    return [other / one for one, other in zip(ours, theirs, strict=True)]
+    first: Sequence[RecordedRun]
+    second: Sequence[RecordedRun]
+    notes: Sequence[str] = ()
 
 
 def match(first: Sequence[RecordedRun], second: Sequence[RecordedRun]) -> tuple[list[RunMatch], list[str]]:
     """The matches in the order of the first file, and a sentence for each group of unmatched runs."""
-    groups, by_prompt = (_groups(first), _groups(second)), (_by_prompt(first), _by_prompt(second))
+    left, right = _by_task(first), _by_task(second)
     matches: list[RunMatch] = []
-    problems: list[Problem] = []
-    for key, ours in groups[0].items():
-        theirs = groups[1].get(key, [])
-        found, left, right = _match_group(ours, theirs)
-        matches += found
-        problems += [_problem(one, "A", "B", by_prompt[1]) for one in left]
-        problems += [_problem(one, "B", "A", by_prompt[0]) for one in right]
-    problems += [
-        _problem(one, "B", "A", by_prompt[0])
-        for key, theirs in groups[1].items()
-        if key not in groups[0]
-        for one in theirs
-    ]
+    for task, ours in left.items():
+        theirs = right.get(task, {})
+        pairs = [(ours.pop(method), theirs.pop(method)) for method in [*ours] if method in theirs]
+        if len(ours) == len(theirs) == 1:  # one run left on each side: compare them although they differ
+            pairs.append((ours.popitem()[1], theirs.popitem()[1]))
+        matches += (RunMatch(one, other) for one, other in pairs)
+    problems = [*_unmatched("A", left, "B", second), *_unmatched("B", right, "A", first)]
     return matches, problem_sentences(problems)
 
 
-def problem_sentences(problems: Sequence[Problem]) -> list[str]:
+def problem_sentences(problems: Iterable[Problem]) -> list[str]:
     """Each reason once, with its line numbers."""
-    lines: dict[tuple[str, str], list[int]] = {}
-    for problem in problems:
-        lines.setdefault((problem.file, problem.reason), []).append(problem.line)
+    groups = _grouped(problems, lambda problem: (problem.file, problem.reason))
+    lines = {key: [problem.line for problem in group] for key, group in groups.items()}
     return [f"{file}, {_line_numbers(numbers)}: {reason}" for (file, reason), numbers in lines.items()]
 
 
@@ -360,61 +284,53 @@ def _line_numbers(numbers: Sequence[int]) -> str:
     return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
-def _groups(runs: Sequence[RecordedRun]) -> dict[tuple[Any, ...], list[RecordedRun]]:
-    groups: dict[tuple[Any, ...], list[RecordedRun]] = {}
-    for one in runs:
-        groups.setdefault((one.prompt, one.history, one.strategy, _values(one, TASK)), []).append(one)
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their keys, in their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def _by_task(runs: Sequence[RecordedRun]) -> dict[Any, dict[Method, list[RecordedRun]]]:
+    """The runs by prompt, strategy and task, and within each by the settings of drafting."""
+    tasks = _grouped(runs, lambda one: (_request(one), one.strategy, _values(one, TASK)))
+    return {task: _grouped(group, _method) for task, group in tasks.items()}
+
+
+def _method(one: RecordedRun) -> Method:
+    return _values(one, () if one.strategy == BASELINE else DRAFTING)
 
 
 def _values(one: RecordedRun, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(repr(one.settings.get(name)) for name in names)
 
 
-def _match_group(
-    ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]
-) -> tuple[list[RunMatch], list[RecordedRun], list[RecordedRun]]:
-    """The matches of one prompt, strategy and task, and the unmatched runs of each file."""
-    left, right = (_by_method(part) for part in (ours, theirs))
-    matches = [RunMatch(tuple(left.pop(method)), tuple(right.pop(method))) for method in [*left] if method in right]
-    if len(left) == len(right) == 1:  # one run left on each side: compare them although they differ
-        (one,), (other,) = left.values(), right.values()
-        matches.append(RunMatch(tuple(one), tuple(other)))
-        left, right = {}, {}
-    return matches, list(chain(*left.values())), list(chain(*right.values()))
+def _request(one: RecordedRun) -> tuple[str, Turns]:
+    return one.prompt, one.history
 
 
-def _by_method(runs: Sequence[RecordedRun]) -> dict[tuple[str, ...], list[RecordedRun]]:
-    methods: dict[tuple[str, ...], list[RecordedRun]] = {}
-    for one in runs:
-        names = () if one.strategy == BASELINE else DRAFTING
-        methods.setdefault(_values(one, names), []).append(one)
-    return methods
+def _unmatched(
+    own: str, left: Mapping[Any, Mapping[Method, list[RecordedRun]]], other: str, others: Sequence[RecordedRun]
+) -> Iterator[Problem]:
+    """Why the runs that are left of one file have no counterpart among `others`, the runs of the other."""
+    by_request = _grouped(others, _request)
+    for one in (run for methods in left.values() for group in methods.values() for run in group):
+        yield Problem(own, one.line, _reason(one, other, by_request.get(_request(one), ())))
 
 
-def _by_prompt(runs: Sequence[RecordedRun]) -> dict[Any, list[RecordedRun]]:
-    prompts: dict[Any, list[RecordedRun]] = {}
-    for one in runs:
-        prompts.setdefault((one.prompt, one.history), []).append(one)
-    return prompts
-
-
-def _problem(one: RecordedRun, own: str, other: str, others: Mapping[Any, Sequence[RecordedRun]]) -> Problem:
-    """Why a run has no counterpart. `others` holds the runs of the other file by prompt."""
-    same_prompt = others.get((one.prompt, one.history), ())
-    same_strategy = [row for row in same_prompt if row.strategy == one.strategy]
+def _reason(one: RecordedRun, other: str, same_prompt: Sequence[RecordedRun]) -> str:
     if not same_prompt:
-        return Problem(own, one.line, f"{other} has no run of this prompt.")
-    if not same_strategy:
-        return Problem(own, one.line, f"{other} has no run of {one.strategy} on this prompt.")
-    theirs = same_strategy[0].settings
+        return f"{other} has no run of this prompt."
+    theirs = next((row.settings for row in same_prompt if row.strategy == one.strategy), None)
+    if theirs is None:
+        return f"{other} has no run of {one.strategy} on this prompt."
     differing = [
         f"{name} {shown_value(theirs[name])} instead of {shown_value(one.settings[name])}"
         for name in (*TASK, *DRAFTING)
         if name in theirs and name in one.settings and theirs[name] != one.settings[name]
     ]
-    settings = ", ".join(differing) or "several"
-    return Problem(own, one.line, f"{other} has this prompt only with other settings ({settings}).")
+    return f"{other} has this prompt only with other settings ({', '.join(differing) or 'several'})."
 
 
 def differences(matches: Sequence[RunMatch]) -> list[str]:
@@ -431,11 +347,7 @@ def differences(matches: Sequence[RunMatch]) -> list[str]:
 def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     for part, names in COMPARED.items():
         ours, theirs = one.circumstances.get(part, {}), other.circumstances.get(part, {})
-        yield from (
-            f"{part}, {name}: {shown_value(ours[name])} in A, {shown_value(theirs[name])} in B"
-            for name in names
-            if name in ours and name in theirs and ours[name] != theirs[name]
-        )
+        yield from _changed(f"{part}, ", ours, theirs, names)
         missing = [name for name, values in (("A", ours), ("B", theirs)) if not values]
         if len(missing) == 1:
             yield f"{part}: not recorded in {missing[0]}"
@@ -445,8 +357,13 @@ def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     if one.model == other.model and counts[0] != counts[1] and None not in counts:
         yield "the prompt has a different number of tokens: the chat template or the tokenizer differs"
     ignored = (*NOT_COMPARED, *(DRAFTING if one.strategy == BASELINE else ()))
-    yield from (
-        f"setting {name}: {shown_value(value)} in A, {shown_value(other.settings[name])} in B"
-        for name, value in one.settings.items()
-        if name not in ignored and name in other.settings and other.settings[name] != value
+    yield from _changed(
+        "setting ", one.settings, other.settings, [name for name in one.settings if name not in ignored]
     )
+
+
+def _changed(what: str, ours: Record, theirs: Record, names: Iterable[str]) -> Iterator[str]:
+    """The values with these names that both have and that differ."""
+    for name in names:
+        if name in ours and name in theirs and ours[name] != theirs[name]:
+            yield f"{what}{name}: {shown_value(ours[name])} in A, {shown_value(theirs[name])} in B"

@@ -35,8 +35,13 @@ class Countdown:
         if now - self._shown < INTERVAL:
             return
         self._shown = now
-        left = f", about {(now - self._start) * (1 - fraction) / fraction:.0f} s left" if fraction else ""
-        yield Progress(f"{text}{left} ...")
+        yield self.progress(fraction, text)
+
+    def progress(self, fraction: float, text: str) -> Progress:
+        """The sentence for work that is done to this fraction."""
+        seconds = self._clock() - self._start
+        left = f", about {seconds * (1 - fraction) / fraction:.0f} s left" if fraction else ""
+        return Progress(f"{text}{left} ...")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Texts of runs: pieces that are accepted drafts or not, the relation to texts on the screen, and why they differ."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,51 +17,32 @@ REASONS = {
     Cause.ROUNDING: "a rounding tie: the target's two highest logits are {gap:.2g} apart, and verify passes of other "
     "widths move them by up to {drift:.2g}",
     Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
-    Cause.UNEXPLAINED: "the reason is unknown, please report it with the output of /texts",
+    Cause.UNEXPLAINED: "the reason is unknown, please report it with the records of /export bug.json",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TextRelation:
-    """How a run's text relates to that of `other`. `first` is True if that was the first text on the screen.
+def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
+    """Which run a run's text is compared with, and how they relate, in words that end in a colon if a text follows.
 
-    `position` is the 0-based index of the first difference, or None. It counts tokens of local runs and characters of
-    servers, as `unit` says. `ours` and `theirs` are the numbers of these.
+    It is compared with one of the same text, or else with its baseline's, or else with the first. `earlier` has at
+    least one run; their texts are on the screen. Positions count tokens of local runs and characters of servers.
     """
-
-    other: Run
-    first: bool
-    position: int | None
-    ours: int
-    theirs: int
-    unit: str = TOKEN
-
-    def sentence(self) -> str:
-        """The relation in words, to be shown after the run's name. It ends in a colon if a text follows."""
-        name = "" if self.first else f" {self.other.name}"
-        if self.position is None:
-            return f"= same text{' as' if name else ''}{name}"
-        if self.position == self.ours:
-            return f"the same{' as' if name else ''}{name} up to {self.unit} {self.ours}, where it ends"
-        if self.position == self.theirs:
-            return f"the same{' as' if name else ''}{name}, and longer from {self.unit} {self.position + 1}:"
-        return f"differs{' from' if name else ''}{name} from {self.unit} {self.position + 1}:"
-
-
-def relation(run: Run, earlier: Sequence[Run]) -> TextRelation:
-    """Compare a run with one that has the same text, or else with its baseline's, or else with the first.
-
-    `earlier` has at least one run; their texts are on the screen.
-    """
-    ours = _units(run)
+    ours, unit = _units(run), TOKEN if run.is_local else CHARACTER
     # The baseline's text comes first, because the other texts should equal it.
     candidates = sorted(earlier, key=lambda one: one.name != run.baseline)
     other = next((one for one in candidates if _units(one) == ours), None)
     if other is None:
         other = candidates[0] if candidates[0].name == run.baseline else earlier[0]
-    theirs = _units(other)
-    place, unit = first_difference(ours, theirs), TOKEN if run.is_local else CHARACTER
-    return TextRelation(other, other is earlier[0], place, len(ours), len(theirs), unit)
+    theirs, name = _units(other), "" if other is earlier[0] else f" {other.name}"
+    as_name = f" as{name}" if name else ""
+    place = first_difference(ours, theirs)
+    if place is None:
+        return other, f"= same text{as_name}"
+    if place == len(ours):
+        return other, f"the same{as_name} up to {unit} {place}, where it ends"
+    if place == len(theirs):
+        return other, f"the same{as_name}, and longer from {unit} {place + 1}:"
+    return other, f"differs{f' from{name}' if name else ''} from {unit} {place + 1}:"
 
 
 def _units(run: Run) -> Sequence[object]:
@@ -102,25 +82,18 @@ def text_figures(compared: Iterable[tuple[int, bool | None]]) -> dict[str, Any]:
     }
 
 
-def candidate_piece(tokenizer: Any, candidate: TokenCandidate | None) -> str:
-    """A token as a readable piece with its probability. None is the end of a text."""
-    if candidate is None:
-        return "(the end)"
-    return f"{token_piece(tokenizer, candidate.token)} {candidate.probability:.3g}"
-
-
 def _choice(tokenizer: Any, candidate: TokenCandidate | None) -> str:
-    """The same, for use within a sentence."""
+    """A token as a readable piece with its probability. None is the end of a text."""
     if candidate is None:
         return "the end of the text"
     return f"{token_piece(tokenizer, candidate.token)} (p {candidate.probability:.2g})"
 
 
-def divergence_sentence(name: str, divergence: Divergence, tokenizer: Any) -> str:
-    """A strategy's token at the first difference, the target's preference, and the cause."""
+def divergence_sentence(divergence: Divergence, tokenizer: Any) -> str:
+    """What follows a strategy's name: its token at the first difference, the target's preference, and the cause."""
     reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
     ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
-    return f"{name} differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
+    return f"differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
 
 
 class TextPiece(NamedTuple):

@@ -150,8 +150,8 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
 class ShownResult:
     """What the screen showed: its JSON records, and for a report also the finished report with its findings.
 
-    `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name. It must not
-    hold models.
+    Of a prompt, `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name;
+    `cells` are those of its table by heading. It must not hold models.
     """
 
     records: list[dict[str, Any]]
@@ -159,36 +159,25 @@ class ShownResult:
     findings: Sequence[Finding] = ()
     causes: Mapping[str, Divergence] = field(default_factory=dict)
     texts: Mapping[str, Sequence[TextPiece]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ShownResults:
-    """The last results of a session, the newest one last. `count` includes results that were dropped."""
-
-    kept: deque[ShownResult] = field(default_factory=lambda: deque(maxlen=MAX_RESULTS))
-    count: int = 0
-
-    def add(self, result: ShownResult) -> None:
-        """Add a result. Beyond MAX_RESULTS the oldest one is dropped."""
-        self.kept.append(result)
-        self.count += 1
+    cells: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class SessionState:
     """The memory of one session.
 
-    `prompts` are those that were run, in order. `last` has the runs of the last prompt. `advice` holds the settings
-    that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change of the
-    target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of rounds and how many were
-    accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
+    `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `results` what was shown
+    last. `advice` holds the settings that the last verdict recommends. `servers` receive every prompt. `rounding` is
+    the largest observed change of the target's logits by verify width. `first_drafts` counts, by strategy, the first
+    drafts of rounds and how many were accepted. `said_low_acceptance` is True once the hint about low acceptance was
+    shown.
     """
 
     storage: NGramStorage
     prompts: list[str] = field(default_factory=list)
     advice: Mapping[str, Any] | None = None
     last: LastPrompt | None = None
-    results: ShownResults = field(default_factory=ShownResults)
+    results: deque[ShownResult] = field(default_factory=lambda: deque(maxlen=MAX_RESULTS))
     rounding: float = 0.0
     first_drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     said_low_acceptance: bool = False
@@ -199,4 +188,9 @@ class SessionState:
     @property
     def shown(self) -> ShownResult | None:
         """The last result."""
-        return self.results.kept[-1] if self.results.kept else None
+        return self.results[-1] if self.results else None
+
+    @property
+    def causes(self) -> Mapping[str, Divergence]:
+        """Why texts of the last prompt differ from the target's, by strategy name."""
+        return next((result.causes for result in reversed(self.results) if result.report is None), {})

@@ -129,7 +129,7 @@ class Strategy:
 def _drafted(job: Job, kind: DrafterKind) -> Iterator[Step]:
     rule = RULES[job.settings.verify]
     built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
-    drafter, target = job.observers.wrap(built.drafter, built.target)
+    drafter, target = job.observed(built.drafter, built.target)
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.max_drafts, rule=rule)
 
 

@@ -1,6 +1,6 @@
 """Prepares a pair: every strategy runs once, and the costs of its drafters are measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
@@ -79,26 +79,19 @@ def _in_steps(seconds: float, engine: Engine) -> float:
 
 
 def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> DraftSeconds:
-    """The measured times of a drafter kind."""
+    """The measured times of a drafter kind, or those of an earlier measurement."""
     shown = as_json(settings)
     # The key includes everything else that affects the time.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
     if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
-    job = replace(harness.job(PROMPT, settings), drafter=word)
-    length = 0 if harness.pair.engine.longer is None else harness.pair.engine.longer.length
-    what = f"measuring the drafter {label}"
-    return DraftSeconds(*_stored_seconds(key, harness, what, lambda: draft_seconds(job, length)))
-
-
-def _stored_seconds(key: str, harness: Harness, what: str, measure: Callable[[], Sequence[float]]) -> list[float]:
-    """Measured times, which the engine stores together with the times of verify passes."""
     engine = harness.pair.engine
-    if key not in engine.draft_seconds:
-        engine.report(what)
-        engine.draft_seconds[key] = list(measure())
+    if key not in engine.draft_seconds:  # the engine stores them together with the times of verify passes
+        engine.report(f"measuring the drafter {label}")
+        job = replace(harness.job(PROMPT, settings), drafter=word)
+        engine.draft_seconds[key] = list(draft_seconds(job, 0 if engine.longer is None else engine.longer.length))
         engine.store()
-    return engine.draft_seconds[key]
+    return DraftSeconds(*engine.draft_seconds[key])
 
 
 def draft_seconds(job: Job, longer: int) -> DraftSeconds:

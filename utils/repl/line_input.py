@@ -59,7 +59,7 @@ class SlashCompleter(Completer):
 
 def _words(command: Command, argument: str) -> Iterator[Completion]:
     """The words that complete an argument. A second word follows only its first one, as in "kind basic"."""
-    for word in command.words:
+    for word, meaning in command.words.items():
         first, _, last = word.rpartition(" ")
         is_second = first in command.words
         if word.startswith(argument) and word != argument and (not is_second or argument.startswith(first + " ")):
@@ -67,7 +67,7 @@ def _words(command: Command, argument: str) -> Iterator[Completion]:
                 word,
                 start_position=-len(argument),
                 display=last if is_second else word,
-                display_meta=command.meanings.get(word, ""),
+                display_meta=meaning,
             )
 
 

@@ -10,7 +10,7 @@ from threading import Event, Thread
 import torch
 
 from utils.commands import Registry
-from utils.comparison.engine_page import busy_notes
+from utils.commands.shared.setting_commands import busy_notes
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
@@ -195,7 +195,7 @@ class LoadedPair:
 
 def _workload(harness: Harness, settings: Settings) -> Workload:
     """The workload of the target's engine: the enabled strategies that use the target."""
-    enabled = [strategy for strategy in harness.runnable(settings) if strategy.is_on(settings)]
+    enabled = harness.runnable(settings, enabled=True)
     alone = sum(strategy.is_baseline for strategy in enabled)
     drafted = sum(strategy.drafts for strategy in enabled)
     return Workload(alone, drafted) if alone + drafted else TYPICAL

@@ -8,19 +8,15 @@ from collections.abc import Callable, Sequence
 
 from utils.commands import CommandContext, Outcome, Registry
 from utils.commands.shared.outcomes import (
+    Action,
     ChangeSettings,
-    ClearScreen,
     Effect,
-    ForgetConversations,
-    Quit,
     Reply,
-    RetestEngine,
     RunLines,
     RunReport,
     ShowRows,
     ShowTable,
     ShowTexts,
-    UndoSettings,
     UsePair,
     UseServers,
     UseStorage,
@@ -199,16 +195,16 @@ class ReplSession:
             case ChangeSettings(changed, reply):
                 if message := settings.change(changed, reply):
                     renderer.reply(message)
-            case RetestEngine():
+            case Action.RETEST_ENGINE:
                 renderer.progress(STARTING_ENGINE.format(self.settings.engine))
                 renderer.reply(settings.retest_engine())
-            case UndoSettings():
+            case Action.UNDO_SETTINGS:
                 renderer.reply(settings.undo())
             case UseServers(addresses):
                 self.harness.state.servers.use(addresses)
             case UseStorage(storage):
                 self.harness.state.storage = storage
-            case ForgetConversations():
+            case Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case UsePair(request):
                 self._load(request)
@@ -220,7 +216,7 @@ class ReplSession:
                     return ReportRunner(self._loaded.pair, renderer, self._log()).run(report)
                 finally:
                     settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
-            case Quit():
+            case Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
 
@@ -271,7 +267,7 @@ def show_effect(effect: Effect, renderer: Renderer) -> bool:
             renderer.table(headings, rows)
         case ShowTexts(columns):
             renderer.columns(columns)
-        case ClearScreen():
+        case Action.CLEAR_SCREEN:
             renderer.clear()
         case _:
             return False

@@ -33,6 +33,7 @@ from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, show_comparison, show_report, tokenizer_of
+from utils.screen.tables import comparison_columns
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
@@ -97,7 +98,7 @@ class ResultLog:
     file: RecordFile | None
 
     def add(self, result: ShownResult) -> None:
-        self.state.results.add(result)
+        self.state.results.append(result)
         if self.file is not None:
             self.file.append(result.records)
 
@@ -211,7 +212,8 @@ def _shown(last: LastPrompt, causes: dict[str, Divergence], pair: Pair | None) -
         else marked_text(run.generation.steps, tokenizer)
         for _, run, _ in last.compared
     }
-    return ShownResult(run_records(last, causes, pair), causes=causes, texts=texts)
+    records, cells = run_records(last, causes, pair), comparison_columns(last.compared)
+    return ShownResult(records, causes=causes, texts=texts, cells=cells)
 
 
 def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:

@@ -186,8 +186,7 @@ class RunView:
         """Show one line if the text is already on the screen, otherwise the text from the first difference on."""
         if not run.is_local:  # its pieces may contain the server's key
             self._pieces = [(visible(run.text), Mark.TEXT)]
-        found = relation(run, self._earlier)
-        sentence, other = found.sentence(), found.other
+        other, sentence = relation(run, self._earlier)
         ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
         ours, theirs = plain_text(self._pieces), visible(other.text)
         if not sentence.endswith(":"):
@@ -259,7 +258,7 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
         renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
     known: dict[str, Cause] = {}
     for name, divergence in causes:
-        renderer.result(divergence_sentence(name, divergence, pair.tokenizer))
+        renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
         known[name] = divergence.cause
     blank = [entry.run.name for entry in last.strategies if not entry.run.text.strip()]
     other = pair.engine.faster_baseline()

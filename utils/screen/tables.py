@@ -61,12 +61,17 @@ MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
 
 
+def comparison_columns(compared: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """The cells of all columns by heading, one for each strategy and server."""
+    beside_servers = not all(entry.run.is_local for entry in compared)
+    shown = [column for column in COLUMNS if beside_servers or not column.of_servers]
+    return {column.heading: [column.cell(entry) for entry in compared] for column in shown}
+
+
 def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row for each strategy and server, with the columns that fit."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    beside_servers = not all(entry.run.is_local for entry in compared)
-    shown = [column for column in COLUMNS if beside_servers or not column.of_servers]
-    columns = {column.heading: [column.cell(entry) for entry in compared] for column in shown}
+    columns = comparison_columns(compared)
     lines = {name: [line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()}
     sizes = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
     for name in OPTIONAL:

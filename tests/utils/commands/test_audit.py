@@ -9,8 +9,7 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
 from tiny import tiny_mamba
 
-from utils.commands.audit import EQUAL_TEXTS
-from utils.commands.lossless import NO_DIFFERENCE
+from utils.commands.checks import EQUAL_TEXTS, NO_DIFFERENCE
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.repl.runner import Verdict

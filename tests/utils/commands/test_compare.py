@@ -3,18 +3,73 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of
 from recordings import Row, recorded
-from records_to_compare import CIRCUMSTANCES, PROMPTS, SETTINGS, changed, compared, record, written
 
-from utils.commands.experiments.compared_runs import AT_OTHER_TIMES, NOT_COMPARED, SAME
+from utils.commands.compare import AT_OTHER_TIMES, NOT_COMPARED, SAME
 from utils.comparison.recorded_runs import match, read_records
 from utils.metrics.intervals import speedup_interval
 from utils.repl.runner import Verdict
+
+PROMPTS = [f"prompt {number}" for number in range(6)]
+SETTINGS = {"length": 128, "processor": "greedy", "seed": 42, "gamma": "auto", "drafter_kind": "loaded", "debug": "off"}
+CIRCUMSTANCES: Row = {
+    "models": {"target": "big", "drafter": "small", "dtype": "float32"},
+    "engine": {"kind": "plain", "threads": 1},
+    "versions": {"torch": "2.0"},
+    "machine": {"cpu": "One", "gpus": []},
+}
+
+
+def record(prompt: str, speed: float, **changes: Any) -> Row:
+    """A record of a generation."""
+    row: Row = {
+        "schema": 2,
+        "record": "generation",
+        "prompt": prompt,
+        "history": [],
+        "strategy": "speculative",
+        "drafter_kind": "model",
+        "text": "abc",
+        "token_ids": [1, 2, 3],
+        "prompt_tokens": 4,
+        "finish": "length",
+        "tokens_per_second": speed,
+        "tokens_per_target_forward": 2.0,
+        "speedup_vs_baseline": speed / 10,
+        "drafted": 10,
+        "accepted": 5,
+        "rounds": 3,
+        "settings": SETTINGS,
+        **CIRCUMSTANCES,
+    }
+    return row | changes
+
+
+def written(path: Path, rows: Sequence[Row | str]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def compared(
+    view: Screen, folder: Path, first: Sequence[Row | str], second: Sequence[Row | str]
+) -> tuple[list[Row], str]:
+    """The rows and the conclusion."""
+    a, b = written(folder / "a.jsonl", first), written(folder / "b.jsonl", second)
+    session = open_session(view, records=folder / "compared.jsonl")
+    assert session.handle(f"/compare {a} {b}") is Verdict.DONE, view.take()
+    report = records_of(folder / "compared.jsonl")[-1]
+    assert report["record"] == "compare"
+    return report["findings"], "\n".join(report["conclusion"])
+
+
+def changed(**settings: Any) -> Callable[[str], Row]:
+    return lambda prompt: record(prompt, 10.0, settings=SETTINGS | settings)
 
 
 def test_a_known_ratio_is_found(view: Screen, tmp_path: Path) -> None:
@@ -140,6 +195,9 @@ def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp
     assert "1 of 2 are the same" in conclusion
 
 
+RACED = {"strategy": "target", "tokens_per_second": [1.0], "speedups": []}
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -149,7 +207,7 @@ def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp
         (json.dumps(record("x", 1.0) | {"finish": "interrupted"}), "line 2: the run was interrupted"),
         (json.dumps(record("x", 0.0)), "line 2: the run has no speed"),
         (json.dumps({"schema": 2, "record": "race", "prompt": "x", "settings": {}, "findings": [3]}), '"findings"'),
-        (json.dumps({"schema": 2, "record": "race", "prompt": 3, "settings": {}, "findings": []}), '"prompt"'),
+        (json.dumps({"schema": 2, "record": "race", "prompt": 3, "settings": {}, "findings": [RACED]}), '"prompt"'),
         (json.dumps({"schema": 2, "record": "race", "settings": {"turns": True}, "findings": []}), "conversation"),
     ],
 )

@@ -73,7 +73,6 @@ def test_a_picture_shows_any_text_and_wide_characters_in_full_width() -> None:
         ("/whatif", "predicted speed-up"),
         ("/race 2", "speed-up over target-only"),
         ("/sweep gamma 1 2", "gamma 2, speculative"),
-        ("/why", "where the time went"),
     ],
 )
 def test_a_report_becomes_a_picture_with_its_plot(

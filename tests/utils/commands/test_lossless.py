@@ -10,9 +10,10 @@ import pytest
 from fakes import Restless, Screen, checked, open_session, records_of, table_pair, tiny_pair, with_speculative
 from tiny import tiny_llama, tiny_mamba
 
-from utils.commands.lossless import ALL_MATCH, NO_DIFFERENCE, OTHER, TOO_FEW, WRONG, conclusion
+from utils.commands.checks import ALL_MATCH, NO_DIFFERENCE, OTHER, RARE, TOO_FEW, WRONG, conclusion
 from utils.comparison.arms import empty_storage
 from utils.comparison.job import Job, SharedPrefills
+from utils.comparison.reports import Finding
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
@@ -71,12 +72,15 @@ def test_too_few_draws_give_no_verdict(view: Screen, tmp_path: Path) -> None:
 
 
 def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
-    row = {"strategy": "a", "support": 9, "draws": 40, "p_value": 1e-4, "verdict": "suspicious"}
-    assert "10000" in conclusion([row])[0]
-    assert "report" in conclusion([row | {"verdict": WRONG, "p_value": 0.0}])[0]
-    assert "/lossless 200" in conclusion([row | {"verdict": TOO_FEW, "p_value": None}])[-1]
-    fine = conclusion([row | {"verdict": NO_DIFFERENCE, "p_value": 0.5}])
-    assert len(fine) == 1 and "p-value" in fine[0]
+    def lines(**changes: Any) -> list[str]:
+        row = {"strategy": "a", "support": 9, "draws": 40, "p_value": 1e-4, "verdict": RARE}
+        return conclusion([Finding((), row | changes)])
+
+    assert "0.0001" in lines()[0]
+    assert "report" in lines(verdict=WRONG, p_value=0.0)[0]
+    assert "/lossless 200" in lines(verdict=TOO_FEW, p_value=None)[-1]
+    (sentence,) = lines(verdict=NO_DIFFERENCE, p_value=0.5)
+    assert "p-value" in sentence
 
 
 def hotter(job: Job) -> Any:

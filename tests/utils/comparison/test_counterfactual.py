@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from tiny import tiny_llama, tiny_tokenizer
-from tiny_jobs import fresh, pair, strategy_of
+from tiny_jobs import fresh, pair, replay_gammas, strategy_of
 
 from ngram_assisted import NGramStorage
 from sampling.counterfactual import chain_single_drafts
-from utils.comparison.gamma_replay import replay_gammas
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.metrics.costs import Costs

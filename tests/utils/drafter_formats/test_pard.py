@@ -12,13 +12,13 @@ import torch
 from fakes import tiny_pair
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny_jobs import replay_gammas
 
 from ngram_assisted import NGramStorage
 from sampling import RULES, autoregressive_generate, autoregressive_steps, speculative_generate, speculative_steps
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from sampling.drafters.masked import MaskedSession
 from utils.bounds import MAX_GAMMA
-from utils.comparison.gamma_replay import replay_gammas
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings

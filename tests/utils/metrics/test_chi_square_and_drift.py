@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_llama, tiny_sliding, tiny_t5
 
-from utils.commands.lossless import chi_square_tail, fit
+from utils.commands.checks import chi_square_tail, fit
 from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
 from utils.decode.model_session import ModelSession
 

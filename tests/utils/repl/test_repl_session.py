@@ -1,10 +1,12 @@
 """Prompts in a session with tiny models: what is run, shown and recorded."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
+from paths import ROOT
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
@@ -305,3 +307,16 @@ def test_one_is_singular(view: Screen, tmp_path: Path) -> None:
         session.handle(line)
         shown = "".join(view.take())
         assert not re.search(ONE, shown), (line, re.search(ONE, shown))
+
+
+def test_a_prompt_without_servers_enters_no_file_of_theirs(view: Screen) -> None:
+    session, entered = open_session(view), set[str]()
+    session.handle("/length 2")
+    sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename))
+    try:
+        session.handle("Hello")
+    finally:
+        sys.setprofile(None)
+    files = {Path(name).relative_to(ROOT).as_posix() for name in entered if name.startswith(f"{ROOT}/")}
+    source = {name for name in files if name.startswith(("utils/", "sampling/", "ngram_assisted/"))}
+    assert source and not [name for name in source if "servers" in name] and len(source) <= 54, sorted(source)

@@ -8,31 +8,23 @@ from xml.etree import ElementTree
 import pytest
 
 from utils.comparison.charts import (
-    BarChart,
     Chart,
     DotChart,
     DotRow,
     LineChart,
     Marker,
-    StackedChart,
     acceptance_chart,
-    prompt_charts,
     repeats_chart,
-    time_chart,
 )
-from utils.screen.plots import HEIGHT, SIGNS, text_plot
-from utils.screen.svg_charts import AREA, LEFT, ROW, TOP, svg_chart
-from utils.screen.svg_charts import HEIGHT as AREA_HEIGHT
+from utils.screen.plots import AREA, HEIGHT, LEFT, LINES, ROW, SIGNS, TOP, svg_chart, text_plot
 
 DOTS = DotChart(
     "speeds", "speed-up", [DotRow("one", [1.0, 1.5, 2.0], (1.2, 1.9)), DotRow("two", [1.1]), DotRow("none", [])], 1.0
 )
-LINES = LineChart(
+CURVES = LineChart(
     "curves", "gamma", list("0123"), {"a": [1, 2, 3, 2], "b": [2, None, 1]}, [Marker("auto", "a", 1.5, 2.5)], 1.0
 )
-BARS = BarChart("rates", "position", list("123"), {"a": [1.0, 0.5, 0.0], "b": [0.25, None, None]})
-STACK = StackedChart("time", "seconds", ["a", "b"], {"draft": [1.0, 0.0], "verify": [1.0, 4.0]})
-CHARTS = (DOTS, LINES, BARS, STACK)
+CHARTS = (DOTS, CURVES)
 
 
 def many(count: int) -> list[Chart]:
@@ -41,8 +33,6 @@ def many(count: int) -> list[Chart]:
     return [
         DotChart("dots", "x", [DotRow(name, [1.0, 2.0]) for name in names]),
         LineChart("lines", "x", list("01"), {name: [1.0, 2.0] for name in names}),
-        BarChart("bars", "x", [str(index) for index in range(count)], {name: [0.5] * count for name in names}),
-        StackedChart("stack", "x", names, {"part": [1.0] * count}),
     ]
 
 
@@ -50,7 +40,7 @@ def many(count: int) -> list[Chart]:
 @pytest.mark.parametrize("chart", [*CHARTS, *many(9), *many(60)])
 def test_a_plot_in_a_terminal_is_small(chart: Chart, width: int) -> None:
     lines = text_plot(chart, width=width).splitlines()
-    assert len(lines) <= HEIGHT == 10 and max(map(len, lines)) <= min(max(width, 40), 100)
+    assert len(lines) <= LINES == 10 and max(map(len, lines)) <= min(max(width, 40), 100)
     assert chart.title in lines[0] and not any("\x1b" in line for line in lines)
 
 
@@ -74,18 +64,6 @@ def test_repeats_are_dots_around_their_median() -> None:
     assert one.index("|") == pytest.approx((one.index("o", 4) + one.rindex("o")) / 2, abs=1)
 
 
-def test_a_bar_of_height_0_differs_from_a_missing_one() -> None:
-    bottom = text_plot(BARS, width=60).splitlines()[-3]
-    assert bottom.partition("|")[2].split() == ["***ooo", "***", "___"]
-
-
-def test_stacked_bars_are_as_long_as_their_parts() -> None:
-    _, first, second, legend = text_plot(STACK, width=60).splitlines()
-    assert abs(first.count("#") - first.count("=")) <= 1 and "#" not in second
-    assert second.count("=") == pytest.approx(2 * (first.count("#") + first.count("=")), abs=1)
-    assert first.endswith("2.00") and second.endswith("4.00") and "# draft" in legend
-
-
 def drawn(chart: Chart, tag: str) -> list[dict[str, str]]:
     """The attributes of these elements of a chart as SVG."""
     return [dict(element.attrib) for element in ElementTree.fromstring(svg_chart(chart)).iter(tag)]
@@ -106,22 +84,12 @@ def test_dots_of_a_page_are_at_the_measured_values() -> None:
 
 
 def test_curves_of_a_page_have_gaps_and_markers() -> None:
-    paths = [path["d"] for path in drawn(LINES, "path") if path["stroke-width"] == "1.6"]
+    paths = [path["d"] for path in drawn(CURVES, "path") if path["stroke-width"] == "1.6"]
     assert [re.findall("[ML]", path) for path in paths] == [["M", "L", "L", "L"], ["M", "M"]]
-    tops = [float(dot["cy"]) for dot in drawn(LINES, "circle")]
-    heights = [3 * (TOP + AREA_HEIGHT - top) / (AREA_HEIGHT - 1) for top in tops]
+    tops = [float(dot["cy"]) for dot in drawn(CURVES, "circle")]
+    heights = [3 * (TOP + HEIGHT - top) / (HEIGHT - 1) for top in tops]
     assert heights == pytest.approx([1, 2, 3, 2, 2, 1, 2.5], abs=0.02), "from 0, and the marker last"
-    assert {"auto", "target-only", "a", "b"} <= set(words(LINES))
-
-
-def test_bars_of_a_page_have_their_heights() -> None:
-    bars = [float(bar["height"]) / (AREA_HEIGHT - 1) for bar in drawn(BARS, "rect")]
-    assert bars[:4] == pytest.approx([1.0, 0.5, 0.0, 0.25], abs=0.01) and len(bars) == 4 + 2, "and the legend"
-    parts = [
-        ((float(part["x"]) - LEFT) / (AREA - 1) * 4, float(part["width"]) / (AREA - 1) * 4)
-        for part in drawn(STACK, "rect")[:4]
-    ]
-    assert parts == [pytest.approx(part, abs=0.02) for part in ((0, 1), (0, 0), (1, 1), (0, 4))]
+    assert {"auto", "target-only", "a", "b"} <= set(words(CURVES))
 
 
 @pytest.mark.parametrize(
@@ -129,13 +97,7 @@ def test_bars_of_a_page_have_their_heights() -> None:
 )
 def test_any_text_can_be_drawn(text: str) -> None:
     line = LineChart(text, text, [text], {text: [1.0]}, [Marker(text, text, 0, 1)])
-    bar = BarChart(text, text, [text], {text: [1.0]}, {text: [text]})
-    for chart in (
-        line,
-        bar,
-        DotChart(text, text, [DotRow(text, [1.0])]),
-        StackedChart(text, text, [text], {text: [0]}),
-    ):
+    for chart in (line, DotChart(text, text, [DotRow(text, [1.0])])):
         svg = svg_chart(chart)
         ElementTree.fromstring(svg)
         assert "<script" not in svg and "\x1b" not in svg and len(svg) < 9000
@@ -149,7 +111,7 @@ def test_a_chart_of_a_page_drops_nothing_and_stays_inside(chart: Chart) -> None:
         0 <= float(word.attrib["x"]) < width and 0 < float(word.attrib["y"]) < height for word in root.iter("text")
     )
     assert not {name for element in root.iter() for name in element.attrib} & {"id", "style", "href", "class"}
-    names = getattr(chart, "series", None) or getattr(chart, "parts", None) or [row.label for row in chart.rows]  # type: ignore[union-attr]
+    names = [row.label for row in chart.rows] if isinstance(chart, DotChart) else list(chart.series)
     assert len([word for word in words(chart) if word.startswith(tuple(name[:20] for name in names))]) >= len(names)
 
 
@@ -174,17 +136,8 @@ def test_several_prompts_are_a_dot_each() -> None:
     assert repeats_chart([("x", row)], "prompt").rows[0].values == pytest.approx([2.0, 3.0])
 
 
-def record(strategy: str, **changes: object) -> dict[str, object]:
-    drafts = {"accepted_by_position": [[3, 4], [1, 3], [0, 0]], "draft_seconds": 0.5, "verify_seconds": 1.0}
-    return {"strategy": strategy, "seconds": 2.0, **drafts, **changes}
-
-
-def test_the_runs_of_a_prompt_as_charts() -> None:
-    nothing = {"accepted_by_position": None, "draft_seconds": None, "verify_seconds": None}
-    rates, time = prompt_charts([record("speculative"), record("target", **nothing)])
-    assert isinstance(rates, BarChart) and rates.series == {"speculative": [0.75, 1 / 3, None]}
-    assert rates.counts["speculative"] == ["3/4", "1/3", "0/0"] and "1/3" in svg_chart(rates)
-    assert isinstance(time, StackedChart) and time.labels == ["speculative", "target"]
-    assert time.parts == {"draft": [0.5, 0], "verify": [1, 0], "other": [0.5, 0], "not split": [0, 2]}
-    assert not prompt_charts([record("target", **nothing)]) and not list(acceptance_chart({"a": []}))
-    assert not list(time_chart({}))
+def test_acceptance_by_position_is_a_curve() -> None:
+    rows = {"speculative": [[3, 4], [1, 3], [0, 0]], "target": None, "ngram": [[1, 2]]}
+    (chart,) = acceptance_chart([{"strategy": name, "accepted_by_position": row} for name, row in rows.items()])
+    assert chart.series == {"speculative": [0.75, 1 / 3, None], "ngram": [0.5]} and list(chart.ticks) == ["1", "2", "3"]
+    assert not list(acceptance_chart([{"strategy": "target", "accepted_by_position": None}]))

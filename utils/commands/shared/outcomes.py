@@ -5,6 +5,7 @@ A command prints and changes nothing. It returns an Outcome, whose effects `util
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from ngram_assisted import NGramStorage
 from utils.comparison.reports import Column, Report
@@ -51,16 +52,6 @@ class ChangeSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RetestEngine:
-    """Run the engine's self-test and all its measurements again."""
-
-
-@dataclass(frozen=True, slots=True)
-class UndoSettings:
-    """Revert the last change of settings."""
-
-
-@dataclass(frozen=True, slots=True)
 class UseStorage:
     """Use another n-gram storage from now on."""
 
@@ -82,11 +73,6 @@ class UsePair:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetConversations:
-    """Begin new conversations with the next prompt."""
-
-
-@dataclass(frozen=True, slots=True)
 class RunLines:
     """Process these lines as if they were typed, one after the other."""
 
@@ -100,14 +86,14 @@ class RunReport:
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class ClearScreen:
-    """Clear the screen."""
+class Action(Enum):
+    """An effect without values."""
 
-
-@dataclass(frozen=True, slots=True)
-class Quit:
-    """End the session."""
+    RETEST_ENGINE = auto()  # run the engine's self-test and all its measurements again
+    UNDO_SETTINGS = auto()  # revert the last change of settings
+    FORGET_CONVERSATIONS = auto()  # begin new conversations with the next prompt
+    CLEAR_SCREEN = auto()
+    QUIT = auto()  # end the session
 
 
 Effect = (
@@ -116,15 +102,11 @@ Effect = (
     | ShowTable
     | ShowTexts
     | ChangeSettings
-    | RetestEngine
-    | UndoSettings
     | UseStorage
     | UsePair
     | UseServers
-    | ForgetConversations
     | RunLines
     | RunReport
-    | ClearScreen
-    | Quit
+    | Action
 )
 Outcome = Sequence[Effect]

@@ -70,9 +70,9 @@ class Command:
     one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
     `current` returns the current value of a setting.
 
-    `words` complete the argument, and `meanings` describe them. A file name completes the argument after a beginning in
-    `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses no models, so
-    that it can run while another thread uses them.
+    `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
+    beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
+    no models, so that it can run while another thread uses them.
     """
 
     name: str
@@ -83,8 +83,7 @@ class Command:
     rank: int = 0
     page: Page = Page("", ())
     current: Callable[[Settings], str] = lambda settings: ""
-    words: tuple[str, ...] = ()
-    meanings: Mapping[str, str] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     free_text: bool = False
     at_once: bool = False

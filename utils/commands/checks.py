@@ -1,0 +1,460 @@
+"""/audit and /lossless: checks of the loaded models and strategies on the last prompt.
+
+/audit finds out what is deterministic here, and which texts must be equal. Its modes follow the tests of
+batch-invariant inference engines: `repeat` and `order` repeat and reorder whole runs, `width` and `prefix` compare the
+logits before random cuts of the text, by verify width, and with and without a cached prefix. /lossless tests whether
+first tokens follow the target's distribution, with many one-round draws.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from utils.bounds import MAX_SEED, WholeRange
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.comparison.harness import Harness
+from utils.comparison.job import Job, SharedPrefills
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.strategies import Strategy, is_greedy
+from utils.config.setting_table import setting_fields
+from utils.decode.logit_drift import LogitDrift, logits_by_width
+from utils.decode.model_session import ModelSession
+from utils.decode.noise import fix_seeds
+from utils.errors import UserError
+from utils.metrics.results import tokens_of
+from utils.pairs.pair import Pair, depends_on_width
+from utils.text import count_of
+
+TRIALS, MAX_TRIALS = 10, 10_000
+ANSWER = 8  # maximum number of new tokens of each run
+LONGEST_PROMPT = 512  # tokens of the prompt for which logits are computed
+SMALL_DRIFT = 0.01  # a difference of logits below this seldom changes a token
+OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
+EQUAL_TEXTS = (
+    "the speculative, n-gram assisted and target-only texts are the same under greedy (with any rule), "
+    "and with sampling under /verify coupled"
+)
+AUDIT_TABLE = ResultTable(
+    figure("mode", "mode"),
+    figure("trials", "trials"),
+    figure("unique outputs", "unique_outputs"),
+    figure("logit difference", "largest_logit_difference", "{:.2g}"),
+    ResultColumn(
+        "argmax flips",
+        lambda row: f"{row['argmax_flips']} of {row['positions']}" if "argmax_flips" in row else NOTHING,
+    ),
+)
+DRAWS, MAX_DRAWS = 200, 1_000_000
+MIN_EXPECTED = 5.0  # with smaller expected counts the chi-square distribution is a poor approximation
+SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
+NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
+OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
+ALARMS = {  # sentences about a strategy whose draws do not match the target's distribution
+    RARE: "{strategy}: chance does this with probability {p_value:.1g}. Next: repeat it with more draws.",
+    WRONG: "{strategy} does not follow the target's distribution. This is a bug: please report it.",
+}
+DRAW_TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    figure("draws", "draws", drop=2),
+    figure("cells", "cells", drop=1),
+    ResultColumn(
+        "chi-square",
+        lambda row: NOTHING if row["statistic"] is None else f"{row['statistic']:.1f} ({row['freedom']} df)",
+    ),
+    figure("p-value", "p_value", "{:.2g}"),
+    ResultColumn("matches", lambda row: f"{row['matches']}/{row['draws']}" if row["statistic"] is None else NOTHING),
+    figure("verdict", "verdict"),
+)
+GREEDY = (
+    "greedy decoding is deterministic, so there is no distribution to test. Type /processor multinomial 1 first, "
+    "or /audit to check that texts are equal."
+)
+
+
+def _audit(argument: str, context: CommandContext) -> Outcome:
+    trials = WholeRange(1, MAX_TRIALS).parse(argument or str(TRIALS))
+    harness, settings = context.harness, context.settings
+    harness.enabled(settings)  # raises UserError where nothing is enabled
+    short = replace(settings, length=min(settings.length, ANSWER))
+    if last := harness.last_local:
+        # A new job, so that the storage and the conversations of the session stay as they are.
+        text, job = last.text, harness.job(last.job.prompt, short, last.job.history)
+    else:
+        text, job = OWN_PROMPT, harness.job(harness.prompt_ids(OWN_PROMPT, settings), short)
+    events, conclude = _Audit(harness, job, trials).events(), partial(_audited, harness.pair)
+    return [RunReport(Report("audit", text, settings, AUDIT_TABLE.headings, events, conclude))]
+
+
+class _Audit:
+    """The trials of one audit."""
+
+    def __init__(self, harness: Harness, job: Job, trials: int) -> None:
+        self._harness, self._job, self._trials = harness, job, trials
+        self._random = Random(job.settings.seed)
+        self._width = job.settings.max_drafts + 1  # of the widest verify pass: all drafts of a round and one token
+        self._texts: dict[str, set[tuple[int, ...]]] = {}  # the different texts of each strategy
+
+    def events(self) -> Iterator[ReportEvent]:
+        settings, enabled = self._job.settings, self._harness.enabled(self._job.settings)
+        size = count_of(len(self._job.prompt), "token")
+        prompt = f"the last prompt ({size})" if self._harness.last_local else f'"{OWN_PROMPT}"'
+        yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
+        names = ", ".join(strategy.name for strategy in enabled)
+        runs = f"{self._trials} x up to {count_of(settings.length, 'token')} by {names}"
+        yield Progress(f"repeat: {runs}, always in this order ...")
+        yield from self._text_events("repeat", lambda: enabled)
+        yield Progress(f"order: {runs}, shuffled ...")
+        yield from self._text_events("order", lambda: self._random.sample(enabled, len(enabled)))
+        self._job = replace(self._job, prompt=self._job.prompt[:LONGEST_PROMPT])
+        context = self._trial_text()
+        yield from self._logit_events("width", context, self._by_width)
+        yield from self._logit_events("prefix", context, self._by_prefix)
+
+    def _text_events(self, mode: str, order: Callable[[], Sequence[Strategy]]) -> Iterator[ReportEvent]:
+        """Run the strategies in an order for each trial. The finding also covers the texts of earlier modes."""
+        refused: dict[str, str] = {}
+        countdown, done = Countdown(), 0
+        try:
+            while done < self._trials:
+                for strategy in order():
+                    try:
+                        self._texts.setdefault(strategy.name, set()).add(self._run(strategy))
+                    except UserError as error:
+                        refused[strategy.name] = str(error)
+                done += 1
+                yield from countdown.at(done / self._trials, f"{mode}: {done} of {self._trials} rounds")
+        finally:  # Ctrl-C is raised again once the events are consumed
+            yield from (Note(f"{mode}: {name} left out. {reason}") for name, reason in refused.items())
+            unique = {name: len(texts) for name, texts in self._texts.items() if texts}
+            if done and unique:
+                yield AUDIT_TABLE.finding(
+                    {
+                        "mode": mode,
+                        "trials": done,
+                        "tokens": max(len(text) for texts in self._texts.values() for text in texts),
+                        "unique_outputs": max(unique.values()),
+                        "unique_by_strategy": unique,
+                    }
+                )
+
+    def _run(self, strategy: Strategy) -> tuple[int, ...]:
+        """The tokens of one run, with an n-gram storage and sessions of its own."""
+        fix_seeds(self._job.settings.seed)
+        job = self._harness.job(self._job.prompt, self._job.settings, self._job.history)
+        return tuple(tokens_of(strategy.steps(job)))
+
+    def _trial_text(self) -> list[int]:
+        """The prompt and the target's answer, with the prompt repeated until two verify passes fit."""
+        session = self._job.session("target", rewinds=False)
+        context = [*session.begin(self._job.prompt), *tokens_of(self._harness.baseline.steps(self._job))]
+        # A short answer would leave no room for random cuts at the largest verify width.
+        room, missing = session.room(context), max(0, 2 * self._width - len(context))
+        return context + list(islice(cycle(self._job.prompt), missing if room is None else min(missing, room)))
+
+    def _logit_events(
+        self, mode: str, text: list[int], compute: Callable[[list[int], int], list[Tensor]]
+    ) -> Iterator[ReportEvent]:
+        """One finding for the logits before random cuts of the text, computed in several ways."""
+        yield Progress(f"{mode}: {count_of(self._trials, 'position')} in {count_of(len(text), 'token')} ...")
+        drift, unique, done, widest = LogitDrift(0.0, 0, 0), 0, 0, 0
+        countdown = Countdown()
+        try:
+            while done < self._trials:
+                end = self._random.randint(min(self._width + 1, len(text)), len(text))
+                count = max(1, min(self._width, end - 1))
+                versions = compute(text[:end], count)
+                drift += LogitDrift.of(versions)
+                unique = max(unique, len({self._choices(logits, end) for logits in versions}))
+                widest, done = max(widest, count), done + 1
+                yield from countdown.at(done / self._trials, f"{mode}: {done} of {self._trials} positions")
+        except UserError as error:
+            yield Note(f"{mode}: left out. {error}")
+        finally:  # Ctrl-C is raised again once the finding is consumed
+            if done:
+                self._harness.state.rounding = max(self._harness.state.rounding, drift.difference)
+                yield AUDIT_TABLE.finding(
+                    {
+                        "mode": mode,
+                        "trials": done,
+                        "unique_outputs": unique,
+                        "largest_logit_difference": drift.difference,
+                        "argmax_flips": drift.flips,
+                        "positions": drift.positions,
+                        **({"widest_window": widest} if mode == "width" else {}),
+                    }
+                )
+
+    def _by_width(self, context: list[int], count: int) -> list[Tensor]:
+        """Logits (count, V) by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
+        base = self._session()
+        if len(context) > count:
+            base.feed(context[:-count], keep=1)
+        versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
+        return [*versions, self._session().feed(context, keep=count)]
+
+    def _by_prefix(self, context: list[int], count: int) -> list[Tensor]:
+        """Logits (count, V) with a cached prefix, after other drafts were rewound, and without a cache."""
+        known = len(context) - count
+        cached = self._session(cache=True)
+        if known:
+            # Any other tokens serve as drafts: a rewind must remove them completely.
+            cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
+            cached.rewind(known)
+        return [session.feed(context, keep=count) for session in (cached, self._session(cache=False))]
+
+    def _session(self, cache: bool | None = None) -> ModelSession:
+        """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""
+        settings = self._job.settings if cache is None else replace(self._job.settings, cache=cache)
+        session = replace(self._job, settings=settings).session("target")
+        session.begin(self._job.prompt)
+        return session
+
+    def _choices(self, logits: Tensor, end: int) -> tuple[int, ...]:
+        """The tokens drawn from logits (k, V) under the current processor and seed."""
+        decoding = self._job.decoding
+        return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
+
+
+def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
+    """Which texts are guaranteed to be equal."""
+    rows = {row["mode"]: row for row in figures_of(findings)}
+    where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
+    repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
+    # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
+    if unsteady := ", ".join(row["mode"] for row in repeats if row["unique_outputs"] > 1):
+        return [f"Not deterministic ({where}): equal runs gave different texts ({unsteady}). No texts can be promised."]
+    lines = []
+    runs = sum(row["trials"] for row in repeats)
+    if runs > 1:
+        tokens = repeats[0]["tokens"]
+        lines.append(
+            f"Deterministic ({where}): {runs} runs of {count_of(tokens, 'token')} by each strategy gave equal texts."
+        )
+    elif runs:
+        lines.append("There was one run of each strategy, and nothing to compare it with.")
+    if "width" in rows:
+        compared = [rows[mode] for mode in ("width", "prefix") if mode in rows]
+        lines.append(_promise(compared, rows["width"]["widest_window"], pair))
+    return lines
+
+
+def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
+    difference = max(row["largest_logit_difference"] for row in rows)
+    flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
+    # Only equal bits guarantee equal texts; all other sentences state what to expect.
+    if difference == 0:
+        where = count_of(positions, "position")
+        return f"Logits are bit-identical at {where} for verify widths up to {widest}: {EQUAL_TEXTS}."
+    ways = f"Verify widths of 1 to {widest} tokens" if widest > 1 else "Decode steps and a prefill"
+    moved = f"{ways} move logits by up to {difference:.2g}"
+    if flips == 0 and difference < SMALL_DRIFT:
+        return (
+            f"{moved}, which flipped none of {positions} argmaxes. Expect that {EQUAL_TEXTS}, "
+            "except where two tokens are closer than that. /texts distinguishes such a rounding tie from a bug."
+        )
+    flipped = f"{moved} and flipped {flips} of {positions} argmaxes"
+    differ = "Even under greedy and /verify coupled, texts can differ"
+    if depends_on_width(pair):
+        cause = f"because {pair.quantize} quantizes a pass by all of its rows"
+        return f"{flipped}, {cause}. {differ}. With another quantization this is rare."
+    remedy = "" if pair.dtype == "float32" else " With float32 this is rare."
+    return f"{flipped}. {differ} where two tokens are that close. /texts recognizes such a rounding tie.{remedy}"
+
+
+class Fit(NamedTuple):
+    """Pearson's chi-square test of counted draws against a distribution, with small cells merged.
+
+    `matches` counts the draws of tokens with a probability above 0, and `support` these tokens. `statistic`, `freedom`
+    and `p_value` are None with fewer than two cells. `p_value` is the probability that draws from the distribution
+    itself deviate at least this much.
+    """
+
+    draws: int
+    matches: int
+    support: int
+    cells: int
+    statistic: float | None = None
+    freedom: int | None = None
+    p_value: float | None = None
+
+
+def _lossless(argument: str, context: CommandContext) -> Outcome:
+    draws = WholeRange(1, MAX_DRAWS).parse(argument or str(DRAWS))
+    last, settings = context.harness.last(), context.settings
+    strategies = [strategy for strategy in context.harness.enabled(settings) if strategy.samples]
+    if not strategies:
+        raise UserError("no enabled strategy draws tokens (beam search does not): turn one on, for example /target on.")
+    if is_greedy(settings):
+        raise UserError(GREEDY)
+    # The first round must not be shortened by the end of the run.
+    short = replace(settings, length=settings.max_drafts + 1)
+    job = context.harness.job(last.job.prompt, short, last.job.history)
+    subject = ("lossless", last.text, settings, DRAW_TABLE.headings)
+    events = _draw_events(job, strategies, draws)
+    return [RunReport(Report(*subject, events, conclusion, optional=DRAW_TABLE.optional))]
+
+
+def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterator[ReportEvent]:
+    versions, countdown = _first_probs(job), Countdown()
+    for index, strategy in enumerate(strategies):
+        yield Progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
+        own = replace(job, prefills=SharedPrefills())  # a strategy keeps nothing of another one
+        counts: Counter[int] = Counter()
+        try:
+            for draw in range(draws):
+                done = (index + draw / draws) / len(strategies)
+                yield from countdown.at(done, f"{strategy.name}: {draw} of {draws} draws")
+                counts[_first_token(strategy, own, draw)] += 1
+        except UserError as error:
+            yield Note(f"{strategy.name}: left out. {error}")
+        finally:  # Ctrl-C is raised again once the finding is consumed
+            if counts:
+                result = _best_fit(counts, versions)
+                verdict = _verdict(strategy, result)
+                yield DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": verdict})
+
+
+def _first_probs(job: Job) -> list[Tensor]:
+    """The target's distribution (V,) of the first new token, from a decode step and from a verify pass.
+
+    Strategies compute one or the other. They differ by rounding only, but that can move a token across the edge of a
+    nucleus.
+    """
+    job = replace(job, prefills=SharedPrefills())
+    session = job.session("target", rewinds=False)
+    context = session.begin(job.prompt)
+    room, most = session.room(context), job.settings.max_drafts
+    # Which drafts follow does not matter: only the logits before them are read.
+    drafts = context[-1:] * (most if room is None else min(most, room - 1))
+    versions = [session.feed(context, keep=1)]
+    with suppress(UserError):  # a recurrent model has no verify pass
+        versions.append(job.session("target").feed(context + drafts, keep=len(drafts) + 1)[:1])
+    return [job.decoding.probs(logits, session.name)[0] for logits in versions]
+
+
+def _best_fit(counts: Counter[int], versions: Sequence[Tensor]) -> Fit:
+    """The fit to the version of the distribution that matches the draws best: a strategy may compute either."""
+    fits = (fit(counts, probs) for probs in versions)
+    return max(fits, key=lambda result: (result.matches, 1.0 if result.p_value is None else result.p_value))
+
+
+def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
+    seed = (job.settings.seed + draw) % (MAX_SEED + 1)
+    # Every draw must start from the same state; otherwise draws would not be independent.
+    job.storage.reset()
+    job.caches.texts.clear()
+    rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
+    return next(rounds).tokens[0]
+
+
+def _verdict(strategy: Strategy, result: Fit) -> str:
+    if result.p_value is None:
+        return ALL_MATCH if result.support == 1 else TOO_FEW
+    if result.p_value >= SUSPICIOUS:
+        return NO_DIFFERENCE
+    if not strategy.lossless:
+        return OTHER
+    if result.p_value >= IMPOSSIBLE:
+        return RARE
+    return WRONG
+
+
+def conclusion(findings: Sequence[Finding]) -> list[str]:
+    """Sentences on the verdicts and columns that occur, and the next step."""
+    rows = figures_of(findings)
+    lines = [ALARMS[row["verdict"]].format(**row) for row in rows if row["verdict"] in ALARMS]
+    if any(row["verdict"] == OTHER for row in rows):
+        lines.append("The drafter alone is not meant to follow the target's distribution.")
+    if any(row["support"] == 1 for row in rows):
+        lines.append("Matches: draws of the only token that the target allows here.")
+    elif any(row["verdict"] == TOO_FEW for row in rows):
+        lines.append(
+            "A test needs two tokens that are expected five times each. Matches: draws with a probability above 0."
+        )
+        lines.append(
+            f"Next: more draws, such as /lossless {5 * max(row['draws'] for row in rows)}, or a higher temperature."
+        )
+    if any(row["p_value"] is not None for row in rows):
+        lines.append(
+            "p-value: the probability that draws from the target's own distribution deviate at least this much. "
+            "Cells: tokens with an expected count of five or more, and all others as one. "
+            "Strategies that draw with the target's noise repeat its draws exactly."
+        )
+    return lines
+
+
+def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
+    """Test counts by token id against a distribution (V,). A draw of a token with probability 0 makes the p-value 0."""
+    draws = sum(counts.values())
+    possible = {token: value for token, value in enumerate(probs.tolist()) if value > 0}
+    matches = sum(count for token, count in counts.items() if token in possible)
+    cells = _merged([(counts.get(token, 0), draws * value) for token, value in possible.items()])
+    result = Fit(draws, matches, len(possible), len(cells))
+    # First: an impossible draw refutes the distribution, however few cells there are.
+    if matches < draws:
+        return result._replace(p_value=0.0)
+    if len(cells) < 2:
+        return result
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
+    freedom = len(cells) - 1
+    return result._replace(statistic=statistic, freedom=freedom, p_value=chi_square_tail(statistic, freedom))
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """The probability that a chi-square variable with `freedom` degrees exceeds `statistic`."""
+    # Q(freedom / 2, statistic / 2), the regularised upper incomplete gamma function.
+    halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+def _merged(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The cells (observed, expected), with those expected below 5 merged into one. If that is still too small, it also
+    takes the smallest other cell.
+    """
+    large = sorted((cell for cell in cells if cell[1] >= MIN_EXPECTED), key=lambda cell: cell[1], reverse=True)
+    small = [cell for cell in cells if cell[1] < MIN_EXPECTED]
+    if small:
+        rest = (sum(observed for observed, _ in small), sum(expected for _, expected in small))
+        if rest[1] < MIN_EXPECTED and large:
+            observed, expected = large.pop()
+            rest = (rest[0] + observed, rest[1] + expected)
+        large.append(rest)
+    return large
+
+
+AUDIT = Command(
+    "audit",
+    "[N]",
+    "what is deterministic here",
+    _audit,
+    group="checks",
+    page=Page(
+        f"Check with N trials of four kinds (default {TRIALS}) what is deterministic here, and which texts are "
+        "guaranteed to be equal.",
+        ("> /audit 10", "Deterministic here: float32, cpu"),
+        see_also=("lossless", "engine", "texts"),
+    ),
+)
+LOSSLESS = Command(
+    "lossless",
+    "[N]",
+    "test samples against the distribution",
+    _lossless,
+    group="checks",
+    page=Page(
+        f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
+        "distribution of the target.",
+        ("> /lossless 200", "speculative   p-value 0.41"),
+        see_also=("audit", "verify"),
+    ),
+)
