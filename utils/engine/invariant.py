@@ -75,7 +75,7 @@ class InvariantEngine:
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if isinstance(spec, DecoderSpec):
-                sizes = PREFILL_SIZES if self._format.as_loaded else UNPACKED_PREFILL_SIZES
+                sizes = PREFILL_SIZES
                 segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
                 model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
@@ -126,6 +126,10 @@ class InvariantEngine:
         # PackedKernel is for float32 on a CPU. Padding to full blocks works everywhere.
         if target.device.type != "cpu" or target.dtype != torch.float32:
             return by_weight(BlockedKernel)
+        import os
+        if not os.environ.get("OLD"):
+            from utils.engine.compiled_products import compiled_builder
+            return compiled_builder(self._format, KnownLayers.of(self._models))
         if self._format.as_loaded:
             return by_weight(packed_kernel_builder(thread_counts, self.layouts))
         return format_builder(self._format, thread_counts, self.layouts, layers=KnownLayers.of(self._models))

@@ -96,12 +96,23 @@ def restored_on_error() -> Iterator[None]:
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Let PyTorch compute with this number of threads in the block. None: as before."""
-    before = torch.get_num_threads()
+    global _outer
+    before, outer = torch.get_num_threads(), _outer
     if count is None or count == before:
         yield
         return
     torch.set_num_threads(count)
+    _outer = outer or before
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        _outer = outer
+
+
+_outer = 0
+
+
+def product_threads() -> int:
+    """Return the number of threads for products: what PyTorch had before `torch_threads` lowered it."""
+    return _outer or torch.get_num_threads()

@@ -27,7 +27,7 @@ class LayerProducts:
 class TorchSegments:
     """`Segments` over products. Of the spec only norms, sizes and scales are read, not the weights."""
 
-    row_threads: int | None = None
+    row_threads: int | None = 1
 
     def __init__(
         self,
