@@ -1,4 +1,4 @@
-"""Products with packed weights in machine code that LLVM generates for this processor.
+"""Products with packed weights in machine code.
 
 A weight (N, K) is stored in blocks of LANES outputs. For each input in turn, one value of every output of a block is
 multiplied with the inputs of all rows and added to their sums. So the weights are read once for all rows, and every
@@ -7,7 +7,6 @@ The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Pe
 Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
 """
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,16 +17,41 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn.functional import pad
 
-from utils.engine.machine_code import BYTE, FLOAT, INT, NATIVE_CALL, POINTER, WORKERS, Code, compiled, has_feature
+from utils.engine.machine_code import (
+    BYTE,
+    FLOAT,
+    INT,
+    POINTER,
+    WORKERS,
+    Code,
+    compiled,
+    has_feature,
+    job_list,
+    new_function,
+    read_words,
+    words,
+)
 from utils.engine.weight_blocks import BlockWeight
 
 LANES = 16  # outputs of a block
-_ITEMS = 32  # of a job, at most
-# The arguments of a product, one machine word each.
-_ARGUMENTS = ("x", "values", "scales", "minimums", "sums", "out", "blocks", "groups", "rows", "tile", "span")
-_TILE_ARGUMENTS = _ARGUMENTS[:8]
-_POINTERS = _ARGUMENTS[:6]
+_CALLS = 32  # numbers of rows whose jobs are kept
+ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
+_TILE_ARGUMENTS = {
+    "x": POINTER,  # (rows, K)
+    "values": POINTER,
+    "scales": POINTER,
+    "minimums": POINTER,
+    "bias": POINTER,
+    "sums": POINTER,  # of the inputs of each group: (rows, K / group)
+    "out": POINTER,
+    "out_stride": INT,
+    "groups": INT,
+}
+_ARGUMENTS = _TILE_ARGUMENTS | {"blocks": INT, "rows": INT, "tile": INT, "span": INT}
+
+
+_X, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +64,7 @@ class PackedForm:
     inputs: int
     group: int = 0
     has_minimums: bool = False
-
-
-_X, _SUMS, _OUT, _ROWS, _TILE = map(_ARGUMENTS.index, ("x", "sums", "out", "rows", "tile"))
-_Words = ctypes.c_int64 * len(_ARGUMENTS)
+    has_bias: bool = False
 
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
@@ -56,9 +77,9 @@ def _values(code: Code, form: PackedForm, pointer: ir.Value) -> list[ir.Value]:
     if form.kind == "float32":
         return [_vector(code, pointer, FLOAT)]
     if form.kind == "bfloat16":
-        words = ir.VectorType(ir.IntType(32), LANES)
-        wide = code.zext(_vector(code, pointer, ir.IntType(16)), words)
-        return [code.bitcast(code.shl(wide, ir.Constant(words, [16] * LANES)), floats)]
+        integers = ir.VectorType(ir.IntType(32), LANES)
+        wide = code.zext(_vector(code, pointer, ir.IntType(16)), integers)
+        return [code.bitcast(code.shl(wide, ir.Constant(integers, [16] * LANES)), floats)]
     packed = _vector(code, pointer, BYTE)
     if form.kind == "int8":
         return [code.sitofp(packed, floats)]
@@ -70,14 +91,12 @@ def _values(code: Code, form: PackedForm, pointer: ir.Value) -> list[ir.Value]:
 
 def _tile_function(module: ir.Module, form: PackedForm, rows: int) -> ir.Function:
     """The product of some rows with the outputs of a block. Pointers are those of the first row and output."""
-    kinds = [POINTER if name in _POINTERS else INT for name in _TILE_ARGUMENTS]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), f"tile_{rows}")
-    function.linkage = "internal"
-    for argument in function.args:
-        if isinstance(argument.type, ir.PointerType):
+    code, arguments = new_function(module, f"tile_{rows}", [*_TILE_ARGUMENTS.values()])
+    code.function.linkage = "internal"
+    for argument in arguments:
+        if argument.type == POINTER:
             argument.add_attribute("noalias")
-    code = Code(function.append_basic_block())
-    given = dict(zip(_TILE_ARGUMENTS, function.args, strict=True))
+    given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
     zeros = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
     inputs = [code.at(given["x"], INT(row * form.inputs)) for row in range(rows)]
     size = form.group or form.inputs
@@ -111,52 +130,50 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int) -> ir.Functio
         return totals
 
     totals = code.repeat(given["groups"], [zeros] * rows, add_group) if form.group else group_sums(INT(0))
+    bias = _vector(code, given["bias"], FLOAT) if form.has_bias else None
     for row, total in enumerate(totals):
-        index = code.mul(code.mul(given["blocks"], INT(LANES)), INT(row))
-        code.store(total, code.at(given["out"], index), align=4)
+        total = total if bias is None else code.fadd(total, bias)
+        code.store(total, code.at(given["out"], code.mul(given["out_stride"], INT(row))), align=4)
     code.ret_void()
-    return function
+    return code.function
 
 
-def _read_arguments(code: Code, pointer: ir.Value) -> dict[str, ir.Value]:
-    return {
-        name: code.load(code.at(pointer, INT(index), INT), typ=POINTER if name in _POINTERS else INT)
-        for index, name in enumerate(_ARGUMENTS)
-    }
-
-
-def _block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
-    """block(arguments, item): the product of all rows with `span` blocks, in tiles of rows."""
+def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
+    """block(arguments, item): the product of all rows with `span` blocks."""
     tiles = [_tile_function(module, form, rows) for rows in range(1, most_rows + 1)]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, INT]), "block")
-    code = Code(function.append_basic_block())
-    given, item = _read_arguments(code, function.args[0]), function.args[1]
-    start = code.mul(item, given["span"])
-    some = code.sub(given["blocks"], start)
-    some = code.select(code.icmp_unsigned("<", some, given["span"]), some, given["span"])
-    code.repeat(some, [], lambda index, _: _compute_block(code, form, tiles, given, code.add(start, index)))
+    code, (pointer, item) = new_function(module, "block", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
+    first = code.mul(item, given["span"])
+    left = code.sub(given["blocks"], first)
+    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+
+    def compute(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        _compute_block(code, form, tiles, given=given, block=code.add(first, index))
+        return []
+
+    code.repeat(count, [], compute)
     code.ret_void()
 
 
 def _compute_block(
-    code: Code, form: PackedForm, tiles: Sequence[ir.Function], given: dict[str, ir.Value], block: ir.Value
-) -> list[ir.Value]:
-    place = code.mul(code.mul(block, given["groups"]), INT(LANES))
+    code: Code, form: PackedForm, tiles: Sequence[ir.Function], *, given: dict[str, ir.Value], block: ir.Value
+) -> None:
+    """The product of all rows with one block, in tiles of rows."""
+    place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
+    values = code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind])))
     own = given | {
-        "values": code.at(
-            given["values"], code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind]))), BYTE
-        ),
+        "values": code.at(given["values"], values, BYTE),
         "scales": code.at(given["scales"], place),
         "minimums": code.at(given["minimums"], place),
-        "out": code.at(given["out"], code.mul(block, INT(LANES))),
+        "bias": code.at(given["bias"], outputs),
     }
 
     def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         first = code.mul(index, given["tile"])
         part = own | {
-            "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
-            "sums": code.at(own["sums"], code.mul(first, given["groups"])),
-            "out": code.at(own["out"], code.mul(first, code.mul(given["blocks"], INT(LANES)))),
+            "x": code.at(given["x"], code.mul(first, INT(form.inputs))),
+            "sums": code.at(given["sums"], code.mul(first, given["groups"])),
+            "out": code.at(given["out"], code.add(outputs, code.mul(first, given["out_stride"]))),
         }
         left = code.sub(given["rows"], first)
         count = code.select(code.icmp_unsigned("<", left, given["tile"]), left, given["tile"])
@@ -166,22 +183,22 @@ def _compute_block(
             case = code.append_basic_block()
             switch.add_case(INT(rows), case)
             code.position_at_end(case)
-            code.call(tile, [part[argument] for argument in _TILE_ARGUMENTS])
+            code.call(tile, [part[name] for name in _TILE_ARGUMENTS])
             code.branch(after)
         code.position_at_end(after)
         return []
 
-    return code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
+    code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
 
 
-def _sums_function(module: ir.Module, form: PackedForm) -> None:
-    """The sums of each group of inputs, of all rows."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "sums")
-    code = Code(function.append_basic_block())
-    given = _read_arguments(code, function.args[0])
+def _add_sums_function(module: ir.Module, form: PackedForm) -> None:
+    """sums(arguments, item): the sums of each group of inputs, of all rows."""
+    code, (pointer, _) = new_function(module, "sums", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
 
     def add(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        x = code.load(code.at(given["x"], code.mul(index, INT(form.group))), typ=ir.VectorType(FLOAT, form.group), align=4)
+        group = code.at(given["x"], code.mul(index, INT(form.group)))
+        x = code.load(group, typ=ir.VectorType(FLOAT, form.group), align=4)
         code.store(code.total(x), code.at(given["sums"], index), align=4)
         return []
 
@@ -194,107 +211,117 @@ def _most_rows() -> int:
     return 12 if has_feature("avx512f") else 6
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    block: int
-    sums: Any
-    most_rows: int
-
-
 @cache
-def _compiled(form: PackedForm) -> _Compiled:
-    module, most_rows = ir.Module("products"), _most_rows()
-    _block_function(module, form, most_rows)
+def _functions(form: PackedForm) -> tuple[int, int]:
+    """The addresses of `block`, and of `sums` or 0."""
+    module = ir.Module("products")
+    _add_block_function(module, form, _most_rows())
     if form.has_minimums:
-        _sums_function(module, form)
+        _add_sums_function(module, form)
     address = compiled(module)
-    return _Compiled(address("block"), NATIVE_CALL(address("sums")) if form.has_minimums else None, most_rows)
+    return address("block"), address("sums") if form.has_minimums else 0
 
 
 class CompiledKernel:
     """A weight (N, K) in float32 or bfloat16, or of small integers, with inputs and outputs in float32."""
 
     def __init__(self, weight: Tensor | BlockWeight, bias: Tensor | None) -> None:
-        self._bias, self._outputs = bias, weight.shape[0]
+        self.outputs, inputs = weight.shape
+        self._scales = self._minimums = None
         if isinstance(weight, BlockWeight):
-            unsigned = "uint4" if weight.bits <= 4 and weight.group % 2 == 0 else "uint8"
-            kind = "int8" if weight.values.dtype == torch.int8 else unsigned
-            self.form = PackedForm(kind, weight.shape[1], weight.group, weight.minimums is not None)
+            self._bits, group, values = weight.bits, weight.group, weight.values
+            unsigned = "uint4" if weight.bits <= 4 and group % 2 == 0 else "uint8"
+            kind = "int8" if values.dtype == torch.int8 else unsigned
             self._scales = _in_lanes(weight.scales)
             self._minimums = None if weight.minimums is None else _in_lanes(weight.minimums)
-            values = weight.values
-            self._bits = weight.bits
         else:
-            kind = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
-            self.form = PackedForm(kind, weight.shape[1])
-            self._scales, self._minimums, values = torch.empty(0), None, weight.detach()
+            kind, group, values = str(weight.dtype).removeprefix("torch."), 0, weight.detach()
+        self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
         blocks = _in_lanes(values)  # (N / LANES, K, LANES)
         self._values = blocks[:, 0::2] | (blocks[:, 1::2] << 4) if kind == "uint4" else blocks
-        self._code = _compiled(self.form)
-        self._groups = self.form.inputs // self.form.group if self.form.group else 1
-        self._width = len(blocks) * LANES  # of a row of outputs
-        fixed = {"blocks": len(blocks), "groups": self._groups}
-        fixed |= {"values": self._values.data_ptr(), "scales": self._scales.data_ptr()}
-        if self._minimums is not None:
-            fixed["minimums"] = self._minimums.data_ptr()
-        self._words = _Words(*(fixed.get(name, 0) for name in _ARGUMENTS))
-        self._address = ctypes.addressof(self._words)
-        span = -(-len(blocks) // _ITEMS)
-        self._words[_ARGUMENTS.index("span")], self._items = span, -(-len(blocks) // span)
+        self._bias = None if bias is None else pad(bias.detach().float(), (0, -len(bias) % LANES)).contiguous()
+        self._groups, self.width = inputs // group if group else 1, len(blocks) * LANES
+        self._block, self._sums = _functions(self.form)
+        self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.form.inputs).contiguous()
-        count, words, most = len(rows), self._words, self._code.most_rows
-        out = torch.empty(count, self._width)
-        if not count:
-            return out.view(*x.shape[:-1], -1)
-        words[_X], words[_OUT], words[_ROWS] = rows.data_ptr(), out.data_ptr(), count
-        words[_TILE] = -(-count // -(-count // most))  # tiles of nearly equal size
-        if self._minimums is not None:
-            sums = torch.empty(count, self._groups)
-            words[_SUMS] = sums.data_ptr()
-            self._code.sums(self._address)
-        WORKERS.run(self._code.block, self._address, self._items)
-        out = out[:, : self._outputs] if self._width != self._outputs else out
-        out = out.view(*x.shape[:-1], -1) if x.dim() != 2 else out
-        return out if self._bias is None else out.add_(self._bias)
+        count, out = len(rows), torch.empty(len(rows), self.width)
+        if count:
+            if count not in self._calls:
+                self._calls = {} if len(self._calls) >= _CALLS else self._calls
+                jobs, sums = self.jobs(rows, out, count)
+                self._calls[count] = job_list(jobs), jobs[0][1], sums
+            jobs_array, arguments, _ = self._calls[count]
+            arguments[_X], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
+            WORKERS.run(*jobs_array)
+        return out[:, : self.outputs].view(*x.shape[:-1], -1) if x.dim() != 2 else out[:, : self.outputs]
+
+    def jobs(self, x: Tensor, out: Tensor, rows: int) -> tuple[list[tuple[int, Any, int]], Any]:
+        """The jobs of a product of x (rows, K), contiguous, to the first columns of out (rows, at least `width`). Their
+        second words are arguments, whose first word is the address of x. Also returns what they need to live.
+        """
+        blocks = self.width // LANES
+        span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
+        sums = torch.empty(rows, self._groups) if self._sums else None
+        arguments = words(
+            _ARGUMENTS,
+            x=x,
+            values=self._values,
+            scales=self._scales,
+            minimums=self._minimums,
+            bias=self._bias,
+            sums=sums,
+            out=out,
+            out_stride=out.stride(0),
+            groups=self._groups,
+            blocks=blocks,
+            rows=rows,
+            tile=-(-rows // tiles),  # tiles of nearly equal size
+            span=span,
+        )
+        first = [(self._sums, arguments, 1)] if self._sums else []
+        return [*first, (self._block, arguments, -(-blocks // span))], sums
 
     def weight(self) -> Tensor:
-        """The original values, or those of rounded integers, in float32 or bfloat16."""
+        """The original values, or those of rounded integers."""
         values = self._values
         if self.form.kind == "uint4":
             values = torch.stack([values & 15, values >> 4], dim=2).flatten(1, 2)
-        rows = values.transpose(1, 2).reshape(-1, self.form.inputs)[: self._outputs]
-        if not self.form.group:
+        rows = self._in_rows(values)
+        if self._scales is None:
             return rows
-        scales, minimums = (None if part is None else part.transpose(1, 2).reshape(-1, self._groups)[: self._outputs] for part in (self._scales, self._minimums))
-        return BlockWeight(rows, scales, minimums, self.form.group, self._bits).dense()
+        minimums = None if self._minimums is None else self._in_rows(self._minimums)
+        return BlockWeight(rows, self._in_rows(self._scales), minimums, self.form.group, self._bits).dense()
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (part for part in (self._values, self._scales, self._minimums, self._bias) if part is not None and part.numel())
+        yield from (part for part in (self._values, self._scales, self._minimums, self._bias) if part is not None)
+
+    def _in_rows(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]
+
+
+class JoinedKernels:
+    """Weights that read the same input but are stored in different forms, row below row."""
+
+    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
+        self.kernels = list(kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([kernel(x) for kernel in self.kernels], dim=-1)
+
+    def weight(self) -> Tensor:
+        return torch.cat([kernel.weight() for kernel in self.kernels])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for kernel in self.kernels:
+            yield from kernel.tensors()
 
 
 def _in_lanes(rows: Tensor) -> Tensor:
     """(N, K) -> (N / LANES, K, LANES), with zeros for missing rows."""
     padded = pad(rows, (0, 0, 0, -len(rows) % LANES))
     return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
-
-
-class JoinedKernels:
-    """Weights that read the same input but are stored in different forms."""
-
-    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
-        self._kernels = list(kernels)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
-
-    def weight(self) -> Tensor:
-        return torch.cat([kernel.weight() for kernel in self._kernels])
-
-    def tensors(self) -> Iterator[Tensor]:
-        for kernel in self._kernels:
-            yield from kernel.tensors()
 
 
 def compiled_builder(weights, layers):

@@ -5,7 +5,7 @@ thread computes an item never changes its bits.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import Event, Lock, Thread
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 from utils.engine.threads import product_threads
 
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
 NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
-_TICKET, _COMPLETED, _SERVING, _FUNCTION, _ARGUMENT, _COUNT = (0, _LINE, 2 * _LINE, 3 * _LINE, 3 * _LINE + 1, 3 * _LINE + 2)
+_TICKET, _COMPLETED, _SERVING = 0, _LINE, 2 * _LINE
+_FUNCTION, _ARGUMENT, _JOBS, _COUNT = range(3 * _LINE, 3 * _LINE + 4)
 _WORDS = 4 * _LINE
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
 _owners: list[Any] = []  # of machine code, which lives as long as the process
@@ -64,16 +66,72 @@ class Code(ir.IRBuilder):
 
     def multiply_add(self, first: ir.Value, second: ir.Value, third: ir.Value) -> ir.Value:
         """first * second + third, fused where the processor can."""
-        return self.call(self._intrinsic("fmuladd", third.type, [third.type] * 3), [first, second, third])
+        return self._float_call("fmuladd", first, second, third)
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """e to the power of a float or a vector, within two units in the last place, at least e^-87.
+
+        Cody and Waite's reduction and the polynomial of the Cephes library.
+        """
+
+        def constant(value: float) -> ir.Value:
+            return ir.Constant(x.type, value if x.type is FLOAT else [value] * x.type.count)
+
+        integers = ir.IntType(32) if x.type is FLOAT else ir.VectorType(ir.IntType(32), x.type.count)
+        shift, bias = (ir.Constant(integers, v if x.type is FLOAT else [v] * x.type.count) for v in (23, 127))
+        for bound, sign in ((-87.0, ">"), (88.0, "<")):
+            x = self.select(self.fcmp_unordered(sign, x, constant(bound)), x, constant(bound))
+        power = self._float_call("rint", self.fmul(x, constant(1.44269504088896341)))
+        rest = self.multiply_add(power, constant(-0.693359375), x)
+        rest = self.multiply_add(power, constant(2.12194440e-4), rest)
+        result = constant(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            result = self.multiply_add(result, rest, constant(factor))
+        result = self.fadd(self.multiply_add(result, self.fmul(rest, rest), rest), constant(1.0))
+        exponent = self.shl(self.add(self.fptosi(power, integers), bias), shift)
+        return self.fmul(result, self.bitcast(exponent, x.type))
+
+    def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        return self.select(self.fcmp_ordered(">", first, second), first, second)
+
+    def square_root(self, x: ir.Value) -> ir.Value:
+        return self._float_call("sqrt", x)
+
+    def _float_call(self, name: str, *values: ir.Value) -> ir.Value:
+        kind = values[0].type
+        full = f"llvm.{name}.{'f32' if kind is FLOAT else f'v{kind.count}f32'}"
+        function = self.module.globals.get(full) or ir.Function(
+            self.module, ir.FunctionType(kind, [kind] * len(values)), full
+        )
+        return self.call(function, values)
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum of a vector, in an order that depends on its size alone."""
-        function = self._intrinsic("vector.reduce.fadd", FLOAT, [FLOAT, vector.type])
+        full = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+        function = self.module.globals.get(full) or ir.Function(
+            self.module, ir.FunctionType(FLOAT, [FLOAT, vector.type]), full
+        )
         return self.call(function, [FLOAT(0.0), vector], fastmath=("reassoc",))
 
-    def _intrinsic(self, name: str, result: ir.Type, kinds: Sequence[ir.Type]) -> ir.Function:
-        full = f"llvm.{name}.v{kinds[-1].count}f32"
-        return self.module.globals.get(full) or ir.Function(self.module, ir.FunctionType(result, kinds), full)
+
+def read_words(code: Code, pointer: ir.Value, kinds: Mapping[str, ir.Type]) -> dict[str, ir.Value]:
+    """Arguments by name, one word each."""
+    return {
+        name: code.load(code.at(pointer, INT(index), INT), typ=kind, align=4)
+        for index, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def words(kinds: Mapping[str, ir.Type], **values: float | Tensor | None) -> Any:
+    """A ctypes array for `read_words`. Tensors stand for their addresses, and what is missing is zero."""
+    array = (ctypes.c_int64 * len(kinds))()
+    for index, (name, kind) in enumerate(kinds.items()):
+        value = values.get(name)
+        if kind is FLOAT:
+            ctypes.c_float.from_address(ctypes.addressof(array) + 8 * index).value = float(value or 0.0)  # type: ignore[arg-type]
+        else:
+            array[index] = value.data_ptr() if isinstance(value, Tensor) else int(value or 0)
+    return array
 
 
 def new_function(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tuple[Code, list[ir.Value]]:
@@ -134,19 +192,36 @@ def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> N
 
 
 def _add_lead(module: ir.Module) -> None:
-    """lead(state): publish a job, take part in it, and return when all of its items are completed."""
+    """lead(state): take part in each job of a list, and go on to the next one when all of its items are completed."""
     code, (state,) = new_function(module, "lead", [POINTER])
-    count = code.load(code.at(state, INT(_COUNT), INT), typ=INT)
-    code.atomic_rmw("xchg", code.at(state, INT(_COMPLETED), INT), INT(0), "monotonic")
-    code.atomic_rmw("xchg", code.at(state, INT(_TICKET), INT), count, "release")
-    work, wait, done = (code.append_basic_block() for _ in range(3))
-    code.branch(work)
-    code.position_at_end(work)
-    _claim(code, state, idle=wait, again=work)
-    code.position_at_end(wait)
-    completed = code.load_atomic(code.at(state, INT(_COMPLETED), INT), "acquire", 8, typ=INT)
-    code.cbranch(code.icmp_unsigned("<", completed, count), wait, done)
-    code.position_at_end(done)
+    jobs, count = (code.load(code.at(state, INT(word), INT), typ=kind) for word, kind in ((_JOBS, POINTER), (_COUNT, INT)))
+
+    def run_job(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        start = code.mul(index, INT(3))
+        function, argument, items = (
+            code.load(code.at(jobs, code.add(start, INT(word)), INT), typ=INT) for word in range(3)
+        )
+        alone, shared, work, wait, done = (code.append_basic_block() for _ in range(5))
+        code.cbranch(code.icmp_unsigned("==", items, INT(1)), alone, shared)
+        code.position_at_end(alone)
+        kind = ir.PointerType(ir.FunctionType(ir.VoidType(), [POINTER, INT]))
+        code.call(code.inttoptr(function, kind), [code.inttoptr(argument, POINTER), INT(0)])
+        code.branch(done)
+        code.position_at_end(shared)
+        code.store(function, code.at(state, INT(_FUNCTION), INT), align=8)
+        code.store(argument, code.at(state, INT(_ARGUMENT), INT), align=8)
+        code.atomic_rmw("xchg", code.at(state, INT(_COMPLETED), INT), INT(0), "monotonic")
+        code.atomic_rmw("xchg", code.at(state, INT(_TICKET), INT), items, "release")
+        code.branch(work)
+        code.position_at_end(work)
+        _claim(code, state, idle=wait, again=work)
+        code.position_at_end(wait)
+        completed = code.load_atomic(code.at(state, INT(_COMPLETED), INT), "acquire", 8, typ=INT)
+        code.cbranch(code.icmp_unsigned("<", completed, items), wait, done)
+        code.position_at_end(done)
+        return []
+
+    code.repeat(count, [], run_job)
     code.ret_void()
 
 
@@ -189,13 +264,15 @@ class Workers:
         self._lock = Lock()
         self._lead: Any = None
 
-    def run(self, function: int, argument: int, count: int) -> None:
-        """Call function(argument, item) for each item below the count, with the number of threads for products."""
+    def run(self, jobs: Any, count: int) -> None:
+        """Run a ctypes array of jobs, three words each: the address of function(argument, item), the address of the
+        argument, and the number of items. With the number of threads for products.
+        """
         others, state = product_threads() - 1, self._state
         if self._lead is None or len(self._wakes) < others:
             self._start(others)
         with self._lock:
-            state[_FUNCTION], state[_ARGUMENT], state[_COUNT] = function, argument, count
+            state[_JOBS], state[_COUNT] = ctypes.addressof(jobs), count
             if state[_SERVING] < others:
                 for wake in self._wakes[:others]:
                     wake.set()
@@ -220,3 +297,11 @@ class Workers:
 
 
 WORKERS = Workers()
+
+
+def job_list(jobs: Sequence[tuple[int, Any, int]]) -> tuple[Any, int]:
+    """What `Workers.run` takes, for jobs (function, arguments, items). The arguments must live as long as the list."""
+    array = (ctypes.c_int64 * (3 * len(jobs)))()
+    for index, (function, arguments, items) in enumerate(jobs):
+        array[3 * index : 3 * index + 3] = function, ctypes.addressof(arguments), items
+    return array, len(jobs)
