@@ -18,7 +18,18 @@ KEYS_AT_ONCE = 64
 
 NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "size": INT, "eps": FLOAT}
 HEAD_NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "heads": INT, "size": INT, "eps": FLOAT}
-ADD = {"x": POINTER, "change": POINTER, "change_stride": INT, "size": INT, "scale": FLOAT}
+ADD = {"x": POINTER, "change": POINTER, "change_stride": INT, "out": POINTER, "size": INT, "scale": FLOAT}
+STORE = {
+    "x": POINTER,  # (rows, heads, D), the heads of keys and values last
+    "x_stride": INT,
+    "first": INT,  # the position in a row of the first key
+    "keys": POINTER,  # (groups, capacity, D)
+    "values": POINTER,
+    "group_stride": INT,
+    "groups": INT,
+    "size": INT,
+    "past": INT,
+}
 ROTATE = {"x": POINTER, "x_stride": INT, "heads": INT, "size": INT, "half": INT, "cos": POINTER, "sin": POINTER}
 GATE = {"x": POINTER, "x_stride": INT, "out": POINTER, "size": INT}
 ATTENTION = {
@@ -98,18 +109,43 @@ def _write_norm(code: Code, x: ir.Value, weight: ir.Value, *, out: ir.Value, siz
 
 
 def _add_add(module: ir.Module) -> None:
-    """add(arguments, row): x += scale * change."""
-    inner, (x, change, size, scale) = _inlined(module, "add_to", [POINTER, POINTER, INT, FLOAT])
+    """add(arguments, row): out = x + scale * change. add_in_place: the same for out = x."""
+    for name in ("add", "add_in_place"):
+        inner, (x, change, out, size, scale) = _inlined(module, f"{name}_row", [POINTER, POINTER, POINTER, INT, FLOAT])
+        target = out if name == "add" else x
 
-    def add(index: ir.Value) -> None:
-        _store(inner, inner.multiply_add(scale, _load(inner, change, index), _load(inner, x, index)), x, index)
+        def add(index: ir.Value) -> None:
+            total = inner.multiply_add(scale, _load(inner, change, index), _load(inner, x, index))  # noqa: B023
+            _store(inner, total, target, index)  # noqa: B023
 
-    _for_each(inner, size, add)
+        _for_each(inner, size, add)
+        inner.ret_void()
+        code, (pointer, row) = new_function(module, name, [POINTER, INT])
+        own = read_words(code, pointer, ADD)
+        place = code.mul(row, own["size"])
+        change = code.at(own["change"], code.mul(row, own["change_stride"]))
+        rows = [code.at(own["x"], place), change, code.at(own["out"], place)]
+        code.call(inner.function, [*rows, own["size"], own["scale"]])
+        code.ret_void()
+
+
+def _add_store(module: ir.Module) -> None:
+    """store(arguments, row): copy the keys and values of a row into the cache."""
+    inner, (source, target, size) = _inlined(module, "copy", [POINTER, POINTER, INT])
+    _for_each(inner, size, lambda index: _store(inner, _load(inner, source, index), target, index))
     inner.ret_void()
-    code, (pointer, row) = new_function(module, "add", [POINTER, INT])
-    own = read_words(code, pointer, ADD)
-    x, change = code.at(own["x"], code.mul(row, own["size"])), code.at(own["change"], code.mul(row, own["change_stride"]))
-    code.call(inner.function, [x, change, own["size"], own["scale"]])
+    code, (pointer, row) = new_function(module, "store", [POINTER, INT])
+    own = read_words(code, pointer, STORE)
+    keys = code.at(own["x"], code.add(code.mul(row, own["x_stride"]), own["first"]))
+    values = code.at(keys, code.mul(own["groups"], own["size"]))
+    position = code.mul(code.add(own["past"], row), own["size"])
+
+    def one(group: ir.Value) -> None:
+        part, place = code.mul(group, own["size"]), code.add(position, code.mul(group, own["group_stride"]))
+        for source, name in ((keys, "keys"), (values, "values")):
+            code.call(inner.function, [code.at(source, part), code.at(own[name], place), own["size"]])
+
+    _for_each(code, own["groups"], one)
     code.ret_void()
 
 
@@ -190,14 +226,14 @@ def _add_gate(module: ir.Module, name: str) -> None:
 
 @cache
 def row_function(name: str) -> int:
-    """The address of "norm", "head_norm", "add", "rotate" or "gate_NAME". Items are rows."""
+    """The address of "norm", "head_norm", "add", "add_in_place", "rotate", "store" or "gate_NAME". Items are rows."""
     return _row_functions()(name)
 
 
 @cache
 def _row_functions() -> Callable[[str], int]:
     module = ir.Module("layers")
-    for add in (_add_norm, _add_add, _add_rotate):
+    for add in (_add_norm, _add_add, _add_rotate, _add_store):
         add(module)
     for name in GATES:
         _add_gate(module, name)

@@ -294,6 +294,11 @@ class CompiledKernel:
         minimums = None if self._minimums is None else self._in_rows(self._minimums)
         return BlockWeight(rows, self._in_rows(self._scales), minimums, self.form.group, self._bits).dense()
 
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.form.inputs
+
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._minimums, self._bias) if part is not None)
 
@@ -305,7 +310,7 @@ class JoinedKernels:
     """Weights that read the same input but are stored in different forms, row below row."""
 
     def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
-        self.kernels = list(kernels)
+        self.kernels, self.inputs = list(kernels), kernels[0].inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([kernel(x) for kernel in self.kernels], dim=-1)

@@ -21,7 +21,7 @@ from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill, release
-from utils.engine.torch_segments import TorchSegments, products_of
+from utils.engine.torch_segments import products_of
 from utils.engine.weight_format import EngineWeights, freed_bytes, kernel_bytes, tensor_bytes, weight_format
 
 LEAN = "lean"  # among the layouts: 0 if the lean forward pass has other logits than transformers' own
@@ -75,9 +75,8 @@ class InvariantEngine:
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if isinstance(spec, DecoderSpec):
-                sizes = PREFILL_SIZES
-                segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
-                model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
+                products, head = products_of(model, spec)
+                model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
         return ""

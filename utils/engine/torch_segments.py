@@ -9,13 +9,14 @@ from torch.nn.functional import rms_norm
 
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.kernels import PREFILL_SIZES
+from utils.engine.compiled_decoder import LayerProducts
 from utils.engine.module_swap import EngineLinear
 
 Product = Callable[[Tensor], Tensor]  # (rows, K) -> (rows, N)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerProducts:
+class LayerProductsOld:
     """The products of one layer. qkv, gate_up: of fused weights, in this order."""
 
     qkv: Product
