@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.engine import compiled_layers as layers
 from utils.engine.compiled_layers import attention_function, row_function
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Norm
+from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.machine_code import WORKERS, job_list, words
+from utils.engine.module_swap import EngineLinear
 
 Product = CompiledKernel | JoinedKernels
 MIN_ITEMS = 8  # of attention, so that several threads have equal shares
@@ -34,7 +35,9 @@ class Program:
     one, (rows, hidden).
     """
 
-    def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], batch: int, count: int, *, keeps: bool) -> None:
+    def __init__(
+        self, spec: DecoderSpec, products: Sequence[LayerProducts], batch: int, count: int, *, keeps: bool
+    ) -> None:
         self._spec, self._batch, self._count, rows = spec, batch, count, batch * count
         widest = max((_width(part) for layer in products for part in (layer.output, layer.down)), default=1)
         self._heads = spec.heads + 2 * spec.kv_heads
@@ -111,7 +114,16 @@ class Program:
         self._add(f"gate_{layer.activation}", layers.GATE, rows, **gate)
         self._product(own.down, self._mixed, self._change)
         change, stride = self._output_norm(layer.mlp_output_norm)
-        self._add("add_in_place", layers.ADD, rows, x=after, change=change, change_stride=stride, size=hidden, scale=layer.residual_scale)
+        self._add(
+            "add_in_place",
+            layers.ADD,
+            rows,
+            x=after,
+            change=change,
+            change_stride=stride,
+            size=hidden,
+            scale=layer.residual_scale,
+        )
 
     def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
         column, rows = 0, self._batch * self._count
@@ -128,7 +140,9 @@ class Program:
         weight = norm.weight.float().contiguous()
         self._kept.append(weight)
         size = self._spec.hidden_size
-        self._add("norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, size=size, eps=norm.eps)
+        self._add(
+            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, size=size, eps=norm.eps
+        )
         return out
 
     def _output_norm(self, norm: Norm | None) -> tuple[Tensor, int]:
@@ -170,6 +184,28 @@ class Program:
         self._attention.append((len(self._jobs), len(self._jobs) + len(attends)))
         self._jobs += attends
         self._caches.append(caches)
+
+
+def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:
+    """The products of each layer and of the output head of a model whose linear layers are compiled kernels."""
+    layers = [
+        LayerProducts(
+            _product(model, layer.query, layer.key, layer.value),
+            _product(model, layer.output),
+            _product(model, layer.gate, layer.up),
+            _product(model, layer.down),
+        )
+        for layer in spec.layers
+    ]
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of a PreTrainedModel
+    return layers, head.fused.kernel
+
+
+def _product(model: nn.Module, *linears: Linear) -> Product:
+    """One product for layers that read the same input. Fused parameters and fused kernels are one product already."""
+    modules = dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears)
+    kernels = [*dict.fromkeys(cast(EngineLinear, module).fused.kernel for module in modules)]
+    return cast(Product, kernels[0]) if len(kernels) == 1 else JoinedKernels(cast(list[CompiledKernel], kernels))
 
 
 def _width(product: Product) -> int:

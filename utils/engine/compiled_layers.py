@@ -7,7 +7,6 @@ bits depend neither on the number of rows nor on the number of threads. All tens
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from llvmlite import ir
 
@@ -58,7 +57,11 @@ def _store(code: Code, value: ir.Value, pointer: ir.Value, index: ir.Value) -> N
 
 
 def _for_each(code: Code, count: ir.Value, body: Callable[[ir.Value], None]) -> None:
-    code.repeat(count, [], lambda index, _: body(index) or [])
+    def call(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        body(index)
+        return []
+
+    code.repeat(count, [], call)
 
 
 def _inlined(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[Code, list[ir.Value]]:
@@ -272,7 +275,9 @@ def attention_function(size: int) -> int:
         start = code.add(code.mul(row, own["query_stride"]), code.mul(head, INT(size)))
         place = code.mul(code.add(code.mul(row, own["heads"]), head), INT(size))
         end = code.add(code.add(own["past"], row), INT(1))
-        is_whole = code.or_(code.icmp_unsigned("==", own["window"], INT(0)), code.icmp_unsigned("<=", end, own["window"]))
+        is_whole = code.or_(
+            code.icmp_unsigned("==", own["window"], INT(0)), code.icmp_unsigned("<=", end, own["window"])
+        )
         begin = code.select(is_whole, INT(0), code.sub(end, own["window"]))
         _attend(
             code,
@@ -299,8 +304,16 @@ def _vectors(code: Code, pointer: ir.Value, size: int) -> list[ir.Value]:
 
 
 def _attend(
-    code: Code, size: int, *, query: ir.Value, keys: ir.Value, values: ir.Value, count: ir.Value, scores: ir.Value,
-    scaling: ir.Value, out: ir.Value,
+    code: Code,
+    size: int,
+    *,
+    query: ir.Value,
+    keys: ir.Value,
+    values: ir.Value,
+    count: ir.Value,
+    scores: ir.Value,
+    scaling: ir.Value,
+    out: ir.Value,
 ) -> None:
     """One query over `count` keys (count, D)."""
     queries = [code.fmul(part, code.splat(scaling, part.type.count)) for part in _vectors(code, query, size)]
@@ -319,7 +332,10 @@ def _attend(
             for one, other in zip(queries, parts, strict=True):
                 lanes = one.type.count
                 dots[lanes] = code.multiply_add(one, other, dots[lanes]) if lanes in dots else code.fmul(one, other)
-            totals = [code.total(dot) if lanes > 1 else code.extract_element(dot, ir.IntType(32)(0)) for lanes, dot in dots.items()]
+            totals = [
+                code.total(dot) if lanes > 1 else code.extract_element(dot, ir.IntType(32)(0))
+                for lanes, dot in dots.items()
+            ]
             result = totals[0]
             for more in totals[1:]:
                 result = code.fadd(result, more)

@@ -235,7 +235,8 @@ class CompiledKernel:
             self._scales = _in_lanes(weight.scales)
             self._minimums = None if weight.minimums is None else _in_lanes(weight.minimums)
         else:
-            kind, group, values = str(weight.dtype).removeprefix("torch."), 0, weight.detach()
+            values = weight.detach() if weight.dtype == torch.bfloat16 else weight.detach().float()
+            kind, group = str(values.dtype).removeprefix("torch."), 0
         self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
         blocks = _in_lanes(values)  # (N / LANES, K, LANES)
         self._values = blocks[:, 0::2] | (blocks[:, 1::2] << 4) if kind == "uint4" else blocks
@@ -284,13 +285,13 @@ class CompiledKernel:
         return [*first, (self._block, arguments, -(-blocks // span))], sums
 
     def weight(self) -> Tensor:
-        """The original values, or those of rounded integers."""
+        """The original values, or those of rounded integers, in float32."""
         values = self._values
         if self.form.kind == "uint4":
             values = torch.stack([values & 15, values >> 4], dim=2).flatten(1, 2)
         rows = self._in_rows(values)
         if self._scales is None:
-            return rows
+            return rows.float()
         minimums = None if self._minimums is None else self._in_rows(self._minimums)
         return BlockWeight(rows, self._in_rows(self._scales), minimums, self.form.group, self._bits).dense()
 
@@ -327,19 +328,3 @@ def _in_lanes(rows: Tensor) -> Tensor:
     """(N, K) -> (N / LANES, K, LANES), with zeros for missing rows."""
     padded = pad(rows, (0, 0, 0, -len(rows) % LANES))
     return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
-
-
-def compiled_builder(weights, layers):
-    from utils.engine.module_swap import joined_bias
-    from utils.engine.weight_blocks import joined
-
-    def build(group):
-        bias, is_head = joined_bias(group), any(id(layer.weight) in layers.heads for layer in group)
-        forms = [weights.form(layers.names.get(id(layer), ""), layer.weight, is_head=is_head) for layer in group]
-        if all(isinstance(form, Tensor) for form in forms) and len({form.dtype for form in forms}) == 1:
-            return CompiledKernel(torch.cat(forms) if len(forms) > 1 else forms[0], bias)
-        if all(isinstance(form, BlockWeight) for form in forms) and (block := joined(forms)) is not None:
-            return CompiledKernel(block, bias)
-        return JoinedKernels([CompiledKernel(form, layer.bias) for form, layer in zip(forms, group, strict=True)])
-
-    return build

@@ -152,7 +152,8 @@ class LeanDecoder:
                 own.copy_(part)
         heads = (batch, spec.kv_heads, count, spec.head_dim)
         for index, layer in enumerate(cache.layers[: len(spec.layers)]):
-            program.bind(index, *layer.extended(heads), past)
+            keys, values = layer.extended(heads)
+            program.bind(index, keys, values, past)
         if in_prefill():
             program.run_with(partial(self._attend, program, cache, past), every=every)
         else:
@@ -210,8 +211,6 @@ class RowGroup:
     begin: int
     end: int
     mask: Tensor
-
-
 
 
 def prefill_groups(past: int, count: int, window: int | None) -> list[RowGroup]:

@@ -15,8 +15,6 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from utils.engine.threads import product_threads
-
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
 NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
@@ -166,7 +164,7 @@ def compiled(module: ir.Module) -> Callable[[str], int]:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _owners.append((parsed, engine))
-    return engine.get_function_address  # type: ignore[no-any-return]
+    return engine.get_function_address
 
 
 def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> None:
@@ -194,7 +192,9 @@ def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> N
 def _add_lead(module: ir.Module) -> None:
     """lead(state): take part in each job of a list, and go on to the next one when all of its items are completed."""
     code, (state,) = new_function(module, "lead", [POINTER])
-    jobs, count = (code.load(code.at(state, INT(word), INT), typ=kind) for word, kind in ((_JOBS, POINTER), (_COUNT, INT)))
+    jobs, count = (
+        code.load(code.at(state, INT(word), INT), typ=kind) for word, kind in ((_JOBS, POINTER), (_COUNT, INT))
+    )
 
     def run_job(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         start = code.mul(index, INT(3))
@@ -266,9 +266,9 @@ class Workers:
 
     def run(self, jobs: Any, count: int) -> None:
         """Run a ctypes array of jobs, three words each: the address of function(argument, item), the address of the
-        argument, and the number of items. With the number of threads for products.
+        argument, and the number of items. With PyTorch's number of threads.
         """
-        others, state = product_threads() - 1, self._state
+        others, state = torch.get_num_threads() - 1, self._state
         if self._lead is None or len(self._wakes) < others:
             self._start(others)
         with self._lock:
@@ -303,5 +303,5 @@ def job_list(jobs: Sequence[tuple[int, Any, int]]) -> tuple[Any, int]:
     """What `Workers.run` takes, for jobs (function, arguments, items). The arguments must live as long as the list."""
     array = (ctypes.c_int64 * (3 * len(jobs)))()
     for index, (function, arguments, items) in enumerate(jobs):
-        array[3 * index : 3 * index + 3] = function, ctypes.addressof(arguments), items
+        array[3 * index : 3 * index + 3] = [function, ctypes.addressof(arguments), items]
     return array, len(jobs)

@@ -115,8 +115,7 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
-    threads to measure. layouts: what the engines found out, for their installation on whole models. reference: what
-    they were compared with, if that is the beginning of the model. evicts: whether caches are emptied before each pass,
+    threads to measure. reference: what they were compared with, if that is the beginning of the model. evicts: whether caches are emptied before each pass,
     as the other layers of a whole model do.
     """
 
@@ -127,7 +126,6 @@ class Trials:
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
     evicts: bool = True
-    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     reference: selftest.Reference | None = None
     _table: dict[str, EngineFigures] = field(default_factory=dict)
     _read: PreTrainedModel | None = None
@@ -206,7 +204,6 @@ class Trials:
         engine = self.builders[name]([part], [], self.weights)
         row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
         failure = self._installed(engine, part, reference)
-        self.layouts[name] = engine.layouts
         self._table[name] = replace(row, problem=FAILED.format(failure) if failure else "", failed=bool(failure))
         if failure:
             return None
@@ -222,11 +219,10 @@ class Trials:
 
     def _installed(self, engine: LayerEngine, part: PreTrainedModel, reference: torch.Tensor) -> str:
         """Install an engine on a slice. Returns why its logits are not those of the reference."""
-        counts = sorted({*self.thread_counts, *threads.usual_counts()})
         if part is self._read:  # it computes the reference
-            return engine.install(counts, self.report)
+            return engine.install(self.report)
         differs = partial(selftest.deviation, part, reference, exact=self.weights.as_loaded)
-        return install_compared(engine, part, partial(engine.install, counts, self.report), differs)
+        return install_compared(engine, part, partial(engine.install, self.report), differs)
 
     def _steps(self, candidate: _Candidate) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds of a decode step by number of threads, in ascending order: of all measured layers, and estimated for
@@ -328,19 +324,17 @@ def install_compared(
     If a forward pass of its own has other logits, that of transformers over the same kernels may have the right ones.
     """
     failure = install() or differs()
-    if failure and engine.has_other_forward and "lean" not in engine.layouts and "forward" in vars(model):
+    if failure and engine.has_own_forward and "forward" in vars(model):
         engine.remove()
-        engine.layouts["lean"] = 0
+        engine.has_own_forward = False
         failure = install() or differs()
     return failure
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as a reason: its first line that says what happened."""
+    """Return an error as a reason: its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # OpenVINO begins with the lines of its source code.
-    messages = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
-    return next(iter([*messages, *lines]), type(error).__name__)[:MAX_REASON]
+    return next(iter(lines), type(error).__name__)[:MAX_REASON]
 
 
 def _block_bytes(model: PreTrainedModel) -> int:
