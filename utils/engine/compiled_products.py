@@ -89,14 +89,15 @@ def _values(code: Code, form: PackedForm, pointer: ir.Value) -> list[ir.Value]:
     return [code.uitofp(part, floats) for part in (code.and_(packed, low), code.lshr(packed, high))]
 
 
-def _tile_function(module: ir.Module, form: PackedForm, rows: int) -> ir.Function:
-    """The product of some rows with the outputs of a block. Pointers are those of the first row and output."""
-    code, arguments = new_function(module, f"tile_{rows}", [*_TILE_ARGUMENTS.values()])
+def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int = 1) -> ir.Function:
+    """The product of some rows with the outputs of adjacent blocks. Pointers are those of the first row and output."""
+    code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
     code.function.linkage = "internal"
     for argument in arguments:
         if argument.type == POINTER:
             argument.add_attribute("noalias")
     given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
+    own = [_of_block(code, form, given, INT(block)) for block in range(blocks)]
     zeros = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
     inputs = [code.at(given["x"], INT(row * form.inputs)) for row in range(rows)]
     size = form.group or form.inputs
@@ -104,82 +105,113 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int) -> ir.Functio
     stride = int(LANES * at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
     def group_sums(group: ir.Value) -> list[ir.Value]:
-        start = code.at(given["values"], code.mul(group, INT(size // at_once * stride)), BYTE)
-        own = [code.at(pointer, code.mul(group, INT(size))) for pointer in inputs]
+        offset, position = code.mul(group, INT(size // at_once * stride)), code.mul(group, INT(size))
+        starts = [code.at(part["values"], offset, BYTE) for part in own]
+        rows_of_group = [code.at(pointer, position) for pointer in inputs]
 
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
-            for offset, value in enumerate(_values(code, form, code.at(start, step, BYTE))):
-                for row, pointer in enumerate(own):
-                    x = code.load(code.at(pointer, code.add(index, INT(offset))), typ=FLOAT, align=4)
-                    sums[row] = code.multiply_add(code.splat(x, LANES), value, sums[row])
+            values = [_values(code, form, code.at(start, step, BYTE)) for start in starts]
+            for each in range(at_once):
+                for row, pointer in enumerate(rows_of_group):
+                    x = code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4)
+                    x = code.splat(x, LANES)
+                    for block in range(blocks):
+                        place = block * rows + row
+                        sums[place] = code.multiply_add(x, values[block][each], sums[place])
             return sums
 
-        return code.repeat(INT(size), [zeros] * rows, add, step=at_once)
+        return code.repeat(INT(size), [zeros] * (rows * blocks), add, step=at_once)
 
     def add_group(group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         sums, position = group_sums(group), code.mul(group, INT(LANES))
-        scale = _vector(code, code.at(given["scales"], position), FLOAT)
-        totals = [code.multiply_add(part, scale, total) for part, total in zip(sums, totals, strict=True)]
-        if form.has_minimums:
-            minimum = _vector(code, code.at(given["minimums"], position), FLOAT)
+        for block, part in enumerate(own):
+            scale = _vector(code, code.at(part["scales"], position), FLOAT)
+            minimum = _vector(code, code.at(part["minimums"], position), FLOAT) if form.has_minimums else None
             for row in range(rows):
-                own = code.add(group, code.mul(given["groups"], INT(row)))
-                total = code.load(code.at(given["sums"], own), typ=FLOAT, align=4)
-                totals[row] = code.multiply_add(code.splat(total, LANES), minimum, totals[row])
+                place = block * rows + row
+                totals[place] = code.multiply_add(sums[place], scale, totals[place])
+                if minimum is not None:
+                    index = code.add(group, code.mul(given["groups"], INT(row)))
+                    total = code.load(code.at(given["sums"], index), typ=FLOAT, align=4)
+                    totals[place] = code.multiply_add(code.splat(total, LANES), minimum, totals[place])
         return totals
 
-    totals = code.repeat(given["groups"], [zeros] * rows, add_group) if form.group else group_sums(INT(0))
-    bias = _vector(code, given["bias"], FLOAT) if form.has_bias else None
-    for row, total in enumerate(totals):
-        total = total if bias is None else code.fadd(total, bias)
-        code.store(total, code.at(given["out"], code.mul(given["out_stride"], INT(row))), align=4)
+    zero_totals = [zeros] * (rows * blocks)
+    totals = code.repeat(given["groups"], zero_totals, add_group) if form.group else group_sums(INT(0))
+    for block, part in enumerate(own):
+        bias = _vector(code, part["bias"], FLOAT) if form.has_bias else None
+        for row in range(rows):
+            total = totals[block * rows + row] if bias is None else code.fadd(totals[block * rows + row], bias)
+            code.store(total, code.at(part["out"], code.mul(given["out_stride"], INT(row))), align=4)
     code.ret_void()
     return code.function
 
 
+def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
+    """The arguments of a block. The first block is that of the given ones."""
+    place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
+    values = code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind])))
+    return given | {
+        "values": code.at(given["values"], values, BYTE),
+        "scales": code.at(given["scales"], place),
+        "minimums": code.at(given["minimums"], place),
+        "bias": code.at(given["bias"], outputs),
+        "out": code.at(given["out"], outputs),
+    }
+
+
 def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
-    """block(arguments, item): the product of all rows with `span` blocks."""
-    tiles = [_tile_function(module, form, rows) for rows in range(1, most_rows + 1)]
+    """block(arguments, item): the product of all rows with `span` blocks. Few rows take two blocks at once, because a
+    processor adds to several sums in the time that it takes for one.
+    """
+    tiles = {rows: _tile_function(module, form, rows) for rows in range(1, most_rows + 1)}
+    pairs = {rows: _tile_function(module, form, rows, 2) for rows in (1, 2)}
     code, (pointer, item) = new_function(module, "block", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
     first = code.mul(item, given["span"])
     left = code.sub(given["blocks"], first)
     count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+    end = code.add(first, count)
 
-    def compute(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        _compute_block(code, form, tiles, given=given, block=code.add(first, index))
-        return []
+    def compute(functions: dict[int, ir.Function], size: int) -> None:
+        def some(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            block = code.add(first, index)
+            # The last one of an odd number is computed twice by pairs, with the same result.
+            last = code.sub(end, INT(size))
+            block = code.select(code.icmp_unsigned(">", block, last), last, block)
+            _compute_blocks(code, form, functions, given=given, block=block)
+            return []
 
-    code.repeat(count, [], compute)
+        code.repeat(count, [], some, step=size)
+
+    few = code.and_(code.icmp_unsigned("<=", given["rows"], INT(2)), code.icmp_unsigned(">=", count, INT(2)))
+    with code.if_else(few) as (then, otherwise):
+        with then:
+            compute(pairs, 2)
+        with otherwise:
+            compute(tiles, 1)
     code.ret_void()
 
 
-def _compute_block(
-    code: Code, form: PackedForm, tiles: Sequence[ir.Function], *, given: dict[str, ir.Value], block: ir.Value
+def _compute_blocks(
+    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, given: dict[str, ir.Value], block: ir.Value
 ) -> None:
-    """The product of all rows with one block, in tiles of rows."""
-    place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
-    values = code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind])))
-    own = given | {
-        "values": code.at(given["values"], values, BYTE),
-        "scales": code.at(given["scales"], place),
-        "minimums": code.at(given["minimums"], place),
-        "bias": code.at(given["bias"], outputs),
-    }
+    """The product of all rows with the blocks of a tile, in tiles of rows."""
+    own = _of_block(code, form, given, block)
 
     def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         first = code.mul(index, given["tile"])
         part = own | {
-            "x": code.at(given["x"], code.mul(first, INT(form.inputs))),
-            "sums": code.at(given["sums"], code.mul(first, given["groups"])),
-            "out": code.at(given["out"], code.add(outputs, code.mul(first, given["out_stride"]))),
+            "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
+            "sums": code.at(own["sums"], code.mul(first, given["groups"])),
+            "out": code.at(own["out"], code.mul(first, given["out_stride"])),
         }
         left = code.sub(given["rows"], first)
         count = code.select(code.icmp_unsigned("<", left, given["tile"]), left, given["tile"])
         after = code.append_basic_block()
         switch = code.switch(count, after)
-        for rows, tile in enumerate(tiles, start=1):
+        for rows, tile in tiles.items():
             case = code.append_basic_block()
             switch.add_case(INT(rows), case)
             code.position_at_end(case)

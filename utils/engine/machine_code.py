@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, cast
 
 import llvmlite.binding as llvm
 import torch
@@ -125,10 +125,12 @@ def words(kinds: Mapping[str, ir.Type], **values: float | Tensor | None) -> Any:
     array = (ctypes.c_int64 * len(kinds))()
     for index, (name, kind) in enumerate(kinds.items()):
         value = values.get(name)
-        if kind is FLOAT:
-            ctypes.c_float.from_address(ctypes.addressof(array) + 8 * index).value = float(value or 0.0)  # type: ignore[arg-type]
+        if isinstance(value, Tensor):
+            array[index] = value.data_ptr()
+        elif kind is FLOAT:
+            ctypes.c_float.from_address(ctypes.addressof(array) + 8 * index).value = value or 0.0
         else:
-            array[index] = value.data_ptr() if isinstance(value, Tensor) else int(value or 0)
+            array[index] = int(value or 0)
     return array
 
 
@@ -164,7 +166,7 @@ def compiled(module: ir.Module) -> Callable[[str], int]:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _owners.append((parsed, engine))
-    return engine.get_function_address
+    return cast(Callable[[str], int], engine.get_function_address)
 
 
 def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> None:
@@ -192,9 +194,8 @@ def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> N
 def _add_lead(module: ir.Module) -> None:
     """lead(state): take part in each job of a list, and go on to the next one when all of its items are completed."""
     code, (state,) = new_function(module, "lead", [POINTER])
-    jobs, count = (
-        code.load(code.at(state, INT(word), INT), typ=kind) for word, kind in ((_JOBS, POINTER), (_COUNT, INT))
-    )
+    jobs = code.load(code.at(state, INT(_JOBS), INT), typ=POINTER)
+    count = code.load(code.at(state, INT(_COUNT), INT), typ=INT)
 
     def run_job(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         start = code.mul(index, INT(3))

@@ -115,8 +115,8 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
-    threads to measure. reference: what they were compared with, if that is the beginning of the model. evicts: whether caches are emptied before each pass,
-    as the other layers of a whole model do.
+    threads to measure. reference: what they were compared with, if that is the beginning of the model. evicts: whether
+    caches are emptied before each pass, as the other layers of a whole model do.
     """
 
     model: PreTrainedModel
