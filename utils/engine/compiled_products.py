@@ -254,26 +254,88 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     return address("block"), address("sums") if form.has_minimums else 0
 
 
-class CompiledKernel:
-    """A weight (N, K) in float32 or bfloat16, or of small integers, with inputs and outputs in float32."""
+_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "rows": INT, "out": POINTER}
 
-    def __init__(self, weight: Tensor | BlockWeight, bias: Tensor | None) -> None:
-        self.outputs, inputs = weight.shape
+
+@cache
+def _pack_function(itemsize: int, *, in_pairs: bool = False) -> int:
+    """The address of pack(arguments, block): put rows of values of so many bytes side by side, in lanes.
+
+    in_pairs: two values of 4 bits, of adjacent inputs, become one byte.
+    """
+    kind, module = ir.IntType(8 * itemsize), ir.Module("pack")
+    inner, (source, out, stride, inputs) = new_function(module, "pack_block", [POINTER, POINTER, INT, INT])
+    inner.function.linkage = "internal"
+    for pointer in (source, out):
+        pointer.add_attribute("noalias")
+
+    def load(place: ir.Value) -> ir.Value:
+        return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
+
+    def pack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        for lane in range(LANES):
+            place = inner.add(inner.mul(stride, INT(lane)), index)
+            value, position = load(place), inner.mul(index, INT(LANES))
+            if in_pairs:
+                value = inner.or_(value, inner.shl(load(inner.add(place, INT(1))), kind(4)))
+                position = inner.lshr(position, INT(1))
+            inner.store(value, inner.at(out, inner.add(position, INT(lane)), kind), align=itemsize)
+        return []
+
+    inner.repeat(inputs, [], pack, step=2 if in_pairs else 1)
+    inner.ret_void()
+    code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
+    own = read_words(code, pointer, _PACK)
+    source = code.at(own["source"], code.mul(code.mul(block, INT(LANES)), own["stride"]), kind)
+    size = code.udiv(own["inputs"], INT(2)) if in_pairs else own["inputs"]
+    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), kind)
+    code.call(inner.function, [source, out, own["stride"], own["inputs"]])
+    code.ret_void()
+    return compiled(module)("pack")
+
+
+def _in_lanes(parts: Sequence[Tensor], *, in_pairs: bool = False) -> Tensor:
+    """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
+    if any(len(part) % LANES for part in parts):
+        whole = torch.cat([*parts]) if len(parts) > 1 else parts[0]
+        parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
+    inputs, blocks = parts[0].shape[1], sum(map(len, parts)) // LANES
+    out = torch.empty(blocks, inputs // 2 if in_pairs else inputs, LANES, dtype=parts[0].dtype)
+    function, start = _pack_function(out.itemsize, in_pairs=in_pairs), 0
+    for part in parts:
+        rows, end = part if part.stride(1) == 1 else part.contiguous(), start + len(part) // LANES
+        arguments = words(_PACK, source=rows, stride=rows.stride(0), inputs=inputs, out=out[start:end])
+        WORKERS.run(*job_list([(function, arguments, end - start)]))
+        start = end
+    return out
+
+
+class CompiledKernel:
+    """Weights (N, K) in float32 or bfloat16, or of small integers of one form, row below row. Inputs and outputs are
+    float32.
+    """
+
+    def __init__(self, weights: Sequence[Tensor] | Sequence[BlockWeight], bias: Tensor | None) -> None:
+        self.outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self._scales = self._minimums = None
-        if isinstance(weight, BlockWeight):
-            self._bits, group, values = weight.bits, weight.group, weight.values
-            unsigned = "uint4" if weight.bits <= 4 and group % 2 == 0 else "uint8"
-            kind = "int8" if values.dtype == torch.int8 else unsigned
-            self._scales = _in_lanes(weight.scales)
-            self._minimums = None if weight.minimums is None else _in_lanes(weight.minimums)
+        blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        if blocks:
+            first, values = blocks[0], [block.values for block in blocks]
+            self._bits, group = first.bits, first.group
+            unsigned = "uint4" if first.bits <= 4 and group % 2 == 0 else "uint8"
+            kind = "int8" if first.values.dtype == torch.int8 else unsigned
+            self._scales = _in_lanes([block.scales for block in blocks])
+            minimums = [block.minimums for block in blocks if block.minimums is not None]
+            self._minimums = _in_lanes(minimums) if minimums else None
         else:
-            values = weight.detach() if weight.dtype == torch.bfloat16 else weight.detach().float()
-            kind, group = str(values.dtype).removeprefix("torch."), 0
+            tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
+            values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
+            kind, group = str(values[0].dtype).removeprefix("torch."), 0
         self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
-        blocks = _in_lanes(values)  # (N / LANES, K, LANES)
-        self._values = blocks[:, 0::2] | (blocks[:, 1::2] << 4) if kind == "uint4" else blocks
-        self._bias = None if bias is None else pad(bias.detach().float(), (0, -len(bias) % LANES)).contiguous()
-        self._groups, self.width = inputs // group if group else 1, len(blocks) * LANES
+        self._values = _in_lanes(values, in_pairs=kind == "uint4")
+        self.width = len(self._values) * LANES
+        self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
+        self._groups = inputs // group if group else 1
         self._block, self._sums = _functions(self.form)
         self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
 
@@ -354,9 +416,3 @@ class JoinedKernels:
     def tensors(self) -> Iterator[Tensor]:
         for kernel in self.kernels:
             yield from kernel.tensors()
-
-
-def _in_lanes(rows: Tensor) -> Tensor:
-    """(N, K) -> (N / LANES, K, LANES), with zeros for missing rows."""
-    padded = pad(rows, (0, 0, 0, -len(rows) % LANES))
-    return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()

@@ -78,7 +78,7 @@ class InvariantEngine:
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
-        every = selftest.EVERY_WIDTH
+        every = selftest.TILED_WIDTHS if _is_compiled(self._models[0]) else selftest.EVERY_WIDTH
         tests = (
             # The layers of a drafter that was cut out of the target are tested with the target.
             selftest.width_dependence(

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.module_swap import GroupBuilder, Kernel
 from utils.engine.stored_weights import data
-from utils.engine.weight_blocks import BlockWeight, joined
+from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights
 
 BLOCK_ROWS = 32  # of BlockedKernel
@@ -68,13 +69,12 @@ def compiled_builder(weights: EngineWeights, known: KnownLayers) -> GroupBuilder
         ]
         tensors = [form for form in forms if isinstance(form, Tensor)]
         blocks = [form for form in forms if isinstance(form, BlockWeight)]
-        if len(forms) == 1:
-            return CompiledKernel(forms[0], layers[0].bias)
         if not blocks and len({tensor.dtype for tensor in tensors}) == 1:
-            return CompiledKernel(torch.cat(tensors), _joined_bias(layers))
-        if not tensors and (block := joined(blocks)) is not None:
-            return CompiledKernel(block, _joined_bias(layers))
-        return JoinedKernels([CompiledKernel(form, layer.bias) for form, layer in zip(forms, layers, strict=True)])
+            return CompiledKernel(tensors, _joined_bias(layers))
+        if not tensors and have_one_form(blocks):
+            return CompiledKernel(blocks, _joined_bias(layers))
+        parts = zip(forms, layers, strict=True)
+        return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
 
     return build
 

@@ -32,7 +32,6 @@ EVICTED = 1 << 28  # bytes that are read before each pass
 WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
 ENOUGH_STEPS = 0.3
 MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 2.0  # turns of all engines; further ones do not begin after these seconds
-LARGE = 1 << 26  # bytes of a block from which a pass waits for memory, whatever engine computes it
 SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
@@ -135,9 +134,6 @@ class Trials:
         self._plan = SlicePlan.of(self.model)
         self._buffer = torch.ones(self._evicted() // 4)
         reference = self._reference()
-        is_large = len(self.thread_counts) > 1 and _block_bytes(self.model) >= LARGE
-        if is_large and self.weights.as_loaded:
-            self.thread_counts = [self._fastest_for_memory()]
         if PLAIN not in self.builders:
             self._read = None
             release_memory()  # it is as large as all engines together
@@ -146,8 +142,6 @@ class Trials:
             candidate = self._guarded(name, partial(self._made, name, reference))
             if candidate is not None:
                 candidates.append(candidate)
-                if is_large:  # products of rounded weights are measured in the first engine
-                    self.thread_counts = [self._table[name].threads]
         candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
         self._measure_widths(candidates)
         for candidate in candidates:
@@ -170,22 +164,6 @@ class Trials:
         if self._plan.order == (*range(depth),) and depth >= selftest.COMPARED_LAYERS:
             self.reference = selftest.Reference(depth, logits, self.weights.as_loaded)
         return logits
-
-    def _fastest_for_memory(self) -> int:
-        """The number of threads for all engines, measured without one. Some engines take long to change the number.
-
-        A decode step mostly waits for memory, so that one thread may be as fast as several. Wide verify passes and
-        prefills are not.
-        """
-        self.report("engines: measuring numbers of threads")
-        assert self._read is not None
-        probe = self.meter.probe(self._read, PLAIN)
-
-        def passes() -> None:
-            probe.forward(1)
-            probe.forward(probe.max_width)
-
-        return threads.fastest_count(passes, self.thread_counts)
 
     def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
         """The result of a step, or None if the engine raised an error, which is noted."""
