@@ -33,6 +33,7 @@ from utils.engine.machine_code import (
 )
 from utils.engine.weight_blocks import BlockWeight
 
+_AHEAD = 2048  # bytes. Two blocks at once keep memory busy by themselves, and so do wide values
 LANES = 16  # outputs of a block
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
@@ -112,6 +113,8 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int =
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
             values = [_values(code, form, code.at(start, step, BYTE)) for start in starts]
+            if rows > 2 and form.kind != "float32":
+                code.prefetch(code.at(starts[0], code.add(step, INT(_AHEAD)), BYTE))
             for each in range(at_once):
                 for row, pointer in enumerate(rows_of_group):
                     x = code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4)

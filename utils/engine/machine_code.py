@@ -56,6 +56,13 @@ class Code(ir.IRBuilder):
         """The address of an element."""
         return self.gep(pointer, [index], source_etype=kind)
 
+    def prefetch(self, pointer: ir.Value) -> None:
+        """Ask for memory that will be read soon."""
+        word, name = ir.IntType(32), "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, word, word, word])
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        self.call(function, [pointer, word(0), word(3), word(1)])
+
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
         """A vector of equal values."""
         undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
