@@ -90,7 +90,7 @@ class Program:
         self._jobs.append((row_function(name), words(kinds, **values), rows))
 
     def _add_layer(self, index: int, layer: LayerSpec, own: LayerProducts) -> None:
-        spec, rows, hidden = self._spec, self._batch * self._count, self._spec.hidden_size
+        spec, rows = self._spec, self._batch * self._count
         x = self.states[min(index, len(self.states) - 1)]
         after = self.states[min(index + 1, len(self.states) - 1)]
         self._product(own.qkv, self._norm(layer.input_norm, x, self._hidden), self.qkv)
@@ -106,24 +106,20 @@ class Program:
         self._product(own.output, self.attended, self._change)
         change, stride = self._output_norm(layer.attention_output_norm)
         name = "add_in_place" if after is x or after.data_ptr() == x.data_ptr() else "add"
-        change_words = dict(change=change, change_stride=stride, size=hidden, scale=layer.residual_scale)
-        self._add(name, layers.ADD, rows, x=x, out=after, **change_words)
+        self._add_change(name, x, after, change=change, stride=stride, scale=layer.residual_scale)
         self._product(own.gate_up, self._norm(layer.mlp_norm, after, self._hidden), self._gates)
-        size = own.down.inputs
-        gate = dict(x=self._gates, x_stride=self._gates.shape[1], out=self._mixed, size=size)
-        self._add(f"gate_{layer.activation}", layers.GATE, rows, **gate)
+        gates, size = self._gates, own.down.inputs
+        name = f"gate_{layer.activation}"
+        self._add(name, layers.GATE, rows, x=gates, x_stride=gates.shape[1], out=self._mixed, size=size)
         self._product(own.down, self._mixed, self._change)
         change, stride = self._output_norm(layer.mlp_output_norm)
+        self._add_change("add_in_place", after, after, change=change, stride=stride, scale=layer.residual_scale)
+
+    def _add_change(self, name: str, x: Tensor, out: Tensor, *, change: Tensor, stride: int, scale: float) -> None:
+        size = self._spec.hidden_size
         self._add(
-            "add_in_place",
-            layers.ADD,
-            rows,
-            x=after,
-            change=change,
-            change_stride=stride,
-            size=hidden,
-            scale=layer.residual_scale,
-        )
+            name, layers.ADD, len(x), x=x, out=out, change=change, change_stride=stride, size=size, scale=scale
+        )  # fmt: skip
 
     def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
         column, rows = 0, self._batch * self._count

@@ -410,8 +410,8 @@ class Engine:
         """Test one verify width of the target, another one on another day."""
         if not engine.promise:
             return ""
-        widths = selftest.WIDTHS
-        return selftest.one_width_differs(self._target, widths[date.today().toordinal() % (len(widths) - 1)])
+        widths = selftest.RECHECKED_WIDTHS
+        return selftest.one_width_differs(self._target, widths[date.today().toordinal() % len(widths)])
 
     def _set_state(self, kind: str, count: int, reason: str, *, tested_on: str = "") -> None:
         engine = self._engine

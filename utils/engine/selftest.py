@@ -27,6 +27,7 @@ POSITIONS = 12  # tested positions
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of a whole model
 EVERY_WIDTH = range(2, MAX_WIDTH + 1)
 TILED_WIDTHS = (*range(2, 27), 32, 33, 48, MAX_WIDTH)  # all numbers of rows of one and two tiles of compiled products
+RECHECKED_WIDTHS = (2, 3, 5)  # one of them at later starts
 START_POSITIONS, START_WIDTHS = 5, (2, 5)  # of a whole model at a start
 COMPARED_LAYERS = 2
 MAX_DEVIATION = 0.1  # of rounded weights: the norm of the difference of logits over that of the logits

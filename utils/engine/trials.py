@@ -31,6 +31,7 @@ EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so m
 EVICTED = 1 << 28  # bytes that are read before each pass
 WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
 ENOUGH_STEPS = 0.3
+WIDE, WIDE_PASSES = COMPARED_WIDTHS[-1], 2  # of each number of threads
 MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 2.0  # turns of all engines; further ones do not begin after these seconds
 SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
@@ -203,8 +204,8 @@ class Trials:
         return install_compared(engine, part, partial(engine.install, self.report), differs)
 
     def _steps(self, candidate: _Candidate) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a decode step by number of threads, in ascending order: of all measured layers, and estimated for
-        the whole model. The estimate multiplies the noise of a layer by the number of layers.
+        """By number of threads, in ascending order: seconds of a decode step and a wide pass through all measured
+        layers, and of a decode step of the whole model. That estimate multiplies the noise of a layer by their number.
         """
         measured, steps = dict[int, float](), dict[int, float]()
         for count in self.thread_counts:
@@ -212,7 +213,10 @@ class Trials:
             candidate.engine.set_threads(count)
             samples = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
             seconds = {depth: lower_quartile(times) for depth, times in samples.items()}
-            measured[count], steps[count] = seconds[max(seconds)], self._plan.total(seconds)
+            deepest = candidate.probes[max(seconds)]
+            # A decode step mostly waits for memory, so that one thread may be as fast as several. Wide passes do not.
+            wide = min(self._passes(deepest, min(WIDE, deepest.max_width), WIDE_PASSES))
+            measured[count], steps[count] = seconds[max(seconds)] + wide, self._plan.total(seconds)
             if measured[count] > MORE_THREADS * min(measured.values()):
                 break
         return measured, steps
