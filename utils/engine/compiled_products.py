@@ -39,7 +39,7 @@ _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
 _TILE_ARGUMENTS = {
-    "x": POINTER,  # (rows, K)
+    "x": POINTER,  # (rows, K), prepared for the form
     "values": POINTER,
     "scales": POINTER,
     "minimums": POINTER,
@@ -49,10 +49,11 @@ _TILE_ARGUMENTS = {
     "out_stride": INT,
     "groups": INT,
 }
-_ARGUMENTS = _TILE_ARGUMENTS | {"blocks": INT, "rows": INT, "tile": INT, "span": INT}
+_ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
+IN_WORD = 8  # values of 4 bits, of adjacent inputs
 
 
-_X, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "out"))
+_X, _INPUTS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +68,41 @@ class PackedForm:
     has_minimums: bool = False
     has_bias: bool = False
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether inputs are prepared before products."""
+        return self.has_minimums or self.kind == "uint4"
+
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
     return code.load(pointer, typ=ir.VectorType(kind, LANES), align=1)
 
 
-def _values(code: Code, form: PackedForm, pointer: ir.Value) -> list[ir.Value]:
-    """The values of one input, or of two in 4 bits, as float32 vectors."""
-    floats = ir.VectorType(FLOAT, LANES)
+def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
+    """The values of one input, or those of IN_WORD inputs in 4 bits."""
+    kinds = {"float32": FLOAT, "bfloat16": ir.IntType(16), "uint4": ir.IntType(32)}
+    return _vector(code, pointer, kinds.get(form.kind, BYTE))
+
+
+def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.Value:
+    """The values of one input as float32. In 4 bits value i of a word is times 16^i, because it stays where it is;
+    `_scales_of_word` are the inverses for the inputs.
+    """
+    floats, words = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
     if form.kind == "float32":
-        return [_vector(code, pointer, FLOAT)]
+        return packed
     if form.kind == "bfloat16":
-        integers = ir.VectorType(ir.IntType(32), LANES)
-        wide = code.zext(_vector(code, pointer, ir.IntType(16)), integers)
-        return [code.bitcast(code.shl(wide, ir.Constant(integers, [16] * LANES)), floats)]
-    packed = _vector(code, pointer, BYTE)
-    if form.kind == "int8":
-        return [code.sitofp(packed, floats)]
-    if form.kind == "uint8":
-        return [code.uitofp(packed, floats)]
-    low, high = (ir.Constant(packed.type, [bits] * LANES) for bits in (15, 4))
-    return [code.uitofp(part, floats) for part in (code.and_(packed, low), code.lshr(packed, high))]
+        return code.bitcast(code.shl(code.zext(packed, words), ir.Constant(words, [16] * LANES)), floats)
+    if form.kind == "uint4":
+        if place == IN_WORD - 1:  # shifted, so that the sign stays zero
+            packed, place = code.lshr(packed, ir.Constant(words, [4] * LANES)), place - 1
+        packed = code.and_(packed, ir.Constant(words, [15 << 4 * place] * LANES))
+    return code.uitofp(packed, floats) if form.kind == "uint8" else code.sitofp(packed, floats)
+
+
+def _scales_of_word() -> list[float]:
+    """What inputs are multiplied with before they meet the values of 4 bits. Powers of two change no bits."""
+    return [16.0 ** -min(place, IN_WORD - 2) for place in range(IN_WORD)]
 
 
 def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int = 1) -> ir.Function:
@@ -102,7 +117,7 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int =
     zeros = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
     inputs = [code.at(given["x"], INT(row * form.inputs)) for row in range(rows)]
     size = form.group or form.inputs
-    at_once = 2 if form.kind == "uint4" else 1
+    at_once = IN_WORD if form.kind == "uint4" else 1
     stride = int(LANES * at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
     def group_sums(group: ir.Value) -> list[ir.Value]:
@@ -112,16 +127,17 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int =
 
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
-            values = [_values(code, form, code.at(start, step, BYTE)) for start in starts]
+            packed = [_packed(code, form, code.at(start, step, BYTE)) for start in starts]
             if rows > 2 and form.kind != "float32":
                 code.prefetch(code.at(starts[0], code.add(step, INT(_AHEAD)), BYTE))
             for each in range(at_once):
+                values = [_unpacked(code, form, part, each) for part in packed]
                 for row, pointer in enumerate(rows_of_group):
                     x = code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4)
                     x = code.splat(x, LANES)
                     for block in range(blocks):
                         place = block * rows + row
-                        sums[place] = code.multiply_add(x, values[block][each], sums[place])
+                        sums[place] = code.multiply_add(x, values[block], sums[place])
             return sums
 
         return code.repeat(INT(size), [zeros] * (rows * blocks), add, step=at_once)
@@ -226,18 +242,29 @@ def _compute_blocks(
     code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
 
 
-def _add_sums_function(module: ir.Module, form: PackedForm) -> None:
-    """sums(arguments, item): the sums of each group of inputs, of all rows."""
-    code, (pointer, _) = new_function(module, "sums", [POINTER, INT])
+def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
+    """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits."""
+    code, (pointer, row) = new_function(module, "prepare", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
+    inputs = code.mul(row, INT(form.inputs))
+    source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
+    sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
-    def add(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        group = code.at(given["x"], code.mul(index, INT(form.group)))
-        x = code.load(group, typ=ir.VectorType(FLOAT, form.group), align=4)
-        code.store(code.total(x), code.at(given["sums"], index), align=4)
+    def add(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        start = code.at(source, code.mul(group, INT(form.group)))
+        x = code.load(start, typ=ir.VectorType(FLOAT, form.group), align=4)
+        code.store(code.total(x), code.at(sums, group), align=4)
         return []
 
-    code.repeat(code.mul(given["rows"], given["groups"]), [], add)
+    def scale(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
+        code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
+        return []
+
+    if form.has_minimums:
+        code.repeat(given["groups"], [], add)
+    if form.kind == "uint4":
+        code.repeat(INT(form.inputs), [], scale, step=IN_WORD)
     code.ret_void()
 
 
@@ -248,25 +275,26 @@ def _most_rows() -> int:
 
 @cache
 def _functions(form: PackedForm) -> tuple[int, int]:
-    """The addresses of `block`, and of `sums` or 0."""
+    """The addresses of `block`, and of `prepare` or 0."""
     module = ir.Module("products")
     _add_block_function(module, form, _most_rows())
-    if form.has_minimums:
-        _add_sums_function(module, form)
+    if form.is_prepared:
+        _add_prepare_function(module, form)
     address = compiled(module)
-    return address("block"), address("sums") if form.has_minimums else 0
+    return address("block"), address("prepare") if form.is_prepared else 0
 
 
 _PACK = {"source": POINTER, "stride": INT, "inputs": INT, "rows": INT, "out": POINTER}
 
 
 @cache
-def _pack_function(itemsize: int, *, in_pairs: bool = False) -> int:
+def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
     """The address of pack(arguments, block): put rows of values of so many bytes side by side, in lanes.
 
-    in_pairs: two values of 4 bits, of adjacent inputs, become one byte.
+    in_words: IN_WORD values of 4 bits become a word.
     """
     kind, module = ir.IntType(8 * itemsize), ir.Module("pack")
+    packed, at_once = (ir.IntType(32), IN_WORD) if in_words else (kind, 1)
     inner, (source, out, stride, inputs) = new_function(module, "pack_block", [POINTER, POINTER, INT, INT])
     inner.function.linkage = "internal"
     for pointer in (source, out):
@@ -278,33 +306,36 @@ def _pack_function(itemsize: int, *, in_pairs: bool = False) -> int:
     def pack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         for lane in range(LANES):
             place = inner.add(inner.mul(stride, INT(lane)), index)
-            value, position = load(place), inner.mul(index, INT(LANES))
-            if in_pairs:
-                value = inner.or_(value, inner.shl(load(inner.add(place, INT(1))), kind(4)))
-                position = inner.lshr(position, INT(1))
-            inner.store(value, inner.at(out, inner.add(position, INT(lane)), kind), align=itemsize)
+            value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
+            if in_words:
+                value = inner.zext(value, packed)
+                for other in range(1, IN_WORD):
+                    more = inner.zext(load(inner.add(place, INT(other))), packed)
+                    value = inner.or_(value, inner.shl(more, packed(4 * other)))
+            inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
         return []
 
-    inner.repeat(inputs, [], pack, step=2 if in_pairs else 1)
+    inner.repeat(inputs, [], pack, step=at_once)
     inner.ret_void()
     code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
     own = read_words(code, pointer, _PACK)
     source = code.at(own["source"], code.mul(code.mul(block, INT(LANES)), own["stride"]), kind)
-    size = code.udiv(own["inputs"], INT(2)) if in_pairs else own["inputs"]
-    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), kind)
+    size = code.udiv(own["inputs"], INT(at_once))
+    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), packed)
     code.call(inner.function, [source, out, own["stride"], own["inputs"]])
     code.ret_void()
     return compiled(module)("pack")
 
 
-def _in_lanes(parts: Sequence[Tensor], *, in_pairs: bool = False) -> Tensor:
+def _in_lanes(parts: Sequence[Tensor], *, in_words: bool = False) -> Tensor:
     """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
     if any(len(part) % LANES for part in parts):
         whole = torch.cat([*parts]) if len(parts) > 1 else parts[0]
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
     inputs, blocks = parts[0].shape[1], sum(map(len, parts)) // LANES
-    out = torch.empty(blocks, inputs // 2 if in_pairs else inputs, LANES, dtype=parts[0].dtype)
-    function, start = _pack_function(out.itemsize, in_pairs=in_pairs), 0
+    shape, dtype = (blocks, inputs // IN_WORD if in_words else inputs, LANES), parts[0].dtype
+    out = torch.empty(shape, dtype=torch.int32 if in_words else dtype)
+    function, start = _pack_function(dtype.itemsize, in_words=in_words), 0
     for part in parts:
         rows, end = part if part.stride(1) == 1 else part.contiguous(), start + len(part) // LANES
         arguments = words(_PACK, source=rows, stride=rows.stride(0), inputs=inputs, out=out[start:end])
@@ -325,7 +356,7 @@ class CompiledKernel:
         if blocks:
             first, values = blocks[0], [block.values for block in blocks]
             self._bits, group = first.bits, first.group
-            unsigned = "uint4" if first.bits <= 4 and group % 2 == 0 else "uint8"
+            unsigned = "uint4" if first.bits <= 4 and group % IN_WORD == 0 else "uint8"
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
             self._scales = _in_lanes([block.scales for block in blocks])
             minimums = [block.minimums for block in blocks if block.minimums is not None]
@@ -335,11 +366,11 @@ class CompiledKernel:
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
-        self._values = _in_lanes(values, in_pairs=kind == "uint4")
+        self._values = _in_lanes(values, in_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._groups = inputs // group if group else 1
-        self._block, self._sums = _functions(self.form)
+        self._block, self._prepare = _functions(self.form)
         self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -351,7 +382,9 @@ class CompiledKernel:
                 jobs, sums = self.jobs(rows, out, count)
                 self._calls[count] = job_list(jobs), jobs[0][1], sums
             jobs_array, arguments, _ = self._calls[count]
-            arguments[_X], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
+            arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
+            if self.form.kind != "uint4":
+                arguments[_X] = rows.data_ptr()
             WORKERS.run(*jobs_array)
         return out[:, : self.outputs].view(*x.shape[:-1], -1) if x.dim() != 2 else out[:, : self.outputs]
 
@@ -361,10 +394,12 @@ class CompiledKernel:
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        sums = torch.empty(rows, self._groups) if self._sums else None
+        sums = torch.empty(rows, self._groups) if self.form.has_minimums else None
+        scaled = torch.empty(rows, self.inputs) if self.form.kind == "uint4" else x
         arguments = words(
             _ARGUMENTS,
-            x=x,
+            x=scaled,
+            inputs=x,
             values=self._values,
             scales=self._scales,
             minimums=self._minimums,
@@ -378,14 +413,14 @@ class CompiledKernel:
             tile=-(-rows // tiles),  # tiles of nearly equal size
             span=span,
         )
-        first = [(self._sums, arguments, 1)] if self._sums else []
-        return [*first, (self._block, arguments, -(-blocks // span))], sums
+        first = [(self._prepare, arguments, rows)] if self._prepare else []
+        return [*first, (self._block, arguments, -(-blocks // span))], (sums, scaled)
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""
         values = self._values
         if self.form.kind == "uint4":
-            values = torch.stack([values & 15, values >> 4], dim=2).flatten(1, 2)
+            values = torch.stack([values >> 4 * place & 15 for place in range(IN_WORD)], dim=2).flatten(1, 2)
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import in_prefill
+from utils.decode.engine_forward import MAX_WIDTH, in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import LayerProducts, Product, Program
 from utils.engine.decoder_spec import DecoderSpec
@@ -162,10 +162,15 @@ class LeanDecoder:
         return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
 
     def _program(self, batch: int, count: int, *, keeps: bool) -> Program:
-        key = (batch, count, keeps)
+        """A program for these rows. Those of verify widths are kept, and the last one of a prefill."""
+        key, rows = (batch, count, keeps), batch * count
         if key not in self._programs:
             if len(self._programs) >= PROGRAMS:
                 self._programs = {}
+            if rows > MAX_WIDTH:
+                self._programs = {
+                    other: own for other, own in self._programs.items() if other[0] * other[1] <= MAX_WIDTH
+                }
             self._programs[key] = Program(self._spec, self._products, batch, count, keeps=keeps)
         return self._programs[key]
 
