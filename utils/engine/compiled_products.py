@@ -33,7 +33,7 @@ from utils.engine.machine_code import (
 )
 from utils.engine.weight_blocks import BlockWeight
 
-_AHEAD = 2048  # bytes. Two blocks at once keep memory busy by themselves, and so do wide values
+_AHEAD = 2048  # bytes that are asked for early, where a single block does not keep memory busy
 LANES = 16  # outputs of a block
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
@@ -128,8 +128,9 @@ def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int =
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
             packed = [_packed(code, form, code.at(start, step, BYTE)) for start in starts]
-            if rows > 2 and form.kind != "float32":
-                code.prefetch(code.at(starts[0], code.add(step, INT(_AHEAD)), BYTE))
+            if rows > 2:
+                ahead = INT(_AHEAD // 2 if form.kind == "float32" else _AHEAD)
+                code.prefetch(code.at(starts[0], code.add(step, ahead), BYTE))
             for each in range(at_once):
                 values = [_unpacked(code, form, part, each) for part in packed]
                 for row, pointer in enumerate(rows_of_group):
